@@ -1,0 +1,322 @@
+"""A run is one YAML file: this module says which fields it has, checks them without torch, and names field, value, remedy.
+
+Every section is owned by the stage of the same name. `megatron:` is passed verbatim to megatron's TransformerConfig.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_stppo.algorithm.variants import VARIANTS
+
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+
+
+class ConfigError(ValueError):
+    """What a user can mend: the message names field, value and remedy. The door turns it into exit code 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class RunConfig(Section):
+    name: str = Field("run", pattern=NAME, description="the run's folder under `root`")
+    root: Path = Path("runs")
+    seed: int = 0
+    iterations: int = Field(100, ge=1)
+    evaluate_every: int = Field(
+        0, ge=0, description="iterations between evaluations; 0: only by the evaluate command"
+    )
+    checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    nonfinite_budget: int = Field(
+        5, ge=0, description="skipped non-finite steps before the run ends with exit code 93"
+    )
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+
+class ModelConfig(Section):
+    path: Path = Field(
+        description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
+    )
+    critic_path: Path | None = Field(None, description="where the critic's trunk starts from; default: path")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU, bfloat16 on GPU"
+    )
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
+    sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    warmup_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0)
+    distributed: bool = Field(
+        True, description="megatron's distributed optimizer (states sharded over data parallel)"
+    )
+
+
+class DataConfig(Section):
+    train: Path | None = Field(None, description="tasks, .jsonl or .parquet in the verl schema")
+    evaluate: Path | None = None
+    demonstrations: Path | None = Field(
+        None, description="scripted trajectories for the cold-start command, .jsonl"
+    )
+
+
+class RetrievalConfig(Section):
+    kind: Literal["bm25", "http"] = "bm25"
+    index: Path | None = Field(None, description="bm25: folder written by tools or serve-retriever's builder")
+    url: str | None = Field(None, description="http: a /retrieve endpoint")
+    topk: int = Field(3, ge=1, le=100)
+    timeout: float = Field(10.0, gt=0, description="seconds per request")
+    retries: int = Field(3, ge=0)
+    token_env: str | None = Field(
+        None, description="name of the environment variable that holds the bearer token"
+    )
+
+
+class EnvironmentConfig(Section):
+    kind: Literal["search"] = "search"
+    max_turns: int = Field(4, ge=1)
+    max_observation_tokens: int = Field(500, ge=1)
+    deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
+    concurrency: int = Field(64, ge=1, description="environment calls in flight per engine group")
+    max_failure_rate: float = Field(
+        0.2, ge=0, le=1, description="share of error and timeout episodes that ends the run"
+    )
+    retrieval: RetrievalConfig = RetrievalConfig()
+
+
+class RolloutConfig(Section):
+    tasks_per_iteration: int = Field(64, ge=1)
+    samples_per_task: int = Field(1, ge=1)
+    engine_tensor: int | None = Field(
+        None, description="tensor parallel size of the engine; default: parallel.tensor"
+    )
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_turn_tokens: int = Field(500, ge=1)
+    max_prompt_tokens: int = Field(2048, ge=1)
+    max_context: int | None = Field(
+        None, description="default: max_prompt_tokens + max_turns * (turn + observation tokens)"
+    )
+    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
+    kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on CPU")
+    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    overlap_tools: bool = Field(
+        True,
+        description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
+    )
+    verify_every: int = Field(10, ge=1, description="iterations between semantic checks of the reshard")
+
+
+class UpdateConfig(Section):
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
+    tokens_per_microbatch: int = Field(16384, ge=1)
+    actor: OptimizerConfig = OptimizerConfig(lr=1e-6, warmup_fraction=0.285)
+    critic: OptimizerConfig = OptimizerConfig(lr=1e-5, warmup_fraction=0.015)
+
+
+class AlgorithmConfig(Section):
+    """`preset` names a row of VARIANTS; a field given beside it overrides the row."""
+
+    preset: str = "st_ppo"
+    segments: Literal["token", "turn", "sequence"] = "turn"
+    pooling: Literal["mean", "sum"] = "mean"
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "turn_mean"] = "token_mean"
+    correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
+    correction_apply: Literal["gradient", "step"] = "step"
+    correction_unit: Literal["mean", "sum"] = Field(
+        "sum", description="||C|| of the mean or of the sum over action tokens"
+    )
+    correction_floor: float = Field(
+        1.0, ge=0, description="scale = 1 / max(floor, ||C||); 0 is the paper's literal form"
+    )
+    advantage: Literal["gae", "group"] = "gae"
+    gae_level: Literal["token", "turn"] = "token"
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(1.0, ge=0, le=1)
+    whiten: bool = True
+    value_clip: float = Field(0.5, gt=0)
+    kl_coefficient: float = Field(0.001, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_in: Literal["reward", "loss"] = "reward"
+    entropy_coefficient: float = Field(0.001, ge=0)
+    mismatch: Literal["off", "truncate", "mask"] = Field(
+        "off", description="weight for train/serve mismatch: TIS, MIS or none"
+    )
+    mismatch_level: Literal["token", "turn", "sequence"] = "token"
+    mismatch_bound: float = Field(2.0, gt=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        preset = given.get("preset", "st_ppo")
+        if preset not in VARIANTS:
+            near = difflib.get_close_matches(str(preset), VARIANTS, 1)
+            raise ValueError(
+                f"preset={preset!r} is not known; {f'did you mean {near[0]!r}?' if near else f'choose from {sorted(VARIANTS)}'}"
+            )
+        return {**VARIANTS[preset], **given}
+
+
+class EvaluateConfig(Section):
+    tasks: int | None = Field(None, ge=1, description="first so many tasks of data.evaluate; default: all")
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+
+
+class ColdStartConfig(Section):
+    tokens: int = Field(2_000_000, ge=1, description="trajectory tokens to train on")
+    batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
+    lr: float = Field(1e-3, gt=0)
+    warmup_fraction: float = Field(0.05, ge=0, le=1)
+    weight_decay: float = Field(0.01, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    update: UpdateConfig = UpdateConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    cold_start: ColdStartConfig = ColdStartConfig()
+    megatron: dict[str, Any] = Field(
+        default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
+    )
+
+    @property
+    def max_context(self) -> int:
+        """Longest trajectory in tokens that the engine and the packer must hold."""
+        r, e = self.rollout, self.environment
+        return r.max_context or r.max_prompt_tokens + (e.max_turns + 1) * (
+            r.max_turn_tokens + e.max_observation_tokens
+        )
+
+    @property
+    def engine_tensor(self) -> int:
+        return self.rollout.engine_tensor or self.parallel.tensor
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_coefficient > 0
+
+    def dump(self) -> str:
+        """The resolved configuration as YAML; loading it gives an equal Config."""
+        return yaml.safe_dump(json.loads(self.model_dump_json()), sort_keys=False)
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Reads a YAML file, applies `a.b=value` overrides, checks every field. Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"config={path}: is not YAML ({str(error).splitlines()[0]}); mend the file"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
+        )
+    for override in overrides or []:
+        _override(raw, override)
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, sign, value = text.partition("=")
+    if not sign or not all(key.split(".")):
+        raise ConfigError(
+            f"override {text!r} is not of the form section.field=value; for example update.epochs=2"
+        )
+    *path, last = key.split(".")
+    node = raw
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"override {text!r}: {part!r} is a value, not a section; remove what follows it"
+            )
+    try:
+        node[last] = _number(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from None
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-6 as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: Any) -> str:
+    path = [str(p) for p in error["loc"]]
+    where = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = _fields(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, 1)
+        remedy = (
+            f"did you mean {'.'.join([*path[:-1], near[0]])}?"
+            if near
+            else f"known here: {', '.join(sorted(known))}"
+        )
+        return f"{where}={error['input']!r}: no such field; {remedy}"
+    if error["type"] == "missing":
+        return f"{where}: missing; add it to the file or give {where}=VALUE"
+    message = error["msg"].removeprefix("Value error, ")
+    return (
+        f"{where}={error['input']!r}: {message}" if error["type"] != "value_error" else f"{where}: {message}"
+    )
+
+
+def _fields(path: list[str]) -> list[str]:
+    model: Any = Config
+    for part in path:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)

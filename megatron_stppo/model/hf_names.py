@@ -1,0 +1,80 @@
+"""What a Hugging Face checkpoint says about a model: its shape, read from config.json without importing transformers.
+
+Supported families: Qwen2 / Qwen2.5 (q, k, v biases), Qwen3 (q and k norms), dense only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stppo.config import ConfigError
+
+FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}, "qwen3": {"qkv_bias": False, "qk_norm": True}}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder. Example: Qwen2.5-7B is ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...)."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int  # true rows of the embedding, before any padding
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Rows megatron allocates: the vocabulary rounded up to a multiple of 128 * tensor."""
+        unit = 128 * tensor
+        return -(-self.vocab // unit) * unit
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Reads folder/config.json. Raises ConfigError for a missing file or an unsupported family."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"model.path={folder}: config.json cannot be read ({error.strerror}); give a Hugging Face checkpoint folder"
+        ) from None
+    except json.JSONDecodeError:
+        raise ConfigError(
+            f"model.path={folder}: config.json is not JSON; give a Hugging Face checkpoint folder"
+        ) from None
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model.path={folder}: model_type={family!r} is not supported; choose a checkpoint of {sorted(FAMILIES)}"
+        )
+    heads = raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or {}
+    if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"model.path={folder}: scaled rotary embeddings are not supported; use a checkpoint with rope_type=default"
+        )
+    return ModelShape(
+        family=family,
+        layers=raw["num_hidden_layers"],
+        hidden=raw["hidden_size"],
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads", heads),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        ffn=raw["intermediate_size"],
+        vocab=raw["vocab_size"],
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_positions=int(raw.get("max_position_embeddings", 32768)),
+        **FAMILIES[family],
+    )

@@ -1,0 +1,127 @@
+"""The records that the stages hand to each other.
+
+Conventions
+- A trajectory is a prompt, then alternating turns (tokens the policy wrote) and observations (tokens the environment
+  wrote). Only turn tokens are *action tokens*.
+- Axis suffixes: T action tokens, P packed tokens (prompt, turns and observations alike), S turns, N trajectories.
+- Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices. Masks are
+  derived from offsets, never the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Outcome = Literal["ok", "wrong", "truncated", "error", "timeout"]
+# error and timeout are the environment's failures, not the policy's: such trajectories carry no loss.
+FAILED: frozenset[str] = frozenset({"error", "timeout"})
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message. Example: Message("user", "Question: What is the capital of France?")."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of a data set (the verl schema, parsed).
+
+    Example: Task("geography", (Message("user", "Question: capital of France?"),), ("Paris",), "train", 17)
+    """
+
+    data_source: str
+    prompt: tuple[Message, ...]
+    targets: tuple[str, ...]  # accepted answers, at least one
+    split: str
+    index: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens the policy emitted in one generation, and what the environment answered.
+
+    Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, 4): two action tokens written by policy version 4, then three
+    observation tokens.
+    """
+
+    token_ids: tuple[int, ...]  # n >= 1, exactly as the engine emitted them
+    rollout_logprob: tuple[float, ...]  # n, what the engine reported, natural log
+    observation_ids: tuple[int, ...]  # m >= 0
+    reward: float
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A whole episode.
+
+    Example: a 2-token prompt, a 3-token turn answered by 4 observation tokens and a 1-token turn have 2+3+4+1 = 10 tokens,
+    4 action tokens at positions 2, 3, 4 and 9, and turn offsets (0, 3, 4).
+    """
+
+    task: Task
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]  # at least one unless outcome is error or timeout
+    outcome: Outcome
+    group: int = 0  # trajectories of one task in one iteration share a group
+    searches: int = 0  # environment calls made (tool use)
+    valid_actions: int = 0  # turns the environment could parse
+    detail: str = ""  # one line for people: the extracted answer, or what failed
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        ids = list(self.prompt_ids)
+        for turn in self.turns:
+            ids += turn.token_ids
+            ids += turn.observation_ids
+        return tuple(ids)
+
+    @property
+    def action_positions(self) -> tuple[int, ...]:
+        position, out = len(self.prompt_ids), []
+        for turn in self.turns:
+            out += range(position, position + len(turn.token_ids))
+            position += len(turn.token_ids) + len(turn.observation_ids)
+        return tuple(out)
+
+    @property
+    def reward(self) -> float:
+        return float(sum(turn.reward for turn in self.turns))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Trajectories packed end to end, without padding. All tensors on one device.
+
+    Example: the trajectory above alone gives tokens_P of 10 entries, position_P = 0..9, sequence_offsets = [0, 10],
+    action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4], turn_to_sequence_S = [0, 0], action_offsets = [0, 4].
+    The log-prob of action token t is read from the hidden state at packed position action_index_T[t] - 1.
+    """
+
+    tokens_P: torch.Tensor  # int64
+    position_P: torch.Tensor  # int64, restarts at 0 in every trajectory
+    sequence_offsets: torch.Tensor  # [N+1] into P
+    turn_offsets: torch.Tensor  # [S+1] into T
+    turn_to_sequence_S: torch.Tensor  # int64
+    action_offsets: torch.Tensor  # [N+1] into T
+    action_index_T: torch.Tensor  # int64 into P
+    live_N: torch.Tensor  # bool; False for trajectories that carry no loss (error, timeout)
+    rollout_logprob_T: torch.Tensor  # float32, what the engine reported
+    reward_T: torch.Tensor  # float32; outcome reward on the last action token
+    old_logprob_T: torch.Tensor | None = None  # float32, the trainer's policy at the start of the iteration
+    reference_logprob_T: torch.Tensor | None = None
+    value_T: torch.Tensor | None = None
+    advantage_T: torch.Tensor | None = None
+    return_T: torch.Tensor | None = None
+
+    @property
+    def live_T(self) -> torch.Tensor:
+        """bool [T]: action tokens that carry loss."""
+        return self.live_N.repeat_interleave(self.action_offsets.diff())
