@@ -1,6 +1,6 @@
-"""A run is one YAML file: this module says which fields it has, checks them without torch, and names field, value, remedy.
+"""A run is one YAML file: its fields, checked without torch; an error names field, value, remedy.
 
-Every section is owned by the stage of the same name. `megatron:` is passed verbatim to megatron's TransformerConfig.
+Every section belongs to the stage of the same name. `megatron:` goes verbatim to its TransformerConfig.
 """
 
 from __future__ import annotations
@@ -180,9 +180,8 @@ class AlgorithmConfig(Section):
         preset = given.get("preset", "st_ppo")
         if preset not in VARIANTS:
             near = difflib.get_close_matches(str(preset), VARIANTS, 1)
-            raise ValueError(
-                f"preset={preset!r} is not known; {f'did you mean {near[0]!r}?' if near else f'choose from {sorted(VARIANTS)}'}"
-            )
+            remedy = f"did you mean {near[0]!r}?" if near else f"choose from {sorted(VARIANTS)}"
+            raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
 
 

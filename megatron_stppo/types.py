@@ -1,11 +1,11 @@
 """The records that the stages hand to each other.
 
 Conventions
-- A trajectory is a prompt, then alternating turns (tokens the policy wrote) and observations (tokens the environment
-  wrote). Only turn tokens are *action tokens*.
-- Axis suffixes: T action tokens, P packed tokens (prompt, turns and observations alike), S turns, N trajectories.
-- Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices. Masks are
-  derived from offsets, never the other way round.
+- A trajectory is a prompt, then alternating turns (tokens the policy wrote) and observations (tokens the
+  environment wrote). Only turn tokens are *action tokens*.
+- Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations), S turns, N trajectories.
+- Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices.
+  Masks are derived from offsets, never the other way round.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Task:
 class Turn:
     """Tokens the policy emitted in one generation, and what the environment answered.
 
-    Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, 4): two action tokens written by policy version 4, then three
-    observation tokens.
+    Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, 4): two action tokens written by policy version 4,
+    then three observation tokens.
     """
 
     token_ids: tuple[int, ...]  # n >= 1, exactly as the engine emitted them
@@ -62,8 +62,8 @@ class Turn:
 class Trajectory:
     """A whole episode.
 
-    Example: a 2-token prompt, a 3-token turn answered by 4 observation tokens and a 1-token turn have 2+3+4+1 = 10 tokens,
-    4 action tokens at positions 2, 3, 4 and 9, and turn offsets (0, 3, 4).
+    Example: a 2-token prompt, a 3-token turn answered by 4 observation tokens and a 1-token turn have
+    2+3+4+1 = 10 tokens, 4 action tokens at positions 2, 3, 4 and 9, and turn offsets (0, 3, 4).
     """
 
     task: Task
@@ -100,8 +100,9 @@ class Trajectory:
 class Batch:
     """Trajectories packed end to end, without padding. All tensors on one device.
 
-    Example: the trajectory above alone gives tokens_P of 10 entries, position_P = 0..9, sequence_offsets = [0, 10],
-    action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4], turn_to_sequence_S = [0, 0], action_offsets = [0, 4].
+    Example: the trajectory above alone gives tokens_P of 10 entries, position_P = 0..9,
+    sequence_offsets = [0, 10], action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4],
+    turn_to_sequence_S = [0, 0], action_offsets = [0, 4].
     The log-prob of action token t is read from the hidden state at packed position action_index_T[t] - 1.
     """
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from megatron_stppo.config import ConfigError
 
+REMEDY = "give model.path a Hugging Face checkpoint folder"
 FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}, "qwen3": {"qkv_bias": False, "qk_norm": True}}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder. Example: Qwen2.5-7B is ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...)."""
+    """Sizes of a dense decoder. Example: Qwen2.5-7B: ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...)."""
 
     family: str
     layers: int
@@ -45,23 +46,19 @@ def read_shape(folder: Path) -> ModelShape:
     try:
         raw = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(
-            f"model.path={folder}: config.json cannot be read ({error.strerror}); give a Hugging Face checkpoint folder"
-        ) from None
+        raise ConfigError(f"{folder}: config.json unreadable ({error.strerror}); {REMEDY}") from None
     except json.JSONDecodeError:
-        raise ConfigError(
-            f"model.path={folder}: config.json is not JSON; give a Hugging Face checkpoint folder"
-        ) from None
+        raise ConfigError(f"{folder}: config.json is not JSON; {REMEDY}") from None
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            f"model.path={folder}: model_type={family!r} is not supported; choose a checkpoint of {sorted(FAMILIES)}"
+            f"{folder}: model_type={family!r} is not supported; choose one of {sorted(FAMILIES)}"
         )
     heads = raw["num_attention_heads"]
     rope = raw.get("rope_parameters") or {}
     if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise ConfigError(
-            f"model.path={folder}: scaled rotary embeddings are not supported; use a checkpoint with rope_type=default"
+            f"{folder}: scaled rotary embeddings are not supported; use a checkpoint with rope_type=default"
         )
     return ModelShape(
         family=family,
