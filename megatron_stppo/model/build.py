@@ -1,0 +1,194 @@
+"""Actor, critic and reference as megatron-core GPT models that answer for action tokens only.
+
+The last pipeline stage selects the hidden states of action tokens before its head, so logits exist for
+action tokens only, and only this rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.model.attention import PackedAttention
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.value_head import ValueHead
+from megatron_stppo.parallel.groups import Place
+
+Role = Literal["actor", "critic", "reference"]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under megatron's constructor; its weight's gradient is summed over sequence-parallel
+    ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class TokenModel(GPTModel):
+    """A GPT model whose output is logits [T, V/TP] (or values [T]) of a microbatch's action tokens."""
+
+    def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
+        offsets, longest = microbatch.sequence_offsets, microbatch.longest
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        hidden = super().forward(
+            input_ids=microbatch.tokens_P[None],
+            position_ids=microbatch.position_P[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
+        return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states  # megatron would project every token here
+
+    def _head(self, hidden: Tensor, index_T: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            # Gathered once, before the selection, because action tokens lie unevenly over the ranks. What
+            # follows is the same on every rank, so the backward only splits.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False
+            )
+        selected = hidden[:, 0].index_select(0, index_T)
+        if isinstance(self.output_layer, ValueHead):
+            return self.output_layer(selected)
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
+        return self.output_layer(selected[:, None], weight=weight)[0][:, 0]
+
+
+def transformer_config(
+    shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+) -> TransformerConfig:
+    """megatron's configuration of a model of this shape; `megatron:` fields of the run come last and win.
+
+    Raises ConfigError for a field that TransformerConfig does not have.
+    """
+    on_cpu = not torch.cuda.is_available()
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective"},
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    }[config.model.recompute]
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": place.tensor_size,
+        "pipeline_model_parallel_size": place.pipeline_size,
+        "sequence_parallel": config.parallel.sequence,
+        "variable_seq_lengths": True,  # packs differ in length, so pipeline stages exchange shapes first
+        # losses carry their own global denominators; megatron must not divide
+        "calculate_per_token_loss": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        # Fused kernels come with TransformerEngine or apex; the local spec runs without either.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        **recompute,
+    }
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in config.megatron:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
+            raise ConfigError(f"megatron.{name}: no such field; {remedy}")
+    return TransformerConfig(**(fields | config.megatron))
+
+
+def block_spec(settings: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """megatron's local layers with packed attention and a norm that sequence parallelism accepts."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(settings), layer_norm=RMSNorm)
+
+
+def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> torch.nn.Module:
+    """This rank's shard of one model, without weights. The critic's embeddings are untied and its head is a
+    scalar."""
+    settings = transformer_config(shape, config, place, dtype)
+    is_critic = role == "critic"
+    model = TokenModel(
+        settings,
+        block_spec(settings, shape),
+        vocab_size=shape.padded_vocab(place.tensor_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=place.pipeline_rank == 0,
+        post_process=place.is_last_stage,
+        share_embeddings_and_output_weights=shape.tied and not is_critic,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+    )
+    if place.is_last_stage:
+        if is_critic:
+            model.output_layer = ValueHead(settings)
+        else:
+            model.output_layer.sequence_parallel = False  # TokenModel gathers before it selects
+    model = model.to(torch.cuda.current_device())
+    if role == "reference":
+        model.requires_grad_(False).eval()
+    return Float16Module(settings, model) if settings.bf16 else model
+
+
+def data_parallel(
+    model: torch.nn.Module, config: Config, distributed_optimizer: bool
+) -> DistributedDataParallel:
+    """Wraps a trained model: float32 main gradients, summed (not averaged) over data parallel."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        average_in_collective=False,
+    )
+    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)

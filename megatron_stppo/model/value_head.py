@@ -1,0 +1,33 @@
+"""The critic's output: one scalar per selected token instead of a vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ValueHead(torch.nn.Module):
+    """hidden [T, H] -> value float32 [T]. Replicated over tensor parallel: every rank sees whole hidden
+    states.
+
+    Starts at zero, so that the first advantages are the returns themselves and not the noise of a random
+    head.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() @ self.weight.float().t() + self.bias.float()).squeeze(-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )

@@ -1,0 +1,158 @@
+"""Lets megatron-core run on a machine without a CUDA device, over gloo.
+
+megatron-core asks torch.cuda for the current device, streams, events and random state, passes device="cuda" to tensor
+factories, and checks parameter types by their CUDA name. `install()` answers those questions for the CPU,
+and nothing more: `torch.cuda.is_available()` stays False, and the numbers are computed by the same megatron
+code as on a GPU. It must run after vLLM is imported (vLLM probes torch.cuda while it loads) and before
+megatron is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FACTORIES = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
+CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+_installed = False  # torch.cuda is one per process, and so is its substitution
+
+
+class Stream:
+    """A stream that is always drained: the CPU executes in program order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Event:
+        return event or Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class _Generators:
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def needed() -> bool:
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Substitutes torch.cuda's answers once. Raises RuntimeError on a CUDA machine, twice, or after
+    megatron."""
+    global _installed
+    if not needed():
+        raise RuntimeError(
+            "cpu_platform.install() on a machine with a CUDA device; call it only where needed()"
+        )
+    if _installed:
+        raise RuntimeError("cpu_platform.install() ran before in this process; call it once, at start-up")
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("cpu_platform.install() came after megatron.core was imported; call it before")
+    _installed = True
+    _substitute_device()
+    _substitute_streams()
+    _substitute_random_state()
+    _substitute_factories()
+    _substitute_type_names()
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    # torch's lazy-initialisation hooks, imported by name there: nothing is lazy on a CPU
+    megatron_random._lazy_call = lambda callback, **kwargs: callback()
+    megatron_random._lazy_init = lambda: None
+
+
+def _substitute_device() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *args, **kwargs: 0
+    cuda.is_initialized = lambda: True
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _substitute_streams() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _substitute_random_state() -> None:
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.manual_seed(seed)
+    cuda.default_generators = _Generators()
+    cuda._lazy_call = lambda callback, **kwargs: callback()
+
+
+def _substitute_factories() -> None:
+    # Plain wrappers, not a TorchFunctionMode: a mode would tax every operation of the engine too.
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _substitute_type_names() -> None:
+    plain = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and self.dtype in CUDA_TYPE_NAMES:
+            return CUDA_TYPE_NAMES[self.dtype]
+        return plain(self, *args, **kwargs)
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]

@@ -1,0 +1,92 @@
+"""From a bare process to a rank: environment, import order, process group, megatron's groups.
+
+The imports here are lazy on purpose: vLLM must be imported before torch.cuda is substituted on a CPU, and
+megatron after.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import warnings
+from typing import TYPE_CHECKING
+
+from megatron_stppo.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_stppo.parallel.groups import Place
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def prepare(engine: bool = True) -> None:
+    """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
+    if engine:
+        from megatron_stppo.runtime.vllm_environment import prepare_environment
+
+        prepare_environment()
+        import vllm
+        import vllm.v1.engine.core
+        import vllm.v1.worker.gpu_model_runner
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+    from megatron_stppo.parallel import cpu_platform
+
+    if cpu_platform.needed():
+        cpu_platform.install()
+
+
+def start(config: Config) -> Place:
+    """Joins the default process group (one process counts as a world of one) and builds megatron's groups."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_stppo.parallel import groups
+
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
+        )
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif world_size() > 1:
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+        )
+    # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
+    # a GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
+    place = groups.initialize(config.parallel.tensor, config.parallel.pipeline)
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+    return place
+
+
+def dtype(config: Config) -> torch.dtype:
+    import torch
+
+    name = config.model.dtype
+    if name == "auto":
+        name = "bfloat16" if torch.cuda.is_available() else "float32"
+    return getattr(torch, name)
+
+
+def stop() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
