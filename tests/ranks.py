@@ -1,0 +1,104 @@
+"""Runs one function on several gloo ranks, each a process of its own, and returns what each rank returned.
+
+Example: `run_ranks(add_up, 2, 5)` calls `add_up(5)` on two ranks whose default process group is ready, and
+returns [rank 0's result, rank 1's result]. `function` must be importable (defined at a module's top level),
+arguments and results must pickle. The first rank that raises ends the others; its traceback is raised here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(AssertionError):
+    """A rank raised, died or ran past the timeout; the message names the rank and holds its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """function(*args) on ranks 0..world-1 over gloo; the results in rank order. Raises RankError."""
+    context, port = mp.get_context("spawn"), _free_port()
+    pipes, processes = [], []
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(rank, world, port, timeout, send, function, args), daemon=True
+        )
+        process.start()
+        send.close()  # the child holds the only writing end, so its death is seen as end of file
+        pipes.append(receive)
+        processes.append(process)
+    try:
+        return _gather(pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.join(5 if sys.exc_info()[0] is None else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _gather(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    open_ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_ranks:
+        ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(open_ranks.values())} did not finish in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_ranks.pop(pipe)
+            try:
+                failed, value = pipe.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died without a result") from None
+            if failed:
+                raise RankError(f"rank {rank} raised\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    send: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    try:
+        send.send((False, function(*args)))
+    except BaseException:  # whatever a rank raises belongs in the parent's message
+        send.send((True, traceback.format_exc()))
+    finally:
+        send.close()
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
