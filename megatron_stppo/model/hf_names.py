@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint says about a model: its shape, read from config.json without importing transformers.
+"""What a Hugging Face checkpoint says about a model: its shape, read from config.json without transformers.
 
 Supported families: Qwen2 / Qwen2.5 (q, k, v biases), Qwen3 (q and k norms), dense only.
 """
@@ -13,11 +13,15 @@ from megatron_stppo.config import ConfigError
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
 FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}, "qwen3": {"qkv_bias": False, "qk_norm": True}}
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder. Example: Qwen2.5-7B: ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...)."""
+    """Sizes of a dense decoder.
+
+    Example: Qwen2.5-7B is ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...).
+    """
 
     family: str
     layers: int
@@ -75,3 +79,29 @@ def read_shape(folder: Path) -> ModelShape:
         max_positions=int(raw.get("max_position_embeddings", 32768)),
         **FAMILIES[family],
     )
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of every tensor of the checkpoint; a tied checkpoint has no lm_head."""
+    c, hidden = shape, (shape.hidden,)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab, c.hidden), NORM: hidden}
+    if not c.tied:
+        shapes[HEAD] = (c.vocab, c.hidden)
+    rows = {"q_proj": c.heads * c.head_dim, "k_proj": c.kv_heads * c.head_dim}
+    rows["v_proj"] = rows["k_proj"]
+    for layer in range(c.layers):
+        prefix = f"model.layers.{layer}."
+        for name, size in rows.items():
+            shapes[f"{prefix}self_attn.{name}.weight"] = (size, c.hidden)
+            if c.qkv_bias:
+                shapes[f"{prefix}self_attn.{name}.bias"] = (size,)
+        if c.qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (c.head_dim,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (c.head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (c.hidden, rows["q_proj"])
+        shapes[f"{prefix}mlp.gate_proj.weight"] = (c.ffn, c.hidden)
+        shapes[f"{prefix}mlp.up_proj.weight"] = (c.ffn, c.hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (c.hidden, c.ffn)
+        shapes[f"{prefix}input_layernorm.weight"] = hidden
+        shapes[f"{prefix}post_attention_layernorm.weight"] = hidden
+    return shapes

@@ -1,0 +1,254 @@
+"""Where the rows of a checkpoint live: on a training rank, on a serving rank, and in the checkpoint itself.
+
+A tensor is a tuple of spans that tile it along one dimension. Nothing here moves or converts a weight; the
+same three descriptions serve the reshard into the engine, the import and the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.model.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.parallel.layout import Layout
+
+PADDING = ""  # the hf_key of rows that exist on one side only; they hold zeros and never travel
+
+
+class Span(NamedTuple):
+    """Rows (or columns, dim 1) [local, local + size) of a tensor are [start, start + size) of `hf_key`.
+
+    Example: Span("model.layers.0.mlp.up_proj.weight", 0, 32, 16, 16) in a rank's linear_fc1: its rows 16..31
+    are rows 32..47 of the checkpoint's up projection.
+    """
+
+    hf_key: str
+    dim: int
+    start: int
+    size: int
+    local: int
+
+
+Spans = Mapping[str, tuple[Span, ...]]  # {tensor name: its spans}
+Part = tuple[str, int, int]  # hf_key, first row, rows
+
+
+def training_spans(
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    *,
+    spec: Literal["local", "te"] = "local",
+    head: bool = True,
+    tied_copy: bool = False,
+) -> dict[str, tuple[Span, ...]]:
+    """This rank's megatron parameters.
+
+    head=False leaves the vocabulary head out (a critic brings its own). tied_copy=True adds the copy of a
+    tied embedding that megatron keeps on the last of several stages: an import must fill it, a reshard or an
+    export reads the first stage's.
+    """
+    tensor, stage, _ = layout.coordinates(rank)
+    last, per_stage = stage == layout.pipeline - 1, shape.layers // layout.pipeline
+    padded, spans = shape.padded_vocab(layout.tensor), {}
+    if stage == 0:
+        spans["embedding.word_embeddings.weight"] = _vocabulary(
+            EMBEDDING, shape, padded, tensor, layout.tensor
+        )
+    for local in range(per_stage):
+        source, target = f"model.layers.{stage * per_stage + local}.", f"decoder.layers.{local}."
+        spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+    if last:
+        spans["decoder.final_layernorm.weight"] = _whole(NORM, shape.hidden)
+    if last and head and not shape.tied:
+        spans["output_layer.weight"] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
+    if last and head and shape.tied and tied_copy and layout.pipeline > 1:
+        spans["output_layer.weight"] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
+    return spans
+
+
+def _training_layer(
+    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: Literal["local", "te"]
+) -> dict[str, tuple[Span, ...]]:
+    heads, ffn = shape.heads * shape.head_dim // size, shape.ffn // size
+    norms = {
+        "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+        "te": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+    }[spec]
+    spans = {
+        target + "self_attention.linear_proj.weight": _tile(
+            1, [(source + "self_attn.o_proj.weight", tensor * heads, heads)]
+        ),
+        target + "mlp.linear_fc1.weight": _gate_up(source, tensor, ffn),
+        target + "mlp.linear_fc2.weight": _tile(1, [(source + "mlp.down_proj.weight", tensor * ffn, ffn)]),
+        target + norms[0]: _whole(source + "input_layernorm.weight", shape.hidden),
+        target + norms[1]: _whole(source + "post_attention_layernorm.weight", shape.hidden),
+    }
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        spans[target + f"self_attention.linear_qkv.{kind}"] = _grouped_qkv(
+            shape, size, tensor, source + "self_attn.", kind
+        )
+    for x in "qk" if shape.qk_norm else "":
+        spans[target + f"self_attention.{x}_layernorm.weight"] = _whole(
+            source + f"self_attn.{x}_norm.weight", shape.head_dim
+        )
+    return spans
+
+
+def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: str) -> tuple[Span, ...]:
+    """megatron's linear_qkv: per KV group its query heads, key and value, cut evenly over the tensor axis.
+
+    With more tensor ranks than KV groups the cut falls inside a group, anywhere (megatron gathers the
+    activations of the group), so a rank may hold only query rows, or a piece of a key.
+    """
+    dim, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
+    parts: list[Part] = []
+    for group in range(shape.kv_heads):
+        parts += [
+            (f"{prefix}q_proj.{kind}", group * queries, queries),
+            (f"{prefix}k_proj.{kind}", group * dim, dim),
+            (f"{prefix}v_proj.{kind}", group * dim, dim),
+        ]
+    rows = (shape.heads + 2 * shape.kv_heads) * dim // size
+    return _cut(_tile(0, parts), tensor * rows, rows)
+
+
+def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
+    """The engine's parameters on tensor rank `tensor` of `tensor_size` (vLLM's Qwen2 and Qwen3 modules).
+
+    vLLM pads the vocabulary to a multiple of 64, and repeats a KV head on tensor_size / kv_heads ranks.
+    A tied model has no lm_head parameter.
+    """
+    padded = -(-shape.vocab // 64) * 64
+    spans = {EMBEDDING: _vocabulary(EMBEDDING, shape, padded, tensor, tensor_size)}
+    if not shape.tied:
+        spans[HEAD] = _vocabulary(HEAD, shape, padded, tensor, tensor_size)
+    spans[NORM] = _whole(NORM, shape.hidden)
+    queries = shape.heads // tensor_size * shape.head_dim
+    keys = max(1, shape.kv_heads // tensor_size) * shape.head_dim
+    key_rank = tensor // max(1, tensor_size // shape.kv_heads)
+    ffn = shape.ffn // tensor_size
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            parts = [
+                (f"{attention}q_proj.{kind}", tensor * queries, queries),
+                (f"{attention}k_proj.{kind}", key_rank * keys, keys),
+                (f"{attention}v_proj.{kind}", key_rank * keys, keys),
+            ]
+            spans[f"{attention}qkv_proj.{kind}"] = _tile(0, parts)
+        spans[attention + "o_proj.weight"] = _tile(
+            1, [(attention + "o_proj.weight", tensor * queries, queries)]
+        )
+        spans[prefix + "mlp.gate_up_proj.weight"] = _gate_up(prefix, tensor, ffn)
+        down = prefix + "mlp.down_proj.weight"
+        spans[down] = _tile(1, [(down, tensor * ffn, ffn)])
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            spans[prefix + norm] = _whole(prefix + norm, shape.hidden)
+        for x in "qk" if shape.qk_norm else "":
+            spans[f"{attention}{x}_norm.weight"] = _whole(f"{attention}{x}_norm.weight", shape.head_dim)
+    return spans
+
+
+def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
+    """The whole checkpoint as one rank that holds everything."""
+    return {
+        name: (Span(name, dim, 0, size[dim], 0),)
+        for name, size in hf_shapes(shape).items()
+        for dim in (shard_dim(name),)
+    }
+
+
+def shard_dim(hf_key: str) -> int:
+    """The dimension both sides cut: the input of a row-parallel projection, otherwise the output."""
+    return 1 if hf_key.endswith(("o_proj.weight", "down_proj.weight")) else 0
+
+
+def row_widths(shape: ModelShape) -> dict[str, int]:
+    """{hf_key: elements per index of the dimension that is cut}. Example: hidden for a projection's rows."""
+    widths = {}
+    for key, size in hf_shapes(shape).items():
+        dim = shard_dim(key)
+        widths[key] = size[1 - dim] if len(size) == 2 else 1
+    return widths
+
+
+def check_layout(
+    shape: ModelShape,
+    tensor: int,
+    pipeline: int = 1,
+    *,
+    field: str = "parallel.tensor",
+    serving: bool = False,
+) -> None:
+    """Raises ConfigError unless megatron (serving=True: vLLM) can cut the model so; `field` is the setting."""
+    reason = _obstacle(shape, tensor, serving)
+    if reason:
+        works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
+        raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
+    if shape.layers % pipeline:
+        works = [p for p in range(1, shape.layers + 1) if shape.layers % p == 0]
+        raise ConfigError(
+            f"parallel.pipeline={pipeline} must divide model.num_hidden_layers={shape.layers}; "
+            f"choose {_listed(works)}"
+        )
+
+
+def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
+    if shape.heads % tensor:
+        return f"must divide model.num_attention_heads={shape.heads}"
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
+    if shape.ffn % tensor:
+        return f"must divide model.intermediate_size={shape.ffn}"
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if not serving and rows % tensor:
+        return f"must divide the {rows} rows of the joint q, k, v projection"
+    padded = -(-shape.vocab // 64) * 64
+    if serving and padded % tensor:
+        return f"must divide model.vocab_size={shape.vocab} padded to {padded}"
+    return None
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _whole(hf_key: str, size: int) -> tuple[Span, ...]:
+    return (Span(hf_key, 0, 0, size, 0),)
+
+
+def _tile(dim: int, parts: list[Part]) -> tuple[Span, ...]:
+    """Parts laid end to end, from local position 0."""
+    spans, local = [], 0
+    for key, start, size in parts:
+        spans.append(Span(key, dim, start, size, local))
+        local += size
+    return tuple(spans)
+
+
+def _cut(spans: tuple[Span, ...], first: int, size: int) -> tuple[Span, ...]:
+    """What of the spans lies in local positions [first, first + size), counted from `first`."""
+    out = []
+    for key, dim, start, length, local in spans:
+        begin, end = max(first, local), min(first + size, local + length)
+        if begin < end:
+            shift = begin - local
+            out.append(Span(key, dim, 0 if key == PADDING else start + shift, end - begin, begin - first))
+    return tuple(out)
+
+
+def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:
+    parts: list[Part] = [(key, 0, shape.vocab)]
+    if padded > shape.vocab:
+        parts.append((PADDING, 0, padded - shape.vocab))
+    rows = padded // size
+    return _cut(_tile(0, parts), tensor * rows, rows)
+
+
+def _gate_up(prefix: str, tensor: int, rows: int) -> tuple[Span, ...]:
+    """[gate of this rank; up of this rank], on both sides."""
+    return _tile(0, [(f"{prefix}mlp.{x}_proj.weight", tensor * rows, rows) for x in ("gate", "up")])

@@ -1,0 +1,225 @@
+"""Which rows go from where to where: a pure function of two layouts, the same on every rank.
+
+A layout is {rank: {tensor: spans}}. Both sides are described in rows of the Hugging Face checkpoint, so the
+same planner serves training shards -> serving shards, training shards -> checkpoint and checkpoint -> shards.
+Nothing is gathered: every row travels at most once to every rank that needs it and does not hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_stppo.model.spans import PADDING, Span, Spans
+
+
+class PlanError(ValueError):
+    """Two layouts that do not fit together; the message names the tensor and the rows."""
+
+
+class Copy(NamedTuple):
+    """Rows [source_offset, +size) of a tensor on one rank become rows [target_offset, +size) on another.
+
+    "Rows" counts along `dim`, on both sides.
+    """
+
+    source_rank: int
+    source: str
+    source_offset: int
+    target_rank: int
+    target: str
+    target_offset: int
+    dim: int
+    size: int
+    hf_key: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    copies: tuple[Copy, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks iff they planned the same copies in the same order."""
+        return hashlib.sha256(repr(self.copies).encode()).hexdigest()
+
+
+class Holder(NamedTuple):
+    """A source span seen from its checkpoint key: rows [start, stop) lie on `rank` in `tensor` from `local`."""
+
+    start: int
+    stop: int
+    rank: int
+    tensor: str
+    local: int
+    dim: int
+
+
+def build_plan(
+    sources: Mapping[int, Spans],
+    targets: Mapping[int, Spans],
+    widths: Mapping[str, int],
+    *,
+    ranks_per_node: int = 8,
+) -> Plan:
+    """Every row of every target, once, from one source.
+
+    Of several holders the target's own rank comes first, then a rank of its node, then the one that has sent
+    least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or no
+    source holds a row that a target needs.
+    """
+    holders = _holders(sources)
+    for rank, spans in targets.items():
+        for name, tensor_spans in spans.items():
+            _check_tiling(f"target rank {rank}, {name}", tensor_spans)
+    copies: list[Copy] = []
+    sent: dict[int, int] = defaultdict(int)
+    for rank, spans in targets.items():
+        for name, tensor_spans in spans.items():
+            for span in tensor_spans:
+                if span.hf_key != PADDING:
+                    for copy in _fetch(rank, name, span, holders, sent, ranks_per_node):
+                        sent[copy.source_rank] += copy.size * widths[copy.hf_key]
+                        copies.append(copy)
+    return Plan(tuple(copies))
+
+
+def _fetch(
+    rank: int,
+    name: str,
+    span: Span,
+    holders: Mapping[str, list[Holder]],
+    sent: Mapping[int, int],
+    ranks_per_node: int,
+) -> Iterator[Copy]:
+    at, stop, node = span.start, span.start + span.size, rank // ranks_per_node
+    while at < stop:
+        here = [h for h in holders.get(span.hf_key, ()) if h.start <= at < h.stop]
+        if not here:
+            raise PlanError(f"no source holds row {at} of {span.hf_key}, which rank {rank} needs in {name}")
+        best = min(
+            here,
+            key=lambda h: (h.rank != rank, h.rank // ranks_per_node != node, sent.get(h.rank, 0), h.rank),
+        )
+        if best.dim != span.dim:
+            raise PlanError(
+                f"{span.hf_key} is cut along {best.dim} in {best.tensor}, along {span.dim} in {name}"
+            )
+        size = min(stop, best.stop) - at
+        source_offset, target_offset = best.local + at - best.start, span.local + at - span.start
+        yield Copy(
+            best.rank, best.tensor, source_offset, rank, name, target_offset, span.dim, size, span.hf_key
+        )
+        at += size
+
+
+def _holders(sources: Mapping[int, Spans]) -> dict[str, list[Holder]]:
+    """The source spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it."""
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    for rank, spans in sources.items():
+        for name, tensor_spans in spans.items():
+            _check_tiling(f"source rank {rank}, {name}", tensor_spans)
+            for key, dim, start, size, local in tensor_spans:
+                if key != PADDING:
+                    holders[key].append(Holder(start, start + size, rank, name, local, dim))
+    for key, held in holders.items():
+        end = 0
+        for start, stop in sorted({(h.start, h.stop) for h in held}):
+            # Copies on other ranks cut the tensor at the same rows, so distinct spans may not overlap.
+            if start != end:
+                raise PlanError(f"the sources of {key} jump from row {end} to row {start}")
+            end = stop
+    return holders
+
+
+def _check_tiling(where: str, spans: tuple[Span, ...]) -> None:
+    """Every local row belongs to exactly one span, in order, along one dimension."""
+    end = 0
+    for span in spans:
+        if span.local != end or span.size < 1 or span.dim != spans[0].dim:
+            raise PlanError(
+                f"{where}: span {span} does not continue at local row {end} of dim {spans[0].dim}"
+            )
+        end += span.size
+
+
+def check_rows(layout: Mapping[int, Spans], rows: Mapping[str, int]) -> None:
+    """Raises PlanError unless every checkpoint tensor is held whole: its distinct spans tile [0, rows).
+
+    Catches what a plan alone cannot: spans that fit their tensor but name other rows than they should.
+    """
+    held: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for spans in layout.values():
+        for tensor_spans in spans.values():
+            for span in tensor_spans:
+                held[span.hf_key].add((span.start, span.start + span.size))
+    for key, size in rows.items():
+        end = 0
+        for start, stop in sorted(held[key]):
+            if start != end:
+                raise PlanError(f"the spans of {key} jump from row {end} to row {start}")
+            end = stop
+        if end != size:
+            raise PlanError(f"the spans of {key} end at row {end} of {size}")
+
+
+def lower_bound(sources: Mapping[int, Spans], targets: Mapping[int, Spans], widths: Mapping[str, int]) -> int:
+    """Elements that must cross between ranks whatever the plan: needed on a rank and not held there."""
+    missing = 0
+    for rank, spans in targets.items():
+        own: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for tensor_spans in sources.get(rank, {}).values():
+            for span in tensor_spans:
+                own[span.hf_key].append((span.start, span.start + span.size))
+        for tensor_spans in spans.values():
+            for key, _, start, size, _ in tensor_spans:
+                if key != PADDING:
+                    held = sum(max(0, min(start + size, b) - max(start, a)) for a, b in own[key])
+                    missing += (size - held) * widths[key]
+    return missing
+
+
+def buckets(copies: list[Copy], row_bytes: Callable[[Copy], int], limit: int) -> list[list[Copy]]:
+    """The copies between ranks, in groups of which no rank sends or receives more than `limit` bytes.
+
+    Copies above an eighth of the limit are split (a single row never is), so that groups fill up. The copies
+    of every pair of ranks are spread evenly over all groups, so that no group waits for one busy link.
+    """
+    pieces = [piece for copy in copies for piece in _split(copy, row_bytes(copy), limit // 8)]
+    total: dict[tuple[int, int], int] = defaultdict(int)
+    for copy in pieces:
+        total[copy.source_rank, copy.target_rank] += copy.size * row_bytes(copy)
+    done: dict[tuple[int, int], int] = defaultdict(int)
+    order: list[tuple[float, int]] = []
+    for index, copy in enumerate(pieces):
+        pair = copy.source_rank, copy.target_rank
+        order.append((done[pair] / total[pair], index))
+        done[pair] += copy.size * row_bytes(copy)
+    groups: list[list[Copy]] = []
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for _, index in sorted(order):
+        copy = pieces[index]
+        size = copy.size * row_bytes(copy)
+        full = max(sent.get(copy.source_rank, 0), received.get(copy.target_rank, 0)) + size > limit
+        if full or not groups:
+            groups.append([])
+            sent, received = {}, {}
+        groups[-1].append(copy)
+        sent[copy.source_rank] = sent.get(copy.source_rank, 0) + size
+        received[copy.target_rank] = received.get(copy.target_rank, 0) + size
+    return groups
+
+
+def _split(copy: Copy, row_bytes: int, limit: int) -> Iterator[Copy]:
+    rows = max(1, limit // row_bytes)
+    for first in range(0, copy.size, rows):
+        yield copy._replace(
+            source_offset=copy.source_offset + first,
+            target_offset=copy.target_offset + first,
+            size=min(rows, copy.size - first),
+        )
