@@ -1,0 +1,69 @@
+"""Finds the token that completes a stop string, without decoding every token of every step.
+
+A stop string of n bytes that ends in the newest token lies within the last n tokens that print anything (each
+of those holds a byte at least), so decoding that tail and searching it is exact. Only a token that could
+hold a stop string's last character is worth it; what a token prints is remembered per token id.
+Special tokens are decoded as text: what stops a turn is what the environment will read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+UNFINISHED = "\ufffd"  # what decoders print for bytes that are not yet a character
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class StopFinder:
+    """Example: with one token per character, StopFinder(tokenizer, ("</a>",)).completed(ids of "x</a>")
+    is "</a>", and completed(ids of "x</a") is None."""
+
+    def __init__(self, tokenizer: Decoder, stop_strings: Sequence[str]) -> None:
+        if any(not stop for stop in stop_strings):
+            raise ValueError(
+                f"stop_strings={tuple(stop_strings)!r}: an empty one would stop at once; drop it"
+            )
+        self._tokenizer = tokenizer
+        self._stops = tuple(stop_strings)
+        # Bytes of a split character print as UNFINISHED; the character they finish may be the last one.
+        self._endings = frozenset(stop[-1] for stop in self._stops) | {UNFINISHED}
+        self._window = max((len(stop.encode()) for stop in self._stops), default=0)
+        self._printed: dict[int, str] = {}
+        self._may_end: dict[int, bool] = {}
+
+    def completed(self, token_ids: Sequence[int]) -> str | None:
+        """The stop string that the last of `token_ids` (one turn's tokens so far) completes, or None.
+
+        Meant to be asked after each token: an earlier completion is not looked for.
+        """
+        if not self._stops or not self._can_end(token_ids[-1]):
+            return None
+        tail = self._decode(self._tail(token_ids))
+        found = [(tail.find(stop) + len(stop), stop) for stop in self._stops if stop in tail]
+        return min(found)[1] if found else None
+
+    def _can_end(self, token_id: int) -> bool:
+        known = self._may_end.get(token_id)
+        if known is None:
+            known = self._may_end[token_id] = not self._endings.isdisjoint(self._text(token_id))
+        return known
+
+    def _tail(self, token_ids: Sequence[int]) -> list[int]:
+        start, printing = len(token_ids), 0
+        while start > 0 and printing < self._window:
+            start -= 1
+            printing += bool(self._text(token_ids[start]))
+        return list(token_ids[start:])
+
+    def _text(self, token_id: int) -> str:
+        text = self._printed.get(token_id)
+        if text is None:
+            text = self._printed[token_id] = self._decode([token_id])
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,153 @@
+"""What must hold before vLLM can be built in this process, and what it is built with.
+
+vLLM reads environment variables while it is imported, hence the order of the imports below.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.runtime.vllm_environment import prepare_environment
+
+prepare_environment(cpu=not torch.cuda.is_available())
+
+import vllm  # noqa: E402
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from megatron_stppo.rollout.cpu_worker import TOKEN  # noqa: E402
+
+PINNED_VLLM = "0.32.0"
+
+
+def build_vllm(
+    model_path: Path | str,
+    *,
+    tensor: int,
+    dtype: str,
+    seed: int,
+    max_context: int,
+    max_sequences: int,
+    kv_cache_gib: float,
+    gpu_memory_utilization: float,
+) -> LLMEngine:
+    """This rank's shard of vLLM, with undefined weights. Collective over the default process group.
+
+    Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
+    """
+    _check_version()
+    _check_sizes(AutoConfig.from_pretrained(model_path), tensor, max_context)
+    if on_cpu():
+        _keep_weights_plain()
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(model_path),
+            dtype=dtype,
+            seed=seed,
+            tensor_parallel_size=tensor,
+            distributed_executor_backend="external_launcher",
+            load_format="dummy",
+            max_model_len=max_context,
+            max_num_seqs=max_sequences,
+            # One step may prefill several new prompts beside all running sequences.
+            max_num_batched_tokens=max(8192, max_sequences),
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+            skip_tokenizer_init=True,  # ids in, ids out
+            generation_config="vllm",  # no hidden top_k or temperature from the checkpoint
+            enable_prefix_caching=True,  # a turn's history is already there when the next turn starts
+            disable_log_stats=True,
+            **_platform_arguments(kv_cache_gib),
+        )
+    )
+
+
+def on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def join_world() -> None:
+    """Makes the default process group if there is none, and the variables of torchrun that vLLM insists on:
+    a plain process has neither, and srun sets others."""
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        else:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
+def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
+    """The tokenizer's end-of-text id and those of the checkpoint (Qwen names two)."""
+    given = [tokenizer.eos_token_id, config.eos_token_id]
+    if (Path(model_path) / "generation_config.json").exists():
+        given.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    ids: set[int] = set()
+    for value in given:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(ids)
+
+
+def _check_version() -> None:
+    if vllm.__version__.split("+")[0] != PINNED_VLLM:
+        raise ConfigError(
+            f"vllm={vllm.__version__}: the engine writes into vLLM's parameters by private switches that are "
+            f"tested with {PINNED_VLLM} only; install that version"
+        )
+
+
+def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> None:
+    world = dist.get_world_size()
+    if world % tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} must divide the {world} ranks; choose a divisor of {world}"
+        )
+    heads, positions = config.num_attention_heads, config.max_position_embeddings
+    if heads % tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} must divide the model's num_attention_heads={heads}"
+        )
+    if max_context > positions:
+        raise ConfigError(
+            f"rollout.max_context={max_context} exceeds the model's max_position_embeddings={positions}; "
+            "lower rollout.max_prompt_tokens, rollout.max_turn_tokens or environment.max_turns"
+        )
+
+
+def _keep_weights_plain() -> None:
+    """vLLM re-lays linear weights out for oneDNN at load and drops the plain ones, so that writing into a
+    parameter would change nothing. Two private switches keep them plain. They stay set: any later
+    engine of the process needs them too. The language-model head is an embedding, hence the second.
+    """
+    LinearBase._cpu_skip_gemm_dispatch = True
+    UnquantizedEmbeddingMethod.process_weights_after_loading = _plain_head
+
+
+def _plain_head(method: UnquantizedEmbeddingMethod, layer: torch.nn.Module) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _platform_arguments(kv_cache_gib: float) -> dict[str, Any]:
+    if not on_cpu():
+        return {"enable_sleep_mode": True}
+    token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0)
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+        "worker_cls": "megatron_stppo.rollout.cpu_worker.NamedCPUWorker",
+        "additional_config": {TOKEN: token.decode()},
+    }
