@@ -1,0 +1,103 @@
+"""Scripted trajectories for the cold start, as the tokens that a live episode would have.
+
+A row: {"prompt": [{"role", "content"}], "segments": [{"text", "kind": "turn" | "observation"}], "stage"}.
+The prompt goes through the chat template; every segment is encoded on its own, special tokens as text, exactly
+as observations are in the rollout. The cold start is language modelling on all of these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stppo.config import ConfigError
+
+CHUNK = 1024  # rows encoded together
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Segment(BaseModel):
+    text: str
+    kind: Literal["turn", "observation"]
+
+
+class Row(BaseModel):
+    prompt: list[ChatMessage] = Field(min_length=1)
+    segments: list[Segment] = Field(min_length=1)
+    stage: str = ""
+
+
+def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[tuple[int, ...]]:
+    """Token ids of each row, in the file's order, until the next row would exceed `max_tokens` in all.
+
+    Raises ConfigError naming file, row (from 1), field and remedy.
+    """
+    sequences: list[tuple[int, ...]] = []
+    left = max_tokens
+    rows = _rows(path)
+    while chunk := list(islice(rows, CHUNK)):
+        for ids in encode(chunk, tokenizer):
+            if len(ids) > left:
+                return _nonempty(sequences, path, max_tokens)
+            left -= len(ids)
+            sequences.append(ids)
+    return _nonempty(sequences, path, max_tokens)
+
+
+def _nonempty(sequences: list[tuple[int, ...]], path: Path, max_tokens: int) -> list[tuple[int, ...]]:
+    if not sequences:
+        raise ConfigError(
+            f"data.demonstrations={path}: no row fits in cold_start.tokens={max_tokens}; "
+            "give a file with rows, or more tokens"
+        )
+    return sequences
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                yield _row(line, f"data.demonstrations={path} row {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.demonstrations={path}: cannot be read ({error}); give a .jsonl file"
+        ) from None
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "row"
+        raise ConfigError(
+            f"{where}: {field}: {first['msg']}; give prompt, segments (text, kind turn|observation) and stage"
+        ) from None
+
+
+def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Token ids of each row: its prompt, then its segments."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [message.model_dump() for message in row.prompt], add_generation_prompt=True, tokenize=False
+        )
+        for row in rows
+    ]
+    heads = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    texts = [segment.text for row in rows for segment in row.segments]
+    pieces: Iterator[Any] = iter(
+        tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    )
+    return [
+        tuple(head) + tuple(token for _ in row.segments for token in next(pieces))
+        for head, row in zip(heads, rows, strict=True)
+    ]

@@ -1,0 +1,166 @@
+"""Tasks from .jsonl or .parquet in the verl schema, and a cursor that resumes exactly where it stood.
+
+A row: {"data_source", "prompt": [{"role", "content"}], "ability", "reward_model": {"style": "rule",
+"ground_truth": {"target": [..]}}, "extra_info": {"split", "index"}}. Search-R1's files read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.types import Message, Task
+
+ROLES = ("system", "user", "assistant")
+
+
+def read(path: Path) -> tuple[Task, ...]:
+    """All tasks of a file. Raises ConfigError naming file, row (from 1), field and remedy."""
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise ConfigError(f"data={path}: {path.suffix or 'no'} suffix is not read; give .jsonl or .parquet")
+    try:
+        tasks = tuple(
+            _task(row, f"{path} row {number}", number - 1)
+            for number, row in enumerate(readers[path.suffix](path), 1)
+        )
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"data={path}: cannot be read ({reason}); give a .jsonl or .parquet file") from None
+    if not tasks:
+        raise ConfigError(f"data={path}: holds no rows; give at least one task")
+    return tasks
+
+
+def _jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                raise ConfigError(f"{path} row {number}: is not JSON; mend or remove the line") from None
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+
+
+def _task(row: Any, where: str, number: int) -> Task:
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{where}: is {type(row).__name__}, not an object; give the fields of the verl schema"
+        )
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        raise _wrong(where, "extra_info", extra, 'give an object such as {"split": "train", "index": 0}')
+    split, index = extra.get("split", ""), extra.get("index", number)
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise _wrong(where, "extra_info.index", index, "give a whole number")
+    source = row.get("data_source")
+    if not isinstance(source, str) or not source:
+        raise _wrong(where, "data_source", source, "name the data set the row is from")
+    rest = {key: value for key, value in extra.items() if key not in ("split", "index")}
+    ability = row.get("ability")
+    return Task(
+        source,
+        _prompt(row.get("prompt"), where),
+        _targets(row.get("reward_model"), where),
+        str(split),
+        index,
+        rest | ({"ability": ability} if ability is not None else {}),
+    )
+
+
+def _prompt(given: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise _wrong(where, "prompt", given, 'give a list such as [{"role": "user", "content": ".."}]')
+    for position, message in enumerate(given):
+        field = f"prompt[{position}]"
+        if not isinstance(message, dict):
+            raise _wrong(where, field, message, "give an object with role and content")
+        if message.get("role") not in ROLES:
+            raise _wrong(where, f"{field}.role", message.get("role"), f"choose from {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise _wrong(where, f"{field}.content", message.get("content"), "give non-empty text")
+    return tuple(Message(message["role"], message["content"]) for message in given)
+
+
+def _targets(reward_model: Any, where: str) -> tuple[str, ...]:
+    """ground_truth may be {"target": ..} or the target itself; a target one text or a list of texts."""
+    remedy = 'give {"style": "rule", "ground_truth": {"target": ["accepted answer"]}}'
+    if not isinstance(reward_model, dict):
+        raise _wrong(where, "reward_model", reward_model, remedy)
+    truth = reward_model.get("ground_truth")
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    targets = [target] if isinstance(target, str) else target
+    if not isinstance(targets, list) or not targets:
+        raise _wrong(where, "reward_model.ground_truth", truth, remedy)
+    for text in targets:
+        if not isinstance(text, str) or not text.strip():
+            raise _wrong(where, "reward_model.ground_truth.target", text, "give non-empty text")
+    return tuple(targets)
+
+
+def _wrong(where: str, field: str, value: Any, remedy: str) -> ConfigError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return ConfigError(f"{where}: {field}={shown} is missing or malformed; {remedy}")
+
+
+class TaskCursor:
+    """Walks the tasks epoch after epoch; an epoch's order depends on the seed and its number only.
+
+    Example: over 3 tasks, take(2) then take(2) gives the first epoch's three and the second epoch's first.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not tasks:
+            raise ValueError("tasks: none given; a cursor needs at least one")
+        self._tasks, self._seed = tuple(tasks), seed
+        self._epoch, self._position = 0, 0
+
+    def take(self, n: int) -> list[Task]:
+        """The next n >= 0 tasks."""
+        taken: list[Task] = []
+        while len(taken) < n:
+            order = self._order()
+            until = min(len(order), self._position + n - len(taken))
+            taken += [self._tasks[i] for i in order[self._position : until]]
+            self._epoch, self._position = (
+                (self._epoch + 1, 0) if until == len(order) else (self._epoch, until)
+            )
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """JSON-able; restore() of it in a cursor over the same tasks continues the sequence."""
+        return {
+            "seed": self._seed,
+            "tasks": len(self._tasks),
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Raises ConfigError if the state was taken over another number of tasks or another seed."""
+        for name, now in (("seed", self._seed), ("tasks", len(self._tasks))):
+            if state[name] != now:
+                raise ConfigError(
+                    f"task cursor: {name}={now} now, {state[name]} in the checkpoint; "
+                    "resume with the same data.train and run.seed, or start a new run"
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+
+    def _order(self) -> list[int]:
+        order = list(range(len(self._tasks)))
+        # A text seed is hashed by random itself, the same on every machine and Python.
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order

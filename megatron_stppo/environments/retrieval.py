@@ -1,0 +1,203 @@
+"""Retrievers: an embedded BM25 index, and a client for a /retrieve server in Search-R1's format.
+
+Both answer `await retriever.search(query, topk)` with documents, best first, or raise RetrievalError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import bm25s
+import httpx
+
+from megatron_stppo.config import ConfigError
+
+MAX_QUERY = 1_000  # characters of a query that are searched for
+MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer that are read before it is refused
+BACKOFF = 0.1  # seconds before the first retry; doubles, with full jitter
+_WORD = re.compile(r"\w+")
+
+
+class RetrievalError(RuntimeError):
+    """The retriever failed; the episode's outcome is `error`."""
+
+
+class RetrievalTimeout(RetrievalError):
+    """The retriever did not answer in time; the episode's outcome is `timeout`."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Example: Document("17", "Gabon", "The capital of Gabon is Libreville.", 3.2)."""
+
+    id: str
+    title: str
+    text: str
+    score: float
+
+    @classmethod
+    def parse(cls, id: str, contents: str, score: float) -> Document:
+        """`contents` is '"Title"\\ntext', as in the wiki-18 corpus; without a line break all is text."""
+        title, line, text = contents.partition("\n")
+        return cls(id, title.strip().strip('"'), text, score) if line else cls(id, "", contents, score)
+
+
+class Retriever(Protocol):
+    async def search(self, query: str, topk: int) -> list[Document]: ...
+
+    async def close(self) -> None: ...
+
+
+def words(text: str) -> list[str]:
+    """Lower-cased words. Example: words("Port-au-Prince") == ["port", "au", "prince"]."""
+    return _WORD.findall(text.lower())
+
+
+class BM25Retriever:
+    """BM25 over an index folder that is memory-mapped: ranks of one node share its pages."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder that holds no index or no document."""
+        try:
+            self._index = bm25s.BM25.load(folder, mmap=True, load_corpus=True)
+            documents = len(self._index.corpus)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(
+                f"environment.retrieval.index={folder}: no BM25 index there; write one with "
+                "examples/quickstart/build.py or BM25Retriever.build"
+            ) from None
+        if documents == 0:
+            raise ConfigError(
+                f"environment.retrieval.index={folder}: holds no document; build it from a corpus"
+            )
+        self._documents = documents
+
+    @staticmethod
+    def build(rows: Iterable[dict[str, str]], folder: Path) -> None:
+        """Writes an index of {"id", "contents"} rows. Raises ConfigError for a corpus without words."""
+        corpus = [{"id": str(row["id"]), "contents": str(row["contents"])} for row in rows]
+        tokens = [words(row["contents"]) for row in corpus]
+        if not any(tokens):
+            raise ConfigError(
+                f"corpus for {folder}: holds no document; give rows with an id and non-empty contents"
+            )
+        index = bm25s.BM25(backend="numpy")
+        index.index(tokens, show_progress=False)
+        index.save(folder, corpus=corpus, show_progress=False)
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def lookup(self, query: str, topk: int) -> list[Document]:
+        """Documents that share a word with the query, best first; ties go to the later document."""
+        tokens = words(query[:MAX_QUERY])
+        if not any(token in self._index.vocab_dict for token in tokens):
+            return []
+        found, scores = self._index.retrieve(
+            [tokens],
+            k=min(topk, self._documents),
+            show_progress=False,
+            return_as="tuple",
+            backend_selection="numpy",
+        )
+        return [
+            Document.parse(row["id"], row["contents"], float(score))
+            for row, score in zip(found[0], scores[0], strict=True)
+            if score > 0
+        ]
+
+    async def search(self, query: str, topk: int) -> list[Document]:
+        return await asyncio.to_thread(self.lookup, query, topk)
+
+    async def close(self) -> None:
+        """The index stays open for the other episodes."""
+
+
+class HttpRetriever:
+    """Client of POST /retrieve: {"queries": [..], "topk", "return_scores"} -> {"result": [[..]]}.
+
+    One attempt takes at most `timeout` seconds in all; connection failures, timeouts and answers 429 and 5xx are
+    tried `retries` times more. Proxies of the environment are ignored and redirects refused: the token goes to
+    `url` only.
+    """
+
+    def __init__(self, url: str, timeout: float, retries: int, token: str | None = None) -> None:
+        self._url, self._timeout, self._retries = url, timeout, retries
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+
+    async def search(self, query: str, topk: int) -> list[Document]:
+        body = {"queries": [query[:MAX_QUERY]], "topk": topk, "return_scores": True}
+        for attempt in range(self._retries + 1):
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return read_result(await self._post(body))[:topk]
+            except TimeoutError:
+                failure: RetrievalError = RetrievalTimeout(f"no answer within {self._timeout:g} s")
+            except httpx.TransportError as error:
+                failure = RetrievalError(f"{type(error).__name__}: {error}")
+            except _Busy as error:
+                failure = RetrievalError(str(error))
+            if attempt < self._retries:
+                await asyncio.sleep(BACKOFF * 2**attempt * random.random())
+        raise failure
+
+    async def close(self) -> None:
+        """Closes the running loop's connections; the next search opens new ones."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    def _client(self) -> httpx.AsyncClient:
+        """Connections belong to an event loop; those of a closed loop are dropped."""
+        loop = asyncio.get_running_loop()
+        self._clients = {known: client for known, client in self._clients.items() if not known.is_closed()}
+        if loop not in self._clients:
+            self._clients[loop] = httpx.AsyncClient(
+                headers=self._headers, timeout=self._timeout, trust_env=False, follow_redirects=False
+            )
+        return self._clients[loop]
+
+    async def _post(self, body: dict[str, Any]) -> bytes:
+        async with self._client().stream("POST", self._url, json=body) as response:
+            if response.status_code == 429 or response.status_code >= 500:
+                raise _Busy(f"status {response.status_code}")
+            if response.status_code != 200:
+                raise RetrievalError(f"status {response.status_code}")
+            received = bytearray()
+            async for chunk in response.aiter_bytes(65_536):
+                received += chunk
+                if len(received) > MAX_RESPONSE:
+                    raise RetrievalError(f"answer exceeds {MAX_RESPONSE} bytes")
+            return bytes(received)
+
+
+class _Busy(Exception):
+    """The server may answer if asked again."""
+
+
+def read_result(raw: bytes) -> list[Document]:
+    """Documents of the first query. An entry is {"document", "score"}, or without scores the document.
+
+    Raises RetrievalError for anything else.
+    """
+    try:
+        found: Sequence[Any] = json.loads(raw)["result"][0]
+        return [_document(entry) for entry in found]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise RetrievalError('answer is not {"result": [[{"document": {"id", "contents"}}]]}') from None
+
+
+def _document(entry: dict[str, Any]) -> Document:
+    document = entry.get("document", entry)
+    contents = document["contents"]
+    if not isinstance(contents, str):
+        raise TypeError("contents")
+    return Document.parse(str(document.get("id", "")), contents, float(entry.get("score", 0.0)))

@@ -1,0 +1,89 @@
+"""POST /retrieve over a BM25 index: Search-R1's "queries" and SkyRL's "query", one server.
+
+Bound to the loopback unless told otherwise; with a token every request must carry it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from starlette.concurrency import run_in_threadpool
+
+from megatron_stppo.environments.retrieval import BM25Retriever, Document
+
+MAX_BODY = 1024 * 1024
+Query = Annotated[str, Field(max_length=4096)]
+
+
+class RetrieveRequest(BaseModel):
+    queries: list[Query] = Field(default_factory=list, max_length=512)
+    topk: int = Field(3, ge=1, le=100)
+    return_scores: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_query(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "queries" not in given and "query" in given:
+            query = given["query"]
+            return {**given, "queries": query if isinstance(query, list) else [query]}
+        return given
+
+
+def create_app(index: Path, token: str | None = None) -> FastAPI:
+    """Raises ConfigError for a missing or empty index."""
+    retriever = BM25Retriever(index)
+    app = FastAPI(title="retrieve", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, int]:
+        return {"documents": len(retriever)}
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> dict[str, Any]:
+        _authorise(request, token)
+        asked = _parse(await _body(request))
+        found = await run_in_threadpool(
+            lambda: [retriever.lookup(query, asked.topk) for query in asked.queries]
+        )
+        return {"result": [[_entry(document, asked.return_scores) for document in row] for row in found]}
+
+    return app
+
+
+def serve(index: Path, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
+    """Serves until interrupted. Raises ConfigError for a missing or empty index."""
+    uvicorn.run(create_app(index, token), host=host, port=port, log_level="warning", access_log=False)
+
+
+def _authorise(request: Request, token: str | None) -> None:
+    given = request.headers.get("authorization", "")
+    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, "missing or wrong bearer token")
+
+
+async def _body(request: Request) -> bytes:
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > MAX_BODY:
+            raise HTTPException(413, f"request exceeds {MAX_BODY} bytes")
+    return bytes(received)
+
+
+def _parse(body: bytes) -> RetrieveRequest:
+    try:
+        return RetrieveRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise HTTPException(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _entry(document: Document, scores: bool) -> dict[str, Any]:
+    contents = f'"{document.title}"\n{document.text}' if document.title else document.text
+    plain = {"id": document.id, "contents": contents}
+    return {"document": plain, "score": document.score} if scores else plain

@@ -1,0 +1,181 @@
+"""The multi-turn search environment of Search-R1, hardened.
+
+The policy writes <search>query</search> or <answer>answer</answer>; a search is answered by
+\\n\\n<information>..</information>\\n\\n, anything else by a short correction. After `max_turns` turns one
+last generation may only answer. The reward is exact match of the last <answer> in the policy's own text of that
+turn: what stands in the prompt or in a document is never graded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
+from megatron_stppo.environments.answers import exact_match, parse_action
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.environments.retrieval import (
+    BM25Retriever,
+    Document,
+    HttpRetriever,
+    RetrievalError,
+    RetrievalTimeout,
+    Retriever,
+    read_result,
+)
+from megatron_stppo.types import Message, Outcome, Task
+
+STOP_STRINGS = ("</search>", "</answer>")
+CORRECTION = (
+    "\n\nThat action is invalid. Write <search>query</search> or <answer>answer</answer>, then stop.\n\n"
+)
+CHARACTERS_PER_TOKEN = 8  # generous, so that the token limit of the rollout is what usually cuts
+MAX_DETAIL = 200
+# Only what could pass for one of our tags; {0,3} keeps the scan linear on hostile runs of spaces.
+_TAG = re.compile(r"<(?=\s{0,3}/?\s{0,3}(?:think|search|information|answer)\b)", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class SearchEnvironment:
+    """One episode. Example: reset(task), step("<search>Gabon</search>"), step("<answer>Paris</answer>")."""
+
+    stop_strings: tuple[str, ...] = STOP_STRINGS
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        *,
+        max_turns: int,
+        topk: int,
+        deadline: float,
+        max_characters: int,
+    ) -> None:
+        """max_turns: turns before the last generation; max_characters: of documents in one observation."""
+        self._retriever = retriever
+        self._max_turns, self._topk = max_turns, topk
+        self._deadline, self._max_characters = deadline, max_characters
+        self._turns = 0
+        self._task: Task | None = None
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        """The seed is unused: nothing here is random."""
+        self._task, self._turns = task, 0
+        return list(task.prompt)
+
+    async def step(self, action: str) -> StepResult:
+        assert self._task is not None, "step before reset"
+        self._turns += 1
+        kind, content = parse_action(action)
+        if kind == "answer":
+            return self._grade(content, self._task.targets)
+        if self._turns > self._max_turns:
+            return _end("truncated", "no answer in the last generation", valid=kind != "invalid")
+        if kind == "invalid":
+            return StepResult(CORRECTION, 0.0, done=False, valid=False, searched=False)
+        return await self._search(content)
+
+    async def close(self) -> None:
+        self._task = None
+
+    def _grade(self, answer: str, targets: Sequence[str]) -> StepResult:
+        right = exact_match(answer, targets)
+        return _end("ok" if right else "wrong", one_line(answer), reward=float(right))
+
+    async def _search(self, query: str) -> StepResult:
+        try:
+            async with asyncio.timeout(self._deadline):
+                documents = await self._retriever.search(query, self._topk)
+        except (TimeoutError, RetrievalTimeout) as error:
+            return _end("timeout", f"retrieval: {one_line(str(error) or 'deadline passed')}", searched=True)
+        except RetrievalError as error:
+            return _end("error", f"retrieval: {one_line(str(error))}", searched=True)
+        observation = render(documents, self._max_characters)
+        return StepResult(observation, 0.0, done=False, valid=True, searched=True)
+
+
+def _end(
+    outcome: Outcome, detail: str, *, reward: float = 0.0, valid: bool = True, searched: bool = False
+) -> StepResult:
+    return StepResult("", reward, True, valid, searched, outcome, detail)
+
+
+def render(documents: Sequence[Document], max_characters: int) -> str:
+    """The observation. Example: "\\n\\n<information>Doc 1(Title: Gabon) The ..</information>\\n\\n"."""
+    share = max_characters // max(1, len(documents))
+    lines = [
+        f"Doc {rank}(Title: {neutralise(document.title[:200])}) {neutralise(document.text[:share]).strip()}"
+        for rank, document in enumerate(documents, 1)
+    ]
+    return f"\n\n<information>{chr(10).join(lines) or 'Nothing found.'}</information>\n\n"
+
+
+def neutralise(text: str) -> str:
+    """Retrieved text that cannot pass for a tag of ours. Example: neutralise("</answer>") == "‹/answer>"."""
+    return _TAG.sub("‹", _CONTROL.sub(" ", text))
+
+
+def one_line(text: str) -> str:
+    """Text of others, safe to print: one line of MAX_DETAIL characters, no control or direction codes."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_DETAIL])
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
+    """Opens the retriever once; the result makes one environment per episode.
+
+    Raises ConfigError for a missing or empty index and for a server that is unreachable or answers nonsense.
+    """
+    retriever = open_retriever(config.retrieval)
+
+    def make() -> SearchEnvironment:
+        return SearchEnvironment(
+            retriever,
+            max_turns=config.max_turns,
+            topk=config.retrieval.topk,
+            deadline=config.deadline,
+            max_characters=config.max_observation_tokens * CHARACTERS_PER_TOKEN,
+        )
+
+    return make
+
+
+def open_retriever(config: RetrievalConfig) -> Retriever:
+    """Raises ConfigError where the retriever named by the configuration cannot be used."""
+    if config.kind == "bm25":
+        if config.index is None:
+            raise ConfigError(
+                "environment.retrieval.index: missing with kind=bm25; give the folder of a BM25 index"
+            )
+        return BM25Retriever(config.index)
+    if config.url is None:
+        raise ConfigError("environment.retrieval.url: missing with kind=http; give a /retrieve endpoint")
+    token = _token(config.token_env)
+    _probe(config.url, config.timeout, token)
+    return HttpRetriever(config.url, config.timeout, config.retries, token)
+
+
+def _token(name: str | None) -> str | None:
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(
+            f"environment.retrieval.token_env={name}: that variable is not set; export it or remove the field"
+        )
+    return os.environ[name] if name else None
+
+
+def _probe(url: str, timeout: float, token: str | None) -> None:
+    """One real request before anything is built, so that a wrong address costs seconds and not a run."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    body = {"queries": ["probe"], "topk": 1, "return_scores": True}
+    try:
+        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
+        answer.raise_for_status()
+        read_result(answer.content)
+    except (httpx.HTTPError, httpx.InvalidURL, RetrievalError) as error:
+        reason = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise ConfigError(
+            f"environment.retrieval.url={url}: not usable ({reason}); start it with "
+            "`megatron-stppo serve-retriever` or correct the address"
+        ) from None
