@@ -15,7 +15,7 @@ UNFINISHED = "\ufffd"  # what decoders print for bytes that are not yet a charac
 
 
 class Decoder(Protocol):
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], **options: bool) -> str: ...
 
 
 class StopFinder:
@@ -24,9 +24,7 @@ class StopFinder:
 
     def __init__(self, tokenizer: Decoder, stop_strings: Sequence[str]) -> None:
         if any(not stop for stop in stop_strings):
-            raise ValueError(
-                f"stop_strings={tuple(stop_strings)!r}: an empty one would stop at once; drop it"
-            )
+            raise ValueError(f"stop_strings={tuple(stop_strings)!r}: an empty one stops at once; drop it")
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
         # Bytes of a split character print as UNFINISHED; the character they finish may be the last one.
@@ -66,4 +64,6 @@ class StopFinder:
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

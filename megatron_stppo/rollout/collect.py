@@ -1,0 +1,266 @@
+"""Multi-turn rollout in lock-step: every rank of an engine group drives the same engine steps.
+
+Environments run on the group's first rank only. Between two engine steps it sends the others what the
+environments answered; every rank then advances its own copy of the episodes. A finished turn's successor
+enters the engine at once, so tools and generation overlap (continuous batching), and the prefix cache keeps
+the history. `overlap_tools=False` waits for all answers, in order of submission: then a run is repeatable
+bitwise, whatever the tools' timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.environments.base import Environment
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_records
+from megatron_stppo.rollout.engine import Engine, Finished, RolloutError
+from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
+from megatron_stppo.rollout.episode import Episode, Limits
+from megatron_stppo.types import FAILED, Task, Trajectory
+
+Progress = Callable[[int, int], None]  # episodes ended, episodes in all; called on the group's first rank
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Example: RolloutSettings(Limits(2048, 500, 500, 7048), temperature=0.0) is greedy."""
+
+    limits: Limits
+    temperature: float = 1.0
+    top_p: float = 1.0
+    overlap_tools: bool = True
+    concurrency: int = 64  # environment calls under way
+    deadline: float = 30.0  # seconds per environment call
+    max_failure_rate: float = 0.2  # of error and timeout episodes, over all ranks
+
+
+@dataclass(frozen=True)
+class RolloutStatistics:
+    """Example: 2 trajectories of 3 and 5 action tokens in 0.5 s -> tokens_per_second 16.0."""
+
+    trajectories: int
+    tokens: int  # action tokens
+    seconds: float
+    tokens_per_second: float
+    turns: int
+    searches: int
+    failures: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+def summarise(trajectories: Sequence[Trajectory], seconds: float) -> RolloutStatistics:
+    tokens = sum(len(turn.token_ids) for t in trajectories for turn in t.turns)
+    outcomes: dict[str, int] = {}
+    for trajectory in trajectories:
+        outcomes[trajectory.outcome] = outcomes.get(trajectory.outcome, 0) + 1
+    return RolloutStatistics(
+        trajectories=len(trajectories),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
+        turns=sum(len(t.turns) for t in trajectories),
+        searches=sum(t.searches for t in trajectories),
+        failures=sum(t.outcome in FAILED for t in trajectories),
+        outcomes=dict(sorted(outcomes.items())),
+    )
+
+
+def collect(
+    engine: Engine,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    make_environment: Callable[[], Environment],
+    settings: RolloutSettings,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    *,
+    first_index: int = 0,
+    groups: Sequence[int] | None = None,
+) -> list[Trajectory]:
+    """One episode per task; the trajectories in task order, identical on every rank of the engine group.
+
+    Collective over all ranks: every replica calls it with its own tasks, of which `first_index` is the number
+    of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
+    tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
+    Raises RolloutError on every rank when one fails, or when more than max_failure_rate of all episodes
+    ended as error or timeout; ConfigError for a tokenizer without a chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
+    numbers = range(first_index, first_index + len(tasks))
+    episodes = [
+        Episode(task, number if groups is None else groups[i], settings.limits, tokenizer)
+        for i, (task, number) in enumerate(zip(tasks, numbers, strict=True))
+    ]
+    rollout = _Rollout(engine, episodes, numbers, settings, seed, group, progress)
+    trouble: BaseException | None = None
+    try:
+        rollout.run(make_environment)
+    except Exception as error:  # raised again below, when the other replicas know
+        trouble = error
+    finally:
+        engine.abort_all()
+    failed = [e for e in episodes if e.outcome in FAILED]
+    report = _Report(
+        len(failed),
+        len(episodes),
+        first_failure=f"{failed[0].outcome}: {failed[0].detail}" if failed else "",
+        trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
+    )
+    _agree(report, trouble, settings.max_failure_rate)
+    return [episode.trajectory() for episode in episodes]
+
+
+def request_seed(seed: int, number: int, turn: int) -> int:
+    """63 bits that depend on all three, the same in every process (Python's hash is not)."""
+    digest = hashlib.blake2b(f"{seed}/{number}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a rank's rollout ended, for the others."""
+
+    failed: int
+    episodes: int
+    first_failure: str
+    trouble: str
+
+
+def _agree(report: _Report, trouble: BaseException | None, max_failure_rate: float) -> None:
+    """Every rank raises, or none does: a rank that went on alone would wait for the others for ever."""
+    reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
+    if trouble is not None:
+        raise trouble
+    for rank, other in enumerate(reports):
+        if other.trouble:
+            raise RolloutError(f"rollout failed on rank {rank}: {other.trouble}")
+    failed, episodes = sum(r.failed for r in reports), sum(r.episodes for r in reports)
+    if failed > max_failure_rate * episodes:
+        first = next(r.first_failure for r in reports if r.first_failure)
+        raise RolloutError(
+            f"{failed} of {episodes} episodes failed ({failed / episodes:.0%}), more than "
+            f"environment.max_failure_rate={max_failure_rate:g} allows; the first: {first}"
+        )
+
+
+@dataclass(frozen=True)
+class _News:
+    """What the first rank tells its engine group between two steps."""
+
+    answers: tuple[Answer, ...] = ()
+    trouble: str = ""
+
+
+class _Rollout:
+    def __init__(
+        self,
+        engine: Engine,
+        episodes: list[Episode],
+        numbers: Sequence[int],
+        settings: RolloutSettings,
+        seed: int,
+        group: dist.ProcessGroup | None,
+        progress: Progress | None,
+    ) -> None:
+        self._engine, self._episodes, self._numbers = engine, episodes, numbers
+        self._settings, self._seed, self._group = settings, seed, group
+        self._progress = progress
+        self._alone = dist.get_world_size(group) == 1
+        self._first = dist.get_rank(group) == 0
+        self._host: EnvironmentHost | None = None  # on the first rank
+        self._asked = 0  # environment calls under way; every rank knows the number
+        self._ended = 0
+
+    def run(self, make_environment: Callable[[], Environment]) -> None:
+        if not self._first:
+            return self._drive()
+        settings = self._settings
+        with EnvironmentHost(
+            make_environment, concurrency=settings.concurrency, deadline=settings.deadline
+        ) as host:
+            self._host = host
+            self._drive()
+
+    def _drive(self) -> None:
+        for index, episode in enumerate(self._episodes):
+            self._asked += 1
+            if self._host:
+                self._host.reset(index, episode.task, request_seed(self._seed, self._numbers[index], 0))
+        while self._asked or self._engine.unfinished:
+            if self._asked:
+                for answer in self._news():
+                    self._advance(answer)
+            for finished in self._engine.step():
+                self._hand_over(finished)
+
+    def _news(self) -> tuple[Answer, ...]:
+        """The environments' answers, the same on every rank. With an idle engine there is one at least."""
+        news = self._listen() if self._host else None
+        if not self._alone:
+            news = decode(broadcast_bytes(encode(news) if news else None, 0, self._group), _News)
+        assert news is not None
+        if news.trouble:
+            raise RolloutError(news.trouble)
+        return news.answers
+
+    def _listen(self) -> _News:
+        assert self._host is not None
+        idle = self._engine.unfinished == 0
+        wait_for = self._asked if not self._settings.overlap_tools else int(idle)
+        try:
+            return _News(tuple(self._host.take(wait_for)))
+        except RolloutError as error:  # the other ranks must hear of it before this one raises
+            return _News(trouble=str(error))
+
+    def _advance(self, answer: Answer) -> None:
+        """An answer ends its episode or leads to its next turn."""
+        self._asked -= 1
+        episode = self._episodes[answer.index]
+        if answer.failure is not None:
+            episode.end(answer.failure, answer.detail)
+        elif answer.result is not None:
+            episode.answer(answer.result)
+        else:
+            episode.start(answer.messages, answer.stop_strings)
+        if episode.outcome is None:
+            self._generate(answer.index)
+        else:
+            self._end(answer.index)
+
+    def _generate(self, index: int) -> None:
+        episode, turn = self._episodes[index], len(self._episodes[index].turns) + 1
+        self._engine.add(
+            str(index),
+            episode.context,
+            seed=request_seed(self._seed, self._numbers[index], turn),
+            max_tokens=episode.max_tokens,
+            temperature=self._settings.temperature,
+            top_p=self._settings.top_p,
+            stop_strings=episode.stop_strings,
+        )
+
+    def _hand_over(self, finished: Finished) -> None:
+        """A finished turn goes to its environment, unless it ended the episode."""
+        index = int(finished.request_id)
+        episode = self._episodes[index]
+        episode.add_turn(finished)
+        if episode.outcome is not None:
+            return self._end(index)
+        self._asked += 1
+        if self._host:
+            self._host.step(index, episode.action(finished))
+
+    def _end(self, index: int) -> None:
+        self._ended += 1
+        if self._host:
+            self._host.close(index)
+            if self._progress:
+                self._progress(self._ended, len(self._episodes))

@@ -1,0 +1,184 @@
+"""Runs the environments of one engine group: asyncio in a thread of its own, beside the engine's steps.
+
+At most `concurrency` calls are under way; each has `deadline` seconds from its start. What an environment
+raises, or a deadline that passes, becomes the outcome of its episode, is logged and never stops the others.
+Lives on the group's first rank only; what it answers is plain data that the other ranks are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.rollout.engine import RolloutError
+from megatron_stppo.types import Message, Task
+
+log = logging.getLogger(__name__)
+BEAT = 0.5  # seconds between signs of life of the event loop
+PATIENCE = 10.0  # seconds beyond a deadline after which a silent event loop is taken for blocked
+MAX_DETAIL = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one call of one episode's environment gave: messages (reset), a result (step) or a failure.
+
+    Example: Answer(3, result=StepResult("..", 0.0, False, True, True)), or
+    Answer(3, failure="timeout", detail="no answer within 30 s").
+    """
+
+    index: int
+    messages: tuple[Message, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    result: StepResult | None = None
+    failure: Literal["error", "timeout"] | None = None
+    detail: str = ""
+
+
+class EnvironmentHost:
+    """Use as a context manager; leaving it cancels calls under way, closes environments, ends the thread."""
+
+    def __init__(
+        self, make_environment: Callable[[], Environment], *, concurrency: int, deadline: float
+    ) -> None:
+        self._make, self._deadline = make_environment, deadline
+        self._environments: dict[int, Environment] = {}
+        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        self._submitted = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._ready = threading.Event()
+        self._concurrency = concurrency
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+
+    def __enter__(self) -> EnvironmentHost:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(self._deadline + PATIENCE)
+        if self._thread.is_alive():
+            log.error("an environment blocks the event loop; its thread is left behind")
+
+    def reset(self, index: int, task: Task, seed: int) -> None:
+        async def call() -> Answer:
+            environment = self._make()
+            self._environments[index] = environment
+            messages = await environment.reset(task, seed)
+            return Answer(index, messages=tuple(messages), stop_strings=tuple(environment.stop_strings))
+
+        self._submit(index, call)
+
+    def step(self, index: int, action: str) -> None:
+        async def call() -> Answer:
+            return Answer(index, result=await self._environments[index].step(action))
+
+        self._submit(index, call)
+
+    def close(self, index: int) -> None:
+        """Lets go of a finished episode's environment, in the background."""
+        asyncio.run_coroutine_threadsafe(self._close(index), self._loop)
+
+    def take(self, wait_for: int) -> list[Answer]:
+        """What has been answered since the last call, in order of submission; waits for `wait_for` at least.
+
+        When that is the number of all calls under way, what is returned does not depend on timing.
+        Raises RolloutError when an environment blocks the event loop (a call that neither awaits nor ends).
+        """
+        answers = []
+        while len(answers) < wait_for:
+            answers.append(self._next())
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        return [answer for _, answer in sorted(answers, key=_ticket)]
+
+    def _next(self) -> tuple[int, Answer]:
+        while True:
+            try:
+                return self._answers.get(timeout=BEAT)
+            except queue.Empty:
+                silent = time.monotonic() - self._beat
+            if silent > self._deadline + PATIENCE:
+                raise RolloutError(
+                    f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
+                    "await, or run what blocks in asyncio.to_thread"
+                )
+
+    def _submit(self, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
+        ticket, self._submitted = self._submitted, self._submitted + 1
+        asyncio.run_coroutine_threadsafe(self._guarded(ticket, index, call), self._loop)
+
+    async def _guarded(self, ticket: int, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._calls.add(this)
+        this.add_done_callback(self._calls.discard)
+        async with self._semaphore:
+            try:
+                async with asyncio.timeout(self._deadline):
+                    answer = await call()
+            except TimeoutError as error:
+                detail = str(error) or f"no answer within {self._deadline:g} s"
+                log.warning("episode %d: environment timed out: %s", index, printable(detail))
+                answer = Answer(index, failure="timeout", detail=one_line(detail))
+            except Exception as error:  # an environment's failure is an outcome, not the end of the run
+                log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
+                answer = Answer(index, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
+        self._answers.put((ticket, answer))
+
+    async def _close(self, index: int) -> None:
+        environment = self._environments.pop(index, None)
+        if environment is None:
+            return
+        try:
+            async with asyncio.timeout(self._deadline):
+                await environment.close()
+        except Exception:  # the episode is over; its result stands
+            log.error("episode %d: closing failed\n%s", index, printable(traceback.format_exc()))
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._semaphore = asyncio.Semaphore(self._concurrency)
+        beating = asyncio.create_task(self._keep_beating())
+        self._ready.set()
+        await self._stop.wait()
+        for call in list(self._calls):
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for index in list(self._environments):
+            self.close(index)
+        beating.cancel()
+        await asyncio.sleep(0)  # lets the closings just scheduled become tasks
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(BEAT)
+
+
+def _ticket(entry: tuple[int, Answer]) -> int:
+    return entry[0]
+
+
+def printable(text: Any) -> str:
+    """Text of others, safe for a terminal: line breaks stay, control and direction codes become spaces."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))
+
+
+def one_line(text: str) -> str:
+    return printable(text[:MAX_DETAIL]).replace("\n", " ")

@@ -1,0 +1,145 @@
+"""One episode's state: what the policy has read and written so far, and how it ends.
+
+Every rank of an engine group keeps the same Episode objects and feeds them the same answers, so they agree on
+every token without exchanging any.
+
+- The prompt is the chat template over the environment's messages. After that nothing is re-tokenised: turns
+  are the engine's ids, an observation is encoded once, special tokens in it as plain text.
+- A turn that the token limit cut goes to the environment as it stands (it rarely parses: an invalid action).
+  When it was the context that ran out, the episode ends as truncated instead, and so it does when an
+  observation leaves no room to answer it; that observation is dropped, for nobody read it.
+- The reward of an environment step sits on the turn it judges.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.rollout.engine import Finished
+from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
+
+# "</information>\n\n" at the end of an observation: cut the documents, not the tag that closes them
+_CLOSING = re.compile(r"</[A-Za-z_]{1,32}>\s{0,8}\Z")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Token counts, each at least 1. Example: Limits(2048, 500, 500, 7048)."""
+
+    max_prompt_tokens: int
+    max_turn_tokens: int
+    max_observation_tokens: int
+    max_context: int
+
+
+@dataclass
+class Episode:
+    """Example: start(messages), add_turn(finished), answer(result), .. until `outcome` is set."""
+
+    task: Task
+    group: int
+    limits: Limits
+    tokenizer: Any
+    stop_strings: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    turns: list[Turn] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)  # prompt, turns and observations, what the policy reads
+    outcome: Outcome | None = None
+    searches: int = 0
+    valid_actions: int = 0
+    detail: str = ""
+
+    def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
+        """Tokenises the prompt; one that is too long ends the episode as an error of the data."""
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        ids = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        self.stop_strings = stop_strings
+        self.prompt_ids, self.context = tuple(ids), list(ids)
+        longest = min(self.limits.max_prompt_tokens, self.limits.max_context - 1)
+        if len(ids) > longest:
+            self.end("error", f"prompt of {len(ids)} tokens exceeds max_prompt_tokens={longest}")
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the next turn may have."""
+        return min(self.limits.max_turn_tokens, self._room)
+
+    @property
+    def _room(self) -> int:
+        return self.limits.max_context - len(self.context)
+
+    def add_turn(self, finished: Finished) -> None:
+        self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.version))
+        self.context += finished.token_ids
+        if finished.reason == "length" and self._room < 1:
+            self.end("truncated", f"context of {self.limits.max_context} tokens is full")
+
+    def action(self, finished: Finished) -> str:
+        """The turn as text, for the environment; the end-of-text token is no text."""
+        ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def answer(self, result: StepResult) -> None:
+        """Takes the environment's answer to the last turn: reward, observation, perhaps the end."""
+        self.searches += result.searched
+        self.valid_actions += result.valid
+        if result.done:
+            self._replace_last(observation_ids=(), reward=result.reward)
+            if result.outcome is None:
+                self.end("error", "the environment was done without an outcome")
+            else:
+                self.end(result.outcome, result.detail)
+            return
+        ids = self._observe(result.observation)
+        fits = len(ids) < self._room
+        self._replace_last(observation_ids=ids if fits else (), reward=result.reward)
+        if fits:
+            self.context += ids
+        else:
+            self.end("truncated", f"no room for {len(ids)} observation tokens and an answer")
+
+    def end(self, outcome: Outcome, detail: str) -> None:
+        assert self.outcome is None, f"episode ended twice: {self.outcome}, then {outcome}"
+        self.outcome, self.detail = outcome, detail
+
+    def trajectory(self) -> Trajectory:
+        assert self.outcome is not None, "the episode has not ended"
+        return Trajectory(
+            self.task,
+            self.prompt_ids,
+            tuple(self.turns),
+            self.outcome,
+            self.group,
+            self.searches,
+            self.valid_actions,
+            self.detail,
+        )
+
+    def _observe(self, text: str) -> tuple[int, ...]:
+        limit, ids = self.limits.max_observation_tokens, encode_plain(self.tokenizer, text)
+        if len(ids) <= limit:
+            return tuple(ids)
+        closing = _CLOSING.search(text)
+        tail = encode_plain(self.tokenizer, closing.group()) if closing else []
+        kept = limit - len(tail) if len(tail) < limit else limit
+        return tuple(ids[:kept] + tail[: limit - kept])
+
+    def _replace_last(self, *, observation_ids: tuple[int, ...], reward: float) -> None:
+        turn = self.turns[-1]
+        self.turns[-1] = Turn(
+            turn.token_ids, turn.rollout_logprob, observation_ids, reward, turn.policy_version
+        )
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text from outside: "<|im_end|>" in it becomes the letters, never the control token."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
