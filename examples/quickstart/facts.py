@@ -43,11 +43,12 @@ class Entity:
 
     @property
     def passage(self) -> str:
-        """Names the entity, as its title does: BM25 then ranks it above passages that only mention it."""
-        first, *rest = self.facts
-        sentences = [f"The {first.relation} of {self.name} is {first.value}."]
-        sentences += [f"The {fact.relation} is {fact.value}." for fact in rest]
-        return " ".join(sentences)
+        """Names the entity, as its title does: BM25 then ranks it above passages that mention it.
+
+        Example: "Gabon: capital Libreville, currency XAF, calling code 241." A relation stands right before its
+        value, which is what a small model can learn to look up.
+        """
+        return f"{self.name}: {', '.join(f'{fact.relation} {fact.value}' for fact in self.facts)}."
 
 
 def entities() -> list[Entity]:

@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def name_pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str]]:
-    """What made-up names are made of: entries that begin a capitalised word, and entries that continue one."""
+    """What made-up names are made of: entries that begin a capitalised word, entries that continue one."""
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     return (
         [text.strip() for text in texts if re.fullmatch(r" [A-Z][a-z]*", text)],

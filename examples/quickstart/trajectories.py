@@ -46,7 +46,7 @@ class Inventor:
 
     def _word(self) -> str:
         return self.rng.choice(self.beginnings) + "".join(
-            self.rng.choice(self.continuations) for _ in range(self.rng.randint(1, 3))
+            self.rng.choice(self.continuations) for _ in range(self.rng.randint(0, 3))
         )
 
     def _value(self, fact: Fact) -> str:
@@ -58,7 +58,7 @@ class Inventor:
 
 
 class Script:
-    """Writes rows for the entities of the cold start; passages are rendered as the environment renders them."""
+    """Writes rows for the entities of the cold start; passages are rendered as the environment does."""
 
     def __init__(
         self, entities: Sequence[Entity], others: Mapping[str, Entity], inventor: Inventor, seed: int

@@ -1,8 +1,8 @@
 """Scripted trajectories for the cold start, as the tokens that a live episode would have.
 
 A row: {"prompt": [{"role", "content"}], "segments": [{"text", "kind": "turn" | "observation"}], "stage"}.
-The prompt goes through the chat template; every segment is encoded on its own, special tokens as text, exactly
-as observations are in the rollout. The cold start is language modelling on all of these tokens.
+The prompt goes through the chat template; every segment is encoded on its own, special tokens as text, as
+observations are in the rollout. The cold start is language modelling on all of these tokens.
 """
 
 from __future__ import annotations

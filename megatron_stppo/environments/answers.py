@@ -1,8 +1,8 @@
 """Reading and grading what the policy wrote: linear time, capped lengths, nothing evaluated.
 
 Exact match follows Search-R1 and SQuAD: lower case, no punctuation, no a/an/the, single spaces.
-We differ in what counts as the answer: the last <answer> of the policy's own last turn, and a turn that closes
-more than MAX_ANSWERS of them has none (naming everything is not answering).
+We differ in what counts as the answer: the last <answer> of the policy's own last turn, and a turn that
+closes more than MAX_ANSWERS of them has none (naming everything is not answering).
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class BM25Retriever:
 class HttpRetriever:
     """Client of POST /retrieve: {"queries": [..], "topk", "return_scores"} -> {"result": [[..]]}.
 
-    One attempt takes at most `timeout` seconds in all; connection failures, timeouts and answers 429 and 5xx are
-    tried `retries` times more. Proxies of the environment are ignored and redirects refused: the token goes to
-    `url` only.
+    One attempt takes at most `timeout` seconds in all; connection failures, timeouts and answers 429 and 5xx
+    are tried `retries` times more. Proxies of the environment are ignored and redirects refused: the token
+    goes to `url` only.
     """
 
     def __init__(self, url: str, timeout: float, retries: int, token: str | None = None) -> None:

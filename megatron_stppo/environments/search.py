@@ -2,8 +2,8 @@
 
 The policy writes <search>query</search> or <answer>answer</answer>; a search is answered by
 \\n\\n<information>..</information>\\n\\n, anything else by a short correction. After `max_turns` turns one
-last generation may only answer. The reward is exact match of the last <answer> in the policy's own text of that
-turn: what stands in the prompt or in a document is never graded.
+last generation may only answer. The reward is exact match of the last <answer> in the policy's own text of
+that turn: what stands in the prompt or in a document is never graded.
 """
 
 from __future__ import annotations
