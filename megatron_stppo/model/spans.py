@@ -152,6 +152,19 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
     return spans
 
 
+def training_layouts(
+    shape: ModelShape, layout: Layout, *, spec: Literal["local", "te"] = "local"
+) -> dict[int, Spans]:
+    """{rank: training_spans} of every rank, as a reshard's or an export's source."""
+    return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
+
+
+def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int, Spans]:
+    """{rank: serving_spans} of engines that each span `tensor_size` neighbouring ranks."""
+    per_rank = [serving_spans(shape, tensor_size, tensor) for tensor in range(tensor_size)]
+    return {rank: per_rank[rank % tensor_size] for rank in range(world)}
+
+
 def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
     """The whole checkpoint as one rank that holds everything."""
     return {
@@ -183,7 +196,7 @@ def check_layout(
     field: str = "parallel.tensor",
     serving: bool = False,
 ) -> None:
-    """Raises ConfigError unless megatron (serving=True: vLLM) can cut the model so; `field` is the setting."""
+    """Raises ConfigError unless megatron (serving: vLLM) can cut the model so; `field` names tensor."""
     reason = _obstacle(shape, tensor, serving)
     if reason:
         works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]

@@ -49,7 +49,7 @@ class Plan:
 
 
 class Holder(NamedTuple):
-    """A source span seen from its checkpoint key: rows [start, stop) lie on `rank` in `tensor` from `local`."""
+    """A source span seen from its key: rows [start, stop) lie on `rank` in `tensor` from `local`."""
 
     start: int
     stop: int
@@ -69,13 +69,11 @@ def build_plan(
     """Every row of every target, once, from one source.
 
     Of several holders the target's own rank comes first, then a rank of its node, then the one that has sent
-    least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or no
-    source holds a row that a target needs.
+    least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or the
+    two sides do not hold the same rows of every checkpoint tensor that the targets name.
     """
-    holders = _holders(sources)
-    for rank, spans in targets.items():
-        for name, tensor_spans in spans.items():
-            _check_tiling(f"target rank {rank}, {name}", tensor_spans)
+    holders = _holders(_flatten("source", sources))
+    _check_rows(_holders(_flatten("target", targets)), holders)
     copies: list[Copy] = []
     sent: dict[int, int] = defaultdict(int)
     for rank, spans in targets.items():
@@ -98,9 +96,7 @@ def _fetch(
 ) -> Iterator[Copy]:
     at, stop, node = span.start, span.start + span.size, rank // ranks_per_node
     while at < stop:
-        here = [h for h in holders.get(span.hf_key, ()) if h.start <= at < h.stop]
-        if not here:
-            raise PlanError(f"no source holds row {at} of {span.hf_key}, which rank {rank} needs in {name}")
+        here = [h for h in holders[span.hf_key] if h.start <= at < h.stop]
         best = min(
             here,
             key=lambda h: (h.rank != rank, h.rank // ranks_per_node != node, sent.get(h.rank, 0), h.rank),
@@ -117,54 +113,50 @@ def _fetch(
         at += size
 
 
-def _holders(sources: Mapping[int, Spans]) -> dict[str, list[Holder]]:
-    """The source spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it."""
-    holders: dict[str, list[Holder]] = defaultdict(list)
-    for rank, spans in sources.items():
+def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Holder]]:
+    """(hf_key, holder) of every span that travels. Raises PlanError unless spans tile their tensors.
+
+    Every local row then belongs to exactly one span, in order, along one dimension.
+    """
+    for rank, spans in layouts.items():
         for name, tensor_spans in spans.items():
-            _check_tiling(f"source rank {rank}, {name}", tensor_spans)
-            for key, dim, start, size, local in tensor_spans:
+            end, dim = 0, tensor_spans[0].dim
+            for key, span_dim, start, size, local in tensor_spans:
+                if local != end or size < 1 or span_dim != dim:
+                    raise PlanError(
+                        f"{side} rank {rank}, {name}: the span of {key or 'padding'} at local row {local} "
+                        f"(dim {span_dim}) does not continue at row {end} of dim {dim}"
+                    )
+                end += size
                 if key != PADDING:
-                    holders[key].append(Holder(start, start + size, rank, name, local, dim))
+                    yield key, Holder(start, start + size, rank, name, local, dim)
+
+
+def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
+    """The spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it from row 0.
+
+    Ranks that hold the same tensor cut it at the same rows, so distinct spans may not overlap. This finds
+    spans that fit their tensor but name other rows than they should.
+    """
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    for key, holder in flat:
+        holders[key].append(holder)
     for key, held in holders.items():
         end = 0
         for start, stop in sorted({(h.start, h.stop) for h in held}):
-            # Copies on other ranks cut the tensor at the same rows, so distinct spans may not overlap.
             if start != end:
-                raise PlanError(f"the sources of {key} jump from row {end} to row {start}")
+                raise PlanError(f"the spans of {key} on all ranks jump from row {end} to row {start}")
             end = stop
     return holders
 
 
-def _check_tiling(where: str, spans: tuple[Span, ...]) -> None:
-    """Every local row belongs to exactly one span, in order, along one dimension."""
-    end = 0
-    for span in spans:
-        if span.local != end or span.size < 1 or span.dim != spans[0].dim:
-            raise PlanError(
-                f"{where}: span {span} does not continue at local row {end} of dim {spans[0].dim}"
-            )
-        end += span.size
-
-
-def check_rows(layout: Mapping[int, Spans], rows: Mapping[str, int]) -> None:
-    """Raises PlanError unless every checkpoint tensor is held whole: its distinct spans tile [0, rows).
-
-    Catches what a plan alone cannot: spans that fit their tensor but name other rows than they should.
-    """
-    held: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for spans in layout.values():
-        for tensor_spans in spans.values():
-            for span in tensor_spans:
-                held[span.hf_key].add((span.start, span.start + span.size))
-    for key, size in rows.items():
-        end = 0
-        for start, stop in sorted(held[key]):
-            if start != end:
-                raise PlanError(f"the spans of {key} jump from row {end} to row {start}")
-            end = stop
-        if end != size:
-            raise PlanError(f"the spans of {key} end at row {end} of {size}")
+def _check_rows(targets: Mapping[str, list[Holder]], sources: Mapping[str, list[Holder]]) -> None:
+    for key, held in targets.items():
+        if key not in sources:
+            raise PlanError(f"no source holds {key}, which rank {held[0].rank} needs in {held[0].tensor}")
+        ends = max(h.stop for h in sources[key]), max(h.stop for h in held)
+        if ends[0] != ends[1]:
+            raise PlanError(f"{key} has {ends[0]} rows in the sources and {ends[1]} in the targets")
 
 
 def lower_bound(sources: Mapping[int, Spans], targets: Mapping[int, Spans], widths: Mapping[str, int]) -> int:

@@ -1,0 +1,118 @@
+"""Writes a trained model as a Hugging Face folder. (The way in is model/hf_checkpoint.py: load_hf.)
+
+The reshard's own planner does it: the target is the checkpoint itself, on rank 0, a file's worth at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.model.hf_checkpoint import INDEX, SINGLE
+from megatron_stppo.model.hf_names import ModelShape, hf_shapes
+from megatron_stppo.model.spans import Spans, hf_spans, row_widths
+from megatron_stppo.reshard.state import Resharder
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+def export_hf(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    layouts: Mapping[int, Spans],
+    shape: ModelShape,
+    template: Path,
+    *,
+    overwrite: bool = False,
+    file_bytes: int = 5 * 10**9,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Gathers this rank's `parameters` with all others' into `folder`. Collective over `group`.
+
+    config.json and the tokenizer come from `template`; the weights keep the parameters' type, which
+    config.json then names. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
+    appears whole or not at all. Raises ConfigError, on all ranks, if it exists and `overwrite` is not given,
+    or if it cannot be written; ReshardError if rows were lost on the way.
+    """
+    folder, first = Path(folder), dist.get_rank(group) == 0
+    partial = folder.with_name(f".{folder.name}.partial")
+    dtype = next(iter(parameters.values())).dtype
+    _on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
+    files = _files(shape, dtype.itemsize, file_bytes)
+    all_spans, widths, shapes = hf_spans(shape), row_widths(shape), hf_shapes(shape)
+    for name, keys in files.items():
+        whole = {key: torch.empty(shapes[key], dtype=dtype) for key in keys} if first else {}
+        target_layouts = {0: {key: all_spans[key] for key in keys}}
+        Resharder(parameters, whole, layouts, target_layouts, widths, group=group).sync(0)
+        _on_first(group, functools.partial(save_file, whole, partial / name, {"format": "pt"}))
+    _on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
+
+
+def _files(shape: ModelShape, itemsize: int, limit: int) -> dict[str, list[str]]:
+    """{file name: its tensors}, filled in checkpoint order up to `limit` bytes each."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key, dims in hf_shapes(shape).items():
+        bytes_ = torch.Size(dims).numel() * itemsize
+        if groups[-1] and size + bytes_ > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += bytes_
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": keys for i, keys in enumerate(groups, 1)}
+
+
+def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
+    if folder.exists() and not overwrite:
+        raise ConfigError(f"output={folder}: exists; name another folder, remove it, or allow overwriting")
+    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted export left
+    partial.mkdir(parents=True)
+    for path in sorted(template.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+            shutil.copyfile(path, partial / path.name)
+    config = json.loads((partial / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _finish(
+    folder: Path, partial: Path, files: Mapping[str, list[str]], shape: ModelShape, itemsize: int
+) -> None:
+    if len(files) > 1:
+        total = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values()) * itemsize
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # a rename may reach the disk before the data it names
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
+    """Runs `write` on rank 0; what it cannot write is a ConfigError on all ranks."""
+    said: list[str | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            write()
+        except (OSError, ValueError) as error:  # the other ranks must hear of it, or they would wait
+            said = [str(error)]
+    dist.broadcast_object_list(said, group_src=0, group=group)
+    if said[0] is not None:
+        raise ConfigError(said[0])

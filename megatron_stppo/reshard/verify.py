@@ -1,0 +1,111 @@
+"""Did every row arrive? A checksum per copy, and a comparison of what the two sides compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stppo.reshard.plan import Copy
+
+BLOCK = 1 << 18  # words summed at once: the product stays in cache on a CPU
+
+
+class ReshardError(RuntimeError):
+    """The engine's weights are not a version of the trainer's; nothing may be generated with them."""
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """A 0-d int64 sum of the tensor's bytes that depends on their order.
+
+    sum_i word_i * weight_i mod 2^64 over 8-byte words, with fixed odd weights. Changing one word always
+    changes the sum (an odd weight is invertible); exchanging two does unless their weights agree in all the
+    bits that matter. Cheap because it reads words, not elements.
+    """
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    tail[: data.numel() - whole] = data[whole:]
+    words = data[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()  # a view as int64 must start on a word
+    words, weight = words.view(torch.int64), _weights(data.device)
+    total = tail.view(torch.int64)[0] * weight[-1] + data.numel()
+    for index, start in enumerate(range(0, words.numel(), BLOCK)):
+        block = words[start : start + BLOCK]
+        total = total + (block * weight[: block.numel()]).sum() * weight[index % BLOCK]
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-(2**63), 2**63 - 1, (BLOCK + 1,), generator=generator)
+    return (weight | 1).to(device)
+
+
+class Checks:
+    """The copies of one sync that this rank sent, and those it must find in its own tensors.
+
+    Both ends number the copies between a pair of ranks alike; `chosen(number)` says which are summed. A copy
+    is summed once as it leaves, after the cast, and once where it ended up, after everything is written.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        world: int,
+        device: torch.device,
+        chosen: Callable[[int], bool],
+    ) -> None:
+        self._group, self._device, self._chosen = group, device, chosen
+        self._sent: list[list[Tensor | None]] = [[] for _ in range(world)]
+        self._due: list[list[tuple[Copy, Tensor]]] = [[] for _ in range(world)]
+
+    def sent(self, copy: Copy, packed: Tensor) -> None:
+        numbered = self._sent[copy.target_rank]
+        numbered.append(checksum(packed).to(self._device) if self._chosen(len(numbered)) else None)
+
+    def due(self, copy: Copy, view: Tensor) -> None:
+        self._due[copy.source_rank].append((copy, view))
+
+    def exchange(self) -> tuple[list[Copy], int, int]:
+        """-> (copies that differ on this rank, copies compared, sum of all sums found). Collective."""
+        send = [[total for total in totals if total is not None] for totals in self._sent]
+        due = [[pair for i, pair in enumerate(pairs) if self._chosen(i)] for pairs in self._due]
+        flat = [pair for pairs in due for pair in pairs]
+        expected = torch.empty(len(flat), dtype=torch.int64, device=self._device)
+        dist.all_to_all_single(
+            expected,
+            self._stack([total for totals in send for total in totals]),
+            [len(pairs) for pairs in due],
+            [len(totals) for totals in send],
+            group=self._group,
+        )
+        found = self._stack([checksum(view).to(self._device) for _, view in flat])
+        differ = (expected != found).nonzero().flatten().tolist()
+        return [flat[i][0] for i in differ], len(flat), int(found.sum())
+
+    def _stack(self, totals: list[Tensor]) -> Tensor:
+        return torch.stack(totals) if totals else torch.empty(0, dtype=torch.int64, device=self._device)
+
+
+def compare(engine_logprob: Tensor, trainer_logprob: Tensor, tolerance: float) -> float:
+    """The largest difference between log-probs of the same tokens from the engine and from the trainer.
+
+    The two compute with different kernels, so they agree to rounding, not bitwise: a tolerance of 1e-3 suits
+    float32, 0.2 bfloat16. Raises ReshardError above it, or where either is not finite.
+    """
+    assert engine_logprob.shape == trainer_logprob.shape, (engine_logprob.shape, trainer_logprob.shape)
+    difference = (engine_logprob.float() - trainer_logprob.float().to(engine_logprob.device)).abs()
+    largest = difference.max().item() if difference.numel() else 0.0
+    if not largest <= tolerance:  # also true for NaN
+        raise ReshardError(
+            f"engine and trainer log-probs of the same tokens differ by {largest:.3g}, "
+            f"more than {tolerance:.3g}"
+        )
+    return largest

@@ -1,0 +1,193 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo.model.spans import (
+    PADDING,
+    Span,
+    hf_spans,
+    row_widths,
+    serving_layouts,
+    training_layouts,
+)
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.reshard.plan import PlanError, buckets, build_plan, lower_bound
+from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
+
+
+@st.composite
+def models_and_layouts(draw):
+    """A model, a training layout and an engine size that megatron and vLLM both accept."""
+    tensor, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 3], [1, 2]))
+    serving = draw(st.sampled_from([s for s in (1, 2, 4, 8) if (tensor * pipeline * data) % s == 0]))
+    kv_heads = draw(
+        st.sampled_from([1, 2, 3, 4]).filter(
+            lambda k: all(k % t == 0 or t % k == 0 for t in (tensor, serving))
+        )
+    )
+    heads = kv_heads * draw(
+        st.sampled_from([h for h in (1, 2, 4, 6, 8) if kv_heads * h % max(tensor, serving) == 0])
+    )
+    head_dim = draw(st.sampled_from([d for d in (1, 2, 4) if (heads + 2 * kv_heads) * d % tensor == 0]))
+    family = draw(st.sampled_from(["qwen2", "qwen3"]))
+    shape = model_shape(
+        family=family,
+        layers=pipeline * draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 5)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=8 * draw(st.integers(1, 2)),
+        vocab=draw(st.integers(1, 600)),
+        tied=draw(st.booleans()),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+    return shape, Layout(tensor, pipeline, data), serving
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models_and_layouts())
+def test_every_element_is_written_once_and_a_detour_over_the_checkpoint_changes_nothing(case):
+    shape, layout, serving = case
+    widths, held = row_widths(shape), checkpoint(shape)
+    train, engine, whole = (
+        training_layouts(shape, layout),
+        serving_layouts(shape, layout.world, serving),
+        hf_spans(shape),
+    )
+    source = {rank: cut(spans, held, widths) for rank, spans in train.items()}
+
+    straight = {rank: blank(spans, widths) for rank, spans in engine.items()}
+    plan = build_plan(train, engine, widths)
+    apply(plan, source, straight)
+    for rank, spans in engine.items():
+        for rows in padding_rows(spans, straight[rank]):
+            assert (rows == -1).all()  # padding never travels
+            rows.fill_(77)
+        expected = cut(spans, held, widths)
+        assert all(torch.equal(straight[rank][name], expected[name]) for name in spans)
+
+    exported = {0: blank(whole, widths)}
+    apply(build_plan(train, {0: whole}, widths), source, exported)
+    assert all(torch.equal(exported[0][key], held[key]) for key in held)
+
+    imported = {rank: blank(spans, widths) for rank, spans in engine.items()}
+    apply(build_plan({0: whole}, engine, widths), exported, imported)
+    for rank, spans in engine.items():
+        for rows in padding_rows(spans, imported[rank]):
+            rows.fill_(77)
+        assert all(torch.equal(imported[rank][name], straight[rank][name]) for name in spans)
+
+    moved = sum(c.size * widths[c.hf_key] for c in plan.copies if c.source_rank != c.target_rank)
+    assert moved == lower_bound(train, engine, widths)
+
+
+def mutate(layouts, rank, name, index, **change):
+    spans = list(layouts[rank][name])
+    spans[index] = spans[index]._replace(**change)
+    return layouts | {rank: layouts[rank] | {name: tuple(spans)}}
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "change"),
+    [
+        ("source", "decoder.layers.0.mlp.linear_fc1.weight", {"start": 1}),
+        ("source", "decoder.layers.0.mlp.linear_fc1.weight", {"local": 1}),
+        ("source", "decoder.layers.0.self_attention.linear_qkv.weight", {"size": 1}),
+        ("source", "decoder.layers.0.self_attention.linear_proj.weight", {"dim": 0}),
+        ("target", "model.layers.3.mlp.gate_up_proj.weight", {"start": 1}),
+        ("target", "model.layers.3.self_attn.qkv_proj.weight", {"size": 3}),
+        (
+            "target",
+            "model.layers.3.self_attn.qkv_proj.weight",
+            {"hf_key": "model.layers.2.self_attn.q_proj.weight"},
+        ),
+        ("target", "model.layers.3.self_attn.o_proj.weight", {"hf_key": "nowhere"}),
+    ],
+)
+def test_one_mutated_span_is_caught(side, name, change):
+    shape = model_shape()
+    train, engine = training_layouts(shape, Layout(2, 2, 1)), serving_layouts(shape, 4, 4)
+    build_plan(train, engine, row_widths(shape))
+    if side == "source":
+        train = mutate(train, 0, name, 0, **change)
+    else:
+        engine = mutate(engine, 1, name, 0, **change)
+    with pytest.raises(PlanError, match="layers"):
+        build_plan(train, engine, row_widths(shape))
+
+
+def test_a_row_comes_from_its_own_rank_then_its_node_then_from_whoever_sent_least():
+    one_row = {"w": (Span("k", 0, 0, 1, 0),)}
+    sources = {rank: one_row for rank in (0, 1, 2, 3)}
+
+    def origins(targets, ranks_per_node):
+        plan = build_plan(
+            sources, {rank: one_row for rank in targets}, {"k": 1}, ranks_per_node=ranks_per_node
+        )
+        return [copy.source_rank for copy in plan.copies]
+
+    assert origins([3, 2], 2) == [3, 2]
+    assert origins([4, 5, 6, 7], 8) == [0, 1, 2, 3]
+    assert build_plan({1: one_row, 9: one_row}, {8: one_row}, {"k": 1}).copies[0].source_rank == 9
+
+
+def test_tied_embedding_comes_from_the_first_stage_and_the_engine_has_no_head():
+    shape = model_shape(tied=True)
+    train, engine = training_layouts(shape, Layout(1, 2, 1)), serving_layouts(shape, 2, 1)
+    copies = build_plan(train, engine, row_widths(shape)).copies
+    assert {c.source_rank for c in copies if c.hf_key == "model.embed_tokens.weight"} == {0}
+    assert not any("lm_head" in c.hf_key or "output_layer" in c.source for c in copies)
+
+
+def test_vocabulary_of_1000_at_tensor_8_leaves_the_padding_behind():
+    shape = model_shape(heads=8, kv_heads=8, ffn=16, vocab=1000)
+    spans = training_layouts(shape, Layout(8, 1, 1))[7]["embedding.word_embeddings.weight"]
+    # megatron pads to 1024 = 8 * 128; the last rank has rows 896..999 and 24 rows of padding
+    assert spans == (Span("model.embed_tokens.weight", 0, 896, 104, 0), Span(PADDING, 0, 0, 24, 104))
+
+
+def test_digest_tells_two_layouts_apart_and_is_repeatable():
+    shape = model_shape()
+    widths = row_widths(shape)
+
+    def digest(layout):
+        return build_plan(training_layouts(shape, layout), serving_layouts(shape, 4, 2), widths).digest
+
+    assert digest(Layout(2, 2, 1)) == digest(Layout(2, 2, 1)) != digest(Layout(2, 1, 2))
+
+
+def test_buckets_hold_every_row_once_and_no_rank_exceeds_the_limit():
+    shape = dataclasses.replace(model_shape(), vocab=3000)
+    widths = row_widths(shape)
+    plan = build_plan(training_layouts(shape, Layout(2, 2, 1)), serving_layouts(shape, 4, 2), widths)
+    remote = [c for c in plan.copies if c.source_rank != c.target_rank]
+    groups = buckets(remote, lambda c: 4 * widths[c.hf_key], 16000)
+    assert len(groups) > 3
+    for group in groups:
+        for end in ("source_rank", "target_rank"):
+            for rank in range(4):
+                assert sum(4 * widths[c.hf_key] * c.size for c in group if getattr(c, end) == rank) <= 16000
+
+    def rows(copies):
+        return sorted((c.target_rank, c.target, c.target_offset + i) for c in copies for i in range(c.size))
+
+    assert rows(c for group in groups for c in group) == rows(remote)
+
+
+def test_planning_a_32b_model_on_16_ranks_takes_well_under_a_second_and_moves_half_of_it():
+    shape = model_shape(layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, ffn=25600, vocab=151936)
+    train, engine, widths = (
+        training_layouts(shape, Layout(8, 2, 1)),
+        serving_layouts(shape, 16, 8),
+        row_widths(shape),
+    )
+    plan = build_plan(train, engine, widths)
+    moved = sum(2 * c.size * widths[c.hf_key] for c in plan.copies if c.source_rank != c.target_rank)
+    total = sum(2 * c.size * widths[c.hf_key] for c in plan.copies)
+    assert total == pytest.approx(131.07e9, rel=1e-3)  # two whole copies of 65.5 GB
+    assert moved / total == pytest.approx(0.5, abs=0.01)
