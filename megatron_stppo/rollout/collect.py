@@ -12,17 +12,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_records
-from megatron_stppo.rollout.engine import Engine, Finished, RolloutError
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
+from megatron_stppo.rollout.generation import Finished, RolloutError
 from megatron_stppo.types import FAILED, Task, Trajectory
+
+if TYPE_CHECKING:
+    from megatron_stppo.rollout.engine import Engine  # importing it loads vLLM, seconds that tests can save
 
 Progress = Callable[[int, int], None]  # episodes ended, episodes in all; called on the group's first rank
 

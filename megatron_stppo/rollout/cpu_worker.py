@@ -16,5 +16,7 @@ TOKEN = "shared_memory_token"
 class NamedCPUWorker(CPUWorker):
     def init_device(self) -> None:
         # What follows the last ":" becomes the name; the default process group exists, so nothing dials it.
-        self.distributed_init_method = f"env://:{self.vllm_config.additional_config[TOKEN]}"
+        given = self.vllm_config.additional_config
+        assert isinstance(given, dict)
+        self.distributed_init_method = f"env://:{given[TOKEN]}"
         super().init_device()

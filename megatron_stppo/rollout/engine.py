@@ -32,24 +32,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from megatron_stppo.rollout.generation import Finished, Reason, RolloutError
 from megatron_stppo.rollout.stop_strings import StopFinder
-
-Reason = Literal["stop", "end", "length"]  # a stop string, the end-of-text token, max_tokens or the context
-
-
-class RolloutError(RuntimeError):
-    """Generation cannot go on: weights out of step, an engine failure, or too many failed episodes."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One generation, complete. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", 3)."""
-
-    request_id: str
-    token_ids: tuple[int, ...]  # n >= 1, all that was emitted, the stopping token included
-    logprobs: tuple[float, ...]  # n, natural log, after temperature and top_p: of what was sampled from
-    reason: Reason
-    version: int  # of the weights that wrote it
 
 
 @dataclass
@@ -70,7 +54,7 @@ class Engine:
         model_path: Path | str,
         *,
         tensor: int = 1,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16"] = "float32",
         seed: int = 0,
         max_context: int = 4096,
         max_sequences: int = 256,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_stppo.environments.base import Environment, StepResult
-from megatron_stppo.rollout.engine import RolloutError
+from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class EnvironmentHost:
         When that is the number of all calls under way, what is returned does not depend on timing.
         Raises RolloutError when an environment blocks the event loop (a call that neither awaits nor ends).
         """
-        answers = []
+        answers: list[tuple[int, Answer]] = []
         while len(answers) < wait_for:
             answers.append(self._next())
         while not self._answers.empty():

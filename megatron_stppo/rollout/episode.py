@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.rollout.engine import Finished
+from megatron_stppo.rollout.generation import Finished
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
 
 # "</information>\n\n" at the end of an observation: cut the documents, not the tag that closes them

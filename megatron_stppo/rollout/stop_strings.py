@@ -9,13 +9,13 @@ Special tokens are decoded as text: what stops a turn is what the environment wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 UNFINISHED = "\ufffd"  # what decoders print for bytes that are not yet a character
 
 
 class Decoder(Protocol):
-    def decode(self, token_ids: list[int], **options: bool) -> str: ...
+    def decode(self, token_ids: list[int], **options: bool) -> Any: ...
 
 
 class StopFinder:

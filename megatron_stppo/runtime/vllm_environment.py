@@ -6,6 +6,7 @@ A value that the user has set is left alone, except the one without which the en
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ def prepare_environment(cpu: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Applies while vLLM is being imported, before it sets up its own logging at the same level.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if cpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
