@@ -18,7 +18,7 @@ from questions import Question, one_hop, two_hop
 from megatron_stppo.environments.retrieval import Document
 from megatron_stppo.environments.search import render
 
-MADE_UP_SHARE = 0.7
+MADE_UP_SHARE = 0.85
 TWO_HOP_SHARE = 0.15
 SKILL_SHARE = 0.8  # of the tokens; the rest is the policy stage
 GUESS_SHARE = 0.6  # of the policy stage's rows
@@ -36,10 +36,16 @@ class Inventor:
     def entity(self, like: Entity, renamed: Mapping[str, str] | None = None) -> Entity:
         """An entity with the relations of `like`; `renamed` fixes the values of some relations."""
         facts = []
-        for fact in like.facts:
+        for fact in self._some(like.facts, renamed or {}):
             value = (renamed or {}).get(fact.relation) or self._value(fact)
             facts.append(Fact(fact.relation, value, (value,)))
         return Entity(like.kind, self.name(), tuple(facts))
+
+    def _some(self, facts: Sequence[Fact], kept: Mapping[str, str]) -> list[Fact]:
+        """One, two or all facts: short passages hold more copying per token."""
+        wanted = self.rng.choice((1, 2, len(facts)))
+        chosen = {fact.relation for fact in self.rng.sample(facts, min(wanted, len(facts)))} | set(kept)
+        return [fact for fact in facts if fact.relation in chosen]
 
     def name(self) -> str:
         return " ".join(self._word() for _ in range(self.rng.choice((1, 1, 1, 2))))
@@ -94,7 +100,7 @@ class Script:
         renamed, others = {}, {}
         for fact in like.facts:
             if fact.value in self._others:
-                other = self._inventor.entity(self._others[fact.value])
+                other = self._inventor.entity(self._others[fact.value], {"capital": self._inventor.name()})
                 renamed[fact.relation], others[other.name] = other.name, other
         return self._inventor.entity(like, renamed), others
 

@@ -25,7 +25,6 @@ from megatron_stppo.environments.retrieval import (
     RetrievalError,
     RetrievalTimeout,
     Retriever,
-    read_result,
 )
 from megatron_stppo.types import Message, Outcome, Task
 
@@ -127,6 +126,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
     """Opens the retriever once; the result makes one environment per episode.
 
     Raises ConfigError for a missing or empty index and for a server that is unreachable or answers nonsense.
+    To be called outside an event loop: it waits for the server.
     """
     retriever = open_retriever(config.retrieval)
 
@@ -153,7 +153,7 @@ def open_retriever(config: RetrievalConfig) -> Retriever:
     if config.url is None:
         raise ConfigError("environment.retrieval.url: missing with kind=http; give a /retrieve endpoint")
     token = _token(config.token_env)
-    _probe(config.url, config.timeout, token)
+    asyncio.run(_probe(HttpRetriever(config.url, config.timeout, 0, token), config.url))
     return HttpRetriever(config.url, config.timeout, config.retries, token)
 
 
@@ -165,17 +165,14 @@ def _token(name: str | None) -> str | None:
     return os.environ[name] if name else None
 
 
-def _probe(url: str, timeout: float, token: str | None) -> None:
+async def _probe(retriever: HttpRetriever, url: str) -> None:
     """One real request before anything is built, so that a wrong address costs seconds and not a run."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body = {"queries": ["probe"], "topk": 1, "return_scores": True}
     try:
-        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
-        answer.raise_for_status()
-        read_result(answer.content)
-    except (httpx.HTTPError, httpx.InvalidURL, RetrievalError) as error:
-        reason = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        await retriever.search("probe", 1)
+    except (RetrievalError, httpx.InvalidURL) as error:
         raise ConfigError(
-            f"environment.retrieval.url={url}: not usable ({reason}); start it with "
+            f"environment.retrieval.url={url}: not usable ({one_line(str(error))}); start it with "
             "`megatron-stppo serve-retriever` or correct the address"
         ) from None
+    finally:
+        await retriever.close()

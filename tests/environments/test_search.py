@@ -69,16 +69,10 @@ def play(environment, *actions):
 
 def test_a_search_is_answered_with_its_document_and_the_right_answer_scores_one(make):
     first, last = play(make(), "<search> France</search>", "<answer> Paris</answer>")
-    assert first.observation == (
-        "\n\n<information>Doc 1(Title: France) France: capital Paris, largest neighbour Spain.</information>\n\n"
-    )
-    assert (first.reward, first.done, first.valid, first.searched, first.outcome) == (
-        0.0,
-        False,
-        True,
-        True,
-        None,
-    )
+    document = "Doc 1(Title: France) France: capital Paris, largest neighbour Spain."
+    assert first.observation == f"\n\n<information>{document}</information>\n\n"
+    assert (first.reward, first.done, first.outcome) == (0.0, False, None)
+    assert first.valid and first.searched
     assert (last.reward, last.done, last.outcome, last.detail) == (1.0, True, "ok", "Paris")
 
 

@@ -1,0 +1,277 @@
+"""The client against real loopback servers that behave badly, and the server over real HTTP."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
+from megatron_stppo.environments.retrieval import (
+    BM25Retriever,
+    Document,
+    HttpRetriever,
+    RetrievalError,
+    RetrievalTimeout,
+    read_result,
+    words,
+)
+from megatron_stppo.environments.retrieval_server import create_app
+from megatron_stppo.environments.search import factory
+from megatron_stppo.types import Message, Task
+
+CORPUS = [
+    {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville.'},
+    {"id": "1", "contents": '"France"\nFrance: capital Paris, largest neighbour Spain.'},
+    {"id": "2", "contents": '"Spain"\nSpain: capital Madrid.'},
+]
+TASK = Task("t", (Message("user", "capital of Spain?"),), ("Madrid",), "train", 0)
+ANSWER = json.dumps({"result": [[{"document": {"id": "7", "contents": '"T"\nx'}, "score": 2.5}]]}).encode()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bm25") / "index"
+    BM25Retriever.build(CORPUS, folder)
+    return folder
+
+
+def ask(*answers, timeout=5.0, retries=0):
+    """Searches at a raw server that answers request n with answers[n]; returns result and requests.
+
+    An answer is bytes sent as they are, or a coroutine function of the stream writer.
+    """
+
+    async def episode():
+        seen = []
+
+        async def serve(reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            seen.append((head, json.loads(await reader.readexactly(length))))
+            answer = answers[min(len(seen), len(answers)) - 1]
+            with contextlib.suppress(ConnectionError):
+                if callable(answer):
+                    await answer(writer)
+                else:
+                    writer.write(answer)
+                await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", timeout, retries, "secret")
+        try:
+            return await client.search("q" * 5000, 3), seen
+        except RetrievalError as error:
+            return error, seen
+        finally:
+            await client.close()
+            server.close()
+
+    return asyncio.run(episode())
+
+
+def http(status, body=b"", header=b""):
+    return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n%s\r\n%s" % (status, len(body), header, body)
+
+
+def test_the_request_is_search_r1s_and_carries_the_token():
+    found, [(head, body)] = ask(http(200, ANSWER))
+    assert found == [Document("7", "T", "x", 2.5)]
+    assert body == {"queries": ["q" * 1000], "topk": 3, "return_scores": True}
+    assert b"POST /retrieve" in head and b"bearer secret" in head.lower()
+
+
+def test_a_busy_server_is_asked_again_and_a_refusing_one_is_not():
+    found, seen = ask(http(503), http(429), http(200, ANSWER), retries=2)
+    assert found[0].id == "7" and len(seen) == 3
+    error, seen = ask(http(401), retries=5)
+    assert str(error) == "status 401" and len(seen) == 1
+
+
+def test_retries_are_bounded():
+    error, seen = ask(http(500), retries=2)
+    assert str(error) == "status 500" and len(seen) == 3
+
+
+def test_a_redirect_is_refused_so_that_the_token_stays():
+    error, seen = ask(http(307, header=b"Location: http://127.0.0.1:1/\r\n"))
+    assert str(error) == "status 307" and len(seen) == 1
+
+
+def test_silence_is_a_timeout():
+    async def silent(writer):
+        await asyncio.sleep(1)
+
+    start = time.perf_counter()
+    error, _ = ask(silent, timeout=0.2)
+    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
+
+
+def test_dripping_bytes_do_not_stretch_the_timeout():
+    async def drip(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(20):
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    start = time.perf_counter()
+    error, _ = ask(drip, timeout=0.2)
+    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
+
+
+def test_a_gigabyte_is_refused_after_four_megabytes():
+    sent = 0
+
+    async def flood(writer):
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n")
+        while sent < 2**30:
+            writer.write(b"x" * 2**20)
+            sent += 2**20
+            await writer.drain()
+
+    error, _ = ask(flood)
+    assert "exceeds 4194304 bytes" in str(error)
+    assert sent < 2**26
+
+
+def test_a_compressed_answer_is_not_asked_for_and_not_unpacked():
+    error, [(head, _)] = ask(http(200, gzip.compress(ANSWER), b"Content-Encoding: gzip\r\n"))
+    assert b"accept-encoding: identity" in head.lower()
+    assert "answer is not" in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"result": []}',
+        b'{"result": [5]}',
+        b'{"result": [[5]]}',
+        b'{"result": [[{}]]}',
+        b'{"result": [[{"document": {"contents": 5}}]]}',
+        b'{"result": [[{"document": {"contents": "x"}, "score": "high"}]]}',
+        b"[" * 100_000,
+    ],
+)
+def test_garbage_is_an_error(body):
+    with pytest.raises(RetrievalError, match="answer is not"):
+        read_result(body)
+    error, _ = ask(http(200, body))
+    assert "answer is not" in str(error)
+
+
+def test_a_dead_server_is_an_error_after_the_retries():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = HttpRetriever(f"http://127.0.0.1:{port}/", 1.0, 1)
+    with pytest.raises(RetrievalError, match="ConnectError"):
+        asyncio.run(client.search("q", 1))
+
+
+def test_a_broken_answer_is_an_error():
+    error, _ = ask(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort")
+    assert type(error) is RetrievalError
+    error, _ = ask(b"nonsense\r\n\r\n")
+    assert type(error) is RetrievalError
+
+
+def test_bm25_ranks_the_named_passage_first_and_leaves_out_what_shares_no_word(index):
+    retriever = BM25Retriever(index)
+    assert [d.title for d in retriever.lookup("spain", 3)] == ["Spain", "France"]
+    assert retriever.lookup("Spain", 1)[0].text == "Spain: capital Madrid."
+    assert retriever.lookup("...", 3) == retriever.lookup("zzz", 3) == []
+    assert len(retriever.lookup("capital", 100)) == 3
+
+
+def test_words_are_lower_case_and_split_at_punctuation():
+    assert words("Port-au-Prince, São Tomé") == ["port", "au", "prince", "são", "tomé"]
+
+
+def test_contents_without_a_title_are_all_text():
+    assert Document.parse("1", "only text", 0.0) == Document("1", "", "only text", 0.0)
+    assert Document.parse("1", '"A "B""\nx\ny', 0.0).text == "x\ny"
+
+
+@contextlib.contextmanager
+def running(app):
+    """A uvicorn server on a free port; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(index):
+    with running(create_app(index, "secret")) as address:
+        yield address
+
+
+def post(address, token="secret", **request):
+    return httpx.post(
+        f"{address}/retrieve", headers={"Authorization": f"Bearer {token}"}, trust_env=False, **request
+    )
+
+
+def test_the_server_answers_as_the_embedded_index_does(index, address, monkeypatch):
+    monkeypatch.setenv("RETRIEVER_TOKEN", "secret")
+    config = RetrievalConfig(kind="http", url=f"{address}/retrieve", topk=2, token_env="RETRIEVER_TOKEN")
+    environment = factory(EnvironmentConfig(retrieval=config))()
+    embedded = factory(EnvironmentConfig(retrieval=RetrievalConfig(index=index, topk=2)))()
+
+    async def searched(environment):
+        await environment.reset(TASK, 0)
+        return (await environment.step("<search>Spain</search>")).observation
+
+    assert asyncio.run(searched(environment)) == asyncio.run(searched(embedded))
+    # A second event loop gets connections of its own.
+    assert "Madrid" in asyncio.run(searched(environment))
+
+
+def test_the_server_accepts_skyrls_query_and_leaves_scores_out_when_not_asked(address):
+    rows = post(address, json={"query": "spain", "topk": 1}).json()["result"]
+    assert rows == [[{"id": "2", "contents": '"Spain"\nSpain: capital Madrid.'}]]
+    scored = post(address, json={"queries": ["gabon", "zzz"], "topk": 1, "return_scores": True}).json()[
+        "result"
+    ]
+    assert scored[0][0]["document"]["id"] == "0" and scored[0][0]["score"] > 0 and scored[1] == []
+
+
+def test_the_server_refuses_a_wrong_token_a_wrong_request_and_a_large_one(address):
+    assert post(address, token="wrong", json={"query": "x"}).status_code == 401
+    assert httpx.post(f"{address}/retrieve", json={"query": "x"}, trust_env=False).status_code == 401
+    assert post(address, content=b"{").status_code == 422
+    assert post(address, json={"queries": "x"}).status_code == 422
+    assert post(address, json={"query": "x", "topk": 0}).status_code == 422
+    assert post(address, json={"query": "x" * 5000}).status_code == 422
+    assert post(address, content=b"x" * (2**20 + 1)).status_code == 413
+
+
+def test_a_wrong_token_is_found_before_the_run(address):
+    with pytest.raises(ConfigError, match="401"):
+        factory(EnvironmentConfig(retrieval=RetrievalConfig(kind="http", url=f"{address}/retrieve")))
+
+
+def test_the_server_refuses_a_missing_index(tmp_path):
+    with pytest.raises(ConfigError, match="no BM25 index"):
+        create_app(tmp_path / "nowhere")
