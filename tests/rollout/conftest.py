@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from tests.rollout.tiny import build_model
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_qwen3")
+    build_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_folder: Path) -> Any:
+    return Qwen3ForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.rollout import environment_host
+from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
+from megatron_stppo.rollout.generation import RolloutError
+from megatron_stppo.types import Message, Task
+from tests.rollout.tiny import Game, task
+
+
+class Watched(Game):
+    """Counts what is under way at once and what was closed."""
+
+    under_way = most = closed = 0
+
+    async def step(self, action: str) -> StepResult:
+        Watched.under_way += 1
+        Watched.most = max(Watched.most, Watched.under_way)
+        await asyncio.sleep(0.01)
+        Watched.under_way -= 1
+        return StepResult(action, 0.0, False, True, False)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        Watched.closed += 1
+
+
+class Blocking(Game):
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        time.sleep(1.5)  # an async function that does not await: what a user gets wrong
+        return []
+
+
+def test_answers_come_in_order_of_submission_when_all_are_awaited() -> None:
+    with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
+        for index in range(6):
+            host.reset(index, task(index), seed=0)
+        assert [answer.index for answer in host.take(6)] == list(range(6))
+        for index in (4, 2, 0):
+            host.step(index, "x" * index)
+        assert [answer.index for answer in host.take(3)] == [4, 2, 0]
+
+
+def test_reset_answers_with_messages_and_stop_strings() -> None:
+    with EnvironmentHost(Game, concurrency=1, deadline=5) as host:
+        host.reset(0, task(0), seed=0)
+        [answer] = host.take(1)
+    assert answer == Answer(0, task(0).prompt, ("e", "</answer>"))
+
+
+def test_deadline_that_passes_is_a_timeout_and_leaves_the_others_alone() -> None:
+    with EnvironmentHost(Game, concurrency=8, deadline=0.3) as host:
+        host.reset(0, task(0, "hang"), seed=0)
+        host.reset(1, task(1), seed=0)
+        host.take(2)
+        host.step(0, "a")
+        host.step(1, "a")
+        slow, quick = host.take(2)
+    assert (slow.failure, slow.detail) == ("timeout", "no answer within 0.3 s")
+    assert quick.failure is None and quick.result is not None
+
+
+def test_exception_is_an_error_logged_with_its_traceback_and_without_control_codes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR), EnvironmentHost(Game, concurrency=8, deadline=5) as host:
+        host.reset(0, task(0, "raise"), seed=0)
+        host.take(1)
+        host.step(0, "a")
+        [answer] = host.take(1)
+    assert (answer.failure, answer.detail) == ("error", "RuntimeError: the board fell over  [31m")
+    assert "Traceback" in caplog.text and "in step" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_concurrency_bounds_the_calls_under_way() -> None:
+    Watched.under_way = Watched.most = 0
+    with EnvironmentHost(Watched, concurrency=3, deadline=5) as host:
+        for index in range(10):
+            host.reset(index, task(index), seed=0)
+        host.take(10)
+        for index in range(10):
+            host.step(index, "a")
+        host.take(10)
+    assert Watched.most == 3
+
+
+def test_every_environment_is_closed_at_the_end_even_those_still_asked() -> None:
+    Watched.closed = 0
+    with EnvironmentHost(Watched, concurrency=8, deadline=5) as host:
+        for index in range(4):
+            host.reset(index, task(index), seed=0)
+        host.take(4)
+        host.close(0)
+        host.step(1, "a")
+    assert Watched.closed == 4
+
+
+def test_environment_that_blocks_the_event_loop_is_named_instead_of_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment_host, "PATIENCE", 0.4)
+    monkeypatch.setattr(environment_host, "BEAT", 0.1)
+    with EnvironmentHost(Blocking, concurrency=1, deadline=0.3) as host:
+        host.reset(0, task(0), seed=0)
+        with pytest.raises(RolloutError, match="blocked the event loop"):
+            host.take(1)

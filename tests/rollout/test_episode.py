@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerFast
+
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.rollout.episode import Episode, Limits, encode_plain
+from megatron_stppo.rollout.generation import Finished, Reason
+from megatron_stppo.types import Message
+from tests.rollout.tiny import END, task
+
+LIMITS = Limits(max_prompt_tokens=50, max_turn_tokens=8, max_observation_tokens=20, max_context=100)
+ASK = (Message("user", "which city?"),)
+
+
+def started(tokenizer: PreTrainedTokenizerFast, limits: Limits = LIMITS) -> Episode:
+    episode = Episode(task(0), 0, limits, tokenizer)
+    episode.start(ASK, ("e",))
+    return episode
+
+
+def turn(*ids: int, reason: Reason = "stop") -> Finished:
+    return Finished("0", ids, tuple(-0.5 for _ in ids), reason, version=7)
+
+
+def seen(observation: str) -> StepResult:
+    return StepResult(observation, 0.0, done=False, valid=True, searched=True)
+
+
+def test_prompt_is_the_chat_template_with_the_assistants_opening(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(started(tokenizer).prompt_ids)
+    assert text == "<|im_start|>user\nwhich city?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5, 9))
+    episode.answer(seen("Paris"))
+    episode.add_turn(turn(6))
+    episode.answer(StepResult("", 1.0, True, True, False, "ok", "six"))
+    paris = tokenizer.encode("Paris")
+    assert episode.context == [*episode.prompt_ids, 5, 9, *paris, 6]
+    trajectory = episode.trajectory()
+    assert list(trajectory.token_ids) == episode.context
+    assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward sits on the turn that earned it"
+    assert [t.policy_version for t in trajectory.turns] == [7, 7]
+    assert (trajectory.outcome, trajectory.detail) == ("ok", "six")
+    assert (trajectory.searches, trajectory.valid_actions) == (1, 2)
+
+
+def test_special_tokens_in_an_observation_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_plain(tokenizer, f"a{END}b")
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == f"a{END}b"
+
+
+def test_long_observation_is_cut_before_its_closing_tag(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    episode.answer(seen("<information>" + "Paris is the capital. " * 20 + "</information>\n\n"))
+    ids = episode.turns[0].observation_ids
+    assert len(ids) == LIMITS.max_observation_tokens
+    text = tokenizer.decode(ids)
+    assert text.startswith("<information>Paris") and text.endswith("</information>\n\n")
+
+
+def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    text = "Paris is the capital. " * 20
+    episode.answer(seen(text))
+    assert list(episode.turns[0].observation_ids) == tokenizer.encode(text)[:20]
+
+
+def test_prompt_beyond_its_limit_is_an_error_that_says_so(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer, Limits(5, 8, 20, 100))
+    assert episode.outcome == "error"
+    assert episode.detail == f"prompt of {len(episode.prompt_ids)} tokens exceeds max_prompt_tokens=5"
+
+
+def test_turn_cut_by_its_own_limit_still_goes_to_the_environment(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    finished = turn(*tokenizer.encode("Paris the"), reason="length")
+    episode.add_turn(finished)
+    assert episode.outcome is None
+    assert episode.action(finished) == "Paris the"
+
+
+def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = len(started(tokenizer).prompt_ids)
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
+    assert episode.max_tokens == 3
+    episode.add_turn(turn(5, 6, 7, reason="length"))
+    assert (episode.outcome, len(episode.context)) == ("truncated", prompt + 3)
+
+
+def test_answer_that_fills_the_context_is_still_judged(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = len(started(tokenizer).prompt_ids)
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
+    episode.add_turn(turn(5, 6, 7, reason="stop"))
+    assert episode.outcome is None
+    episode.answer(StepResult("", 1.0, True, True, False, "ok"))
+    assert (episode.outcome, episode.trajectory().reward) == ("ok", 1.0)
+
+
+def test_observation_without_room_for_a_reply_is_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, answer = len(started(tokenizer).prompt_ids), tokenizer.encode("Paris France")
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 1 + len(answer)))
+    episode.add_turn(turn(5))
+    episode.answer(seen("Paris France"))
+    assert episode.outcome == "truncated"
+    assert episode.trajectory().token_ids == (*episode.prompt_ids, 5)
+
+
+def test_end_of_text_token_is_kept_as_an_id_and_is_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    finished = turn(*tokenizer.encode("Paris"), tokenizer.eos_token_id, reason="end")
+    episode.add_turn(finished)
+    assert episode.action(finished) == "Paris"
+    assert episode.turns[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_environment_that_is_done_without_an_outcome_is_in_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    episode.answer(StepResult("", 1.0, True, True, False))
+    assert episode.outcome == "error"
