@@ -16,7 +16,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -27,10 +26,13 @@ from torch import Tensor
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import PackedAttention
+from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.spans import training_spans
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import Place
 
+VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
 
 
@@ -121,6 +123,7 @@ def transformer_config(
         "variable_seq_lengths": True,  # packs differ in length, so pipeline stages exchange shapes first
         # losses carry their own global denominators; megatron must not divide
         "calculate_per_token_loss": True,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -154,7 +157,7 @@ def block_spec(settings: TransformerConfig, shape: ModelShape) -> TransformerBlo
     return TransformerBlockSubmodules([spec] * get_num_layers_to_build(settings), layer_norm=RMSNorm)
 
 
-def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> torch.nn.Module:
+def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> TokenModel:
     """This rank's shard of one model, without weights. The critic's embeddings are untied and its head is a
     scalar."""
     settings = transformer_config(shape, config, place, dtype)
@@ -175,10 +178,10 @@ def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: to
             model.output_layer = ValueHead(settings)
         else:
             model.output_layer.sequence_parallel = False  # TokenModel gathers before it selects
-    model = model.to(torch.cuda.current_device())
-    if role == "reference":
-        model.requires_grad_(False).eval()
-    return Float16Module(settings, model) if settings.bf16 else model
+    # megatron's Float16Module would copy the logits to float32; our log-prob arithmetic is float32 inside
+    # anyway
+    model = model.to(device=torch.cuda.current_device(), dtype=dtype)
+    return model.requires_grad_(False).eval() if role == "reference" else model
 
 
 def data_parallel(
@@ -192,3 +195,15 @@ def data_parallel(
         average_in_collective=False,
     )
     return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+
+
+def from_hf(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> TokenModel:
+    """A model with the weights of its Hugging Face folder; this rank reads only its own rows.
+
+    Raises ConfigError if the checkpoint does not hold what its config.json says.
+    """
+    model = build(role, shape, config, place, dtype)
+    folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
+    spans = training_spans(shape, place.layout, place.rank, head=role != "critic", tied_copy=True)
+    load_hf(folder, spans, dict(model.named_parameters()), keep=VALUE_HEAD if role == "critic" else ())
+    return model

@@ -107,8 +107,10 @@ def install() -> None:
 def _substitute_device() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda *args, **kwargs: 0
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.is_initialized = lambda: True
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
@@ -117,15 +119,17 @@ def _substitute_device() -> None:
 def _substitute_streams() -> None:
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *args, **kwargs: Stream())
     cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 def _substitute_random_state() -> None:
     cuda: Any = torch.cuda
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    for module in (cuda, cuda.random):  # one object each: dynamo refuses an object with two names
+        module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.default_generators = _Generators()
     cuda._lazy_call = lambda callback, **kwargs: callback()
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_stppo.parallel.layout import Layout
+
 
 @dataclass(frozen=True)
 class Place:
@@ -21,6 +23,10 @@ class Place:
     pipeline_size: int
     data_rank: int
     data_size: int
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.tensor_size, self.pipeline_size, self.data_size)
 
     @property
     def is_last_stage(self) -> bool:

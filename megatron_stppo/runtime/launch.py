@@ -29,6 +29,9 @@ def prepare(engine: bool = True) -> None:
     """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
+    if not _has_gpu():
+        # megatron and vLLM decorate small functions with torch.compile; on a CPU that costs minutes and gains nothing
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if engine:
         from megatron_stppo.runtime.vllm_environment import prepare_environment
 
@@ -41,6 +44,12 @@ def prepare(engine: bool = True) -> None:
 
     if cpu_platform.needed():
         cpu_platform.install()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def start(config: Config) -> Place:

@@ -1,0 +1,116 @@
+"""Cold start: language modelling on whole scripted trajectories, so that reinforcement learning has skills
+to select from.
+
+Loss on every token but the first, observations included: a small model learns to copy names from documents
+only if it also learns what documents look like. (Reinforcement learning's own loss stays on action tokens.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from megatron_stppo import ops
+from megatron_stppo.config import Config, ConfigError, OptimizerConfig
+from megatron_stppo.convert import export_hf
+from megatron_stppo.data import demonstrations
+from megatron_stppo.data.packing import Microbatch, to_batch
+from megatron_stppo.model import build
+from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.model.spans import training_spans
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.metrics import progress
+from megatron_stppo.types import Batch, Task, Trajectory, Turn
+
+SCRIPT = Task("demonstrations", (), ("",), "train", 0)
+
+
+def cold_start(config: Config) -> None:
+    """Trains model.path on data.demonstrations and writes a Hugging Face folder to cold_start.output."""
+    if config.cold_start.output is None or config.data.demonstrations is None:
+        raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
+    settings = config.cold_start
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens)
+    place, shape = launch.start(config), read_shape(config.model.path)
+    steps = list(_steps(scripts, settings.batch_tokens, place.data_size))
+    model = build.data_parallel(
+        build.from_hf("actor", shape, config, place, launch.dtype(config)), config, distributed_optimizer=True
+    )
+    optimizer = OptimizerConfig(
+        lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
+    )
+    trainer = Trainer(model, optimizer, len(steps))
+    packer = Packer.of(config, place)
+    for step, batch in enumerate(progress(steps, "cold start", enabled=place.rank == 0)):
+        rate = _cosine(step, len(steps), settings.warmup_fraction)
+        loss = _step(trainer, batch, place, packer, shape.vocab, rate)
+        if place.rank == 0 and (step % 20 == 0 or step == len(steps) - 1):
+            Console(stderr=True).log(f"cold start {step + 1}/{len(steps)} loss {loss:.3f} nats/token")
+    source = dict(model.module.named_parameters())
+    spans = {r: training_spans(shape, place.layout, r) for r in range(place.world)}
+    export_hf(settings.output, source, spans, shape, template=config.model.path)
+    launch.stop()
+
+
+def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Iterator[Batch]:
+    """Scripts in order, about `budget` tokens a step and at least one script per data-parallel rank."""
+    remaining = iter(scripts)
+    while step := list(itertools.islice(remaining, ranks)):
+        tokens = sum(map(len, step))
+        for script in remaining:
+            step.append(script)
+            tokens += len(script)
+            if tokens >= budget:
+                break
+        if len(step) >= ranks:  # a last step too small for every rank is dropped
+            yield _as_batch(step)
+
+
+def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
+    """Everything after the first token is predicted: one long turn, in the terms of a Batch."""
+    return to_batch(
+        [Trajectory(SCRIPT, s[:1], (Turn(s[1:], (0.0,) * (len(s) - 1), (), 0.0, 0),), "ok") for s in scripts]
+    )
+
+
+def _step(
+    trainer: Trainer, batch: Batch, place: Place, packer: Packer, vocab_size: int, rate: float
+) -> float:
+    chosen = share(batch, range(len(batch.live_N)), place)
+    loss = partial(_loss, place=place, vocab_size=vocab_size, tokens=len(batch.action_index_T))
+    trainer.zero()
+    records = forward_backward(trainer.model, packer.pack(batch, chosen), loss)
+    trainer.step(trainer.reduce(), rate_scale=rate)
+    return float(total(records, 1, place))
+
+
+def _loss(
+    logits: Tensor, microbatch: Microbatch, place: Place, vocab_size: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    logprob_T, _, _ = ops.vocab_logprob(
+        logits,
+        microbatch.target_T,
+        vocab_start=place.tensor_rank * logits.shape[1],
+        vocab_size=vocab_size,
+        group=place.tensor_group,
+    )
+    loss = -logprob_T.sum() / tokens
+    return loss, loss.detach().reshape(1)
+
+
+def _cosine(step: int, steps: int, warmup_fraction: float) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    warmup = max(1, math.ceil(warmup_fraction * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -1,0 +1,163 @@
+"""Checkpoints in megatron's distributed format, published atomically.
+
+A step is written to step_N.tmp-ATTEMPT/, every file is flushed to disk, MANIFEST.json (sha256 and size of
+each file) comes last, then one rename makes the step visible and LATEST is replaced. Before that rename
+nothing of an older step is touched.
+
+All random numbers of a run are functions of (seed, iteration), so a checkpoint holds no random state and
+cannot lose any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.model.optimizer import Trainer
+
+# Every optimizer state in the shape of its parameter: loadable under another data-parallel size.
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+STEP = re.compile(r"^step_(\d+)$")
+STATE, MANIFEST, LATEST = "state.json", "MANIFEST.json", "LATEST"
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be read; the message says which were tried and why each was refused."""
+
+
+def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str, Any], keep: int) -> Path:
+    """Writes and publishes step_`step`; collective. `state` is the loop's own, JSON. Keeps the newest `keep`
+    steps."""
+    final = folder / f"step_{step}"
+    scratch = folder / f"step_{step}.tmp-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    dist.barrier()
+    for role, trainer in trainers.items():
+        part = scratch / role
+        if dist.get_rank() == 0:
+            part.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(_tensors(trainer, is_loading=False), str(part))
+    if dist.get_rank() == 0:
+        (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers)}))
+        _publish(scratch, final)
+        _retire(folder, keep)
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) -> dict[str, Any] | None:
+    """Fills the trainers from the newest readable step (or from `step`); returns the loop's state, None if
+    there is no step.
+
+    Collective; rank 0 chooses. Raises CheckpointError if steps exist but none can be trusted.
+    """
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        choice = [_choose(folder, step)]
+    dist.broadcast_object_list(choice)  # a path and a reason, made by rank 0 itself
+    path, reason = choice[0]
+    if path is None:
+        if reason:
+            raise CheckpointError(reason)
+        return None
+    state = json.loads((Path(path) / STATE).read_text())
+    for role, trainer in trainers.items():
+        if role not in state["trainers"]:
+            raise ConfigError(
+                f"{path}: holds no {role}; it was written by a run without one, start a new run"
+            )
+        loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(Path(path) / role))
+        trainer.model.module.load_state_dict(loaded["model"])
+        trainer.restore(loaded["optimizer"], *state["trainers"][role])
+    return state
+
+
+def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
+    model = trainer.model.module.sharded_state_dict()
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int]]:
+    return {role: (trainer.updates, trainer.skipped) for role, trainer in trainers.items()}
+
+
+def _publish(scratch: Path, final: Path) -> None:
+    files = sorted(p for p in scratch.rglob("*") if p.is_file())
+    manifest = {str(p.relative_to(scratch)): {"sha256": _sha256(p), "bytes": p.stat().st_size} for p in files}
+    (scratch / MANIFEST).write_text(json.dumps({"files": manifest, "torch": torch.__version__}, indent=1))
+    for path in [*files, scratch / MANIFEST, *(p for p in scratch.rglob("*") if p.is_dir()), scratch]:
+        _flush(path)
+    if final.exists():
+        shutil.rmtree(final)  # the same step, written again after a resume from an older one
+    scratch.rename(final)
+    _flush(final.parent)
+    pointer = final.parent / f"{LATEST}.tmp"
+    pointer.write_text(final.name)
+    _flush(pointer)
+    os.replace(pointer, final.parent / LATEST)
+    _flush(final.parent)
+
+
+def _choose(folder: Path, step: int | None) -> tuple[str | None, str]:
+    """The newest step whose files match its manifest, or (None, why not); (None, "") where there is no step
+    at all."""
+    steps = sorted((n for n in _steps(folder) if step in (None, n)), reverse=True)
+    refused = []
+    for n in steps:
+        path = folder / f"step_{n}"
+        fault = _fault(path)
+        if fault is None:
+            return str(path), ""
+        refused.append(f"{path.name}: {fault}")
+    if step is not None and not steps:
+        refused.append(f"step_{step} does not exist in {folder}")
+    return None, "no readable checkpoint: " + "; ".join(refused) if refused else ""
+
+
+def _fault(path: Path) -> str | None:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())["files"]
+        for name, entry in manifest.items():
+            if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
+                return f"{name} does not match the manifest"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"manifest unreadable ({error})"
+    return None
+
+
+def _steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return [int(match[1]) for p in folder.iterdir() if (match := STEP.match(p.name))]
+
+
+def _retire(folder: Path, keep: int) -> None:
+    for n in sorted(_steps(folder))[:-keep]:
+        shutil.rmtree(folder / f"step_{n}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""A trained model with its optimizer: reduce, look at the norm, then decide about the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor
+
+from megatron_stppo.config import OptimizerConfig
+
+
+class Trainer:
+    """megatron's optimizer in three moves, because ST-PPO's scale depends on the gradient norm of the same
+    minibatch.
+
+    zero() - forward_backward - norm = reduce() - step(gradient_scale, rate_scale).
+    """
+
+    def __init__(self, model: DistributedDataParallel, settings: OptimizerConfig, total_updates: int) -> None:
+        self.model = model
+        self.settings = settings
+        self.warmup = math.ceil(settings.warmup_fraction * total_updates)
+        self.updates = 0  # optimizer steps taken
+        self.skipped = 0  # steps refused because something was not finite
+        self.optimizer = get_megatron_optimizer(_megatron_settings(model, settings), [model])
+        self._set_adam_steps(0)
+
+    def zero(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def reduce(self) -> float:
+        """Sums gradients over data parallel (and what else megatron must reduce); returns the global norm,
+        unclipped."""
+        finalize_model_grads([self.model])
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0) -> bool:
+        """Scales, clips by the global norm, steps. Refuses, leaving everything untouched, unless all is
+        finite."""
+        if not (math.isfinite(norm) and math.isfinite(gradient_scale) and math.isfinite(rate_scale)):
+            self.skipped += 1
+            return False
+        norm *= gradient_scale
+        factor = gradient_scale * min(1.0, self.settings.grad_clip / (norm + 1e-6))
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * rate_scale
+        self.optimizer.step_with_ready_grads()
+        self.updates += 1
+        return True
+
+    def restore(self, state: dict[str, Any], updates: int, skipped: int) -> None:
+        """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and
+        the counters."""
+        moments = state.pop("param_state", None)  # the distributed optimizer's
+        self.optimizer.load_state_dict(state)
+        if moments is not None:
+            (wrapped,) = self.optimizer.chained_optimizers
+            for parameter_state in wrapped.optimizer.state.values():
+                parameter_state.pop("step", None)  # megatron would look for it among the moments
+            wrapped.load_parameter_state_from_fully_reshardable(moments)
+        self.updates, self.skipped = updates, skipped
+        self._set_adam_steps(updates)
+
+    def _set_adam_steps(self, updates: int) -> None:
+        # Without apex or TransformerEngine megatron uses torch's AdamW, whose state has a step per
+        # parameter. megatron's state_dict expects it before the first step, and its load_state_dict gives
+        # all parameters one shared tensor, which torch would then increment once per parameter.
+        for wrapped in self.optimizer.chained_optimizers:
+            if not isinstance(wrapped.optimizer, torch.optim.AdamW):
+                continue
+            for group in wrapped.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = wrapped.optimizer.state[parameter]
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(moment, torch.zeros_like(parameter))
+                    state["step"] = torch.tensor(float(updates))
+
+    @property
+    def learning_rate(self) -> float:
+        """Linear warm-up, then constant."""
+        return self.settings.lr * min(1.0, (self.updates + 1) / max(1, self.warmup))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameter in self.optimizer.get_parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _megatron_settings(model: DistributedDataParallel, settings: OptimizerConfig) -> MegatronOptimizerConfig:
+    dtype = model.config.params_dtype
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        clip_grad=settings.grad_clip,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.distributed,
+    )

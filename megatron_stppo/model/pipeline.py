@@ -1,0 +1,128 @@
+"""Runs microbatches through megatron's pipeline schedules, for scoring and for training alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import Microbatch, deal, pack, unpack
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.types import Batch
+
+
+@dataclass(frozen=True)
+class Packer:
+    """How a batch is cut into microbatches. Example: Packer(budget=16384, multiple=1, device="cpu")."""
+
+    budget: int  # tokens per microbatch
+    multiple: (
+        int  # P is padded to a multiple of this: the tensor-parallel size under sequence parallelism, else 1
+    )
+    device: torch.device | str
+
+    @classmethod
+    def of(cls, config: Config, place: Place) -> Packer:
+        multiple = place.tensor_size if config.parallel.sequence else 1
+        return cls(config.update.tokens_per_microbatch, multiple, torch.cuda.current_device())
+
+    def pack(self, batch: Batch, chosen: Sequence[int]) -> list[Microbatch]:
+        return pack(batch, chosen, self.budget, self.multiple, self.device)
+
+
+def share(batch: Batch, chosen: Sequence[int], place: Place) -> list[int]:
+    """This data-parallel rank's part of the chosen trajectories; the parts have equal counts."""
+    lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
+    return [chosen[i] for i in deal(lengths, place.data_size)[place.data_rank]]
+
+
+def forward(
+    model: torch.nn.Module, microbatches: Sequence[Microbatch], answer: Callable[[Tensor, Microbatch], Tensor]
+) -> list[Tensor]:
+    """answer(output, microbatch) for every microbatch, without gradients; empty except on the last pipeline
+    stage."""
+
+    def finish(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        return output.new_zeros(()), answer(output, microbatch)
+
+    with torch.no_grad():
+        return _run(model, microbatches, finish, forward_only=True)
+
+
+def forward_backward(
+    model: torch.nn.Module,
+    microbatches: Sequence[Microbatch],
+    loss: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
+) -> list[Tensor]:
+    """Adds the gradient of the sum of the losses to the main gradients; returns the records, last stage only.
+
+    `loss(output, microbatch)` gives (a scalar that already carries its global denominator, a detached
+    record).
+    """
+    return _run(model, microbatches, loss, forward_only=False)
+
+
+def total(records: Sequence[Tensor], size: int, place: Place) -> Tensor:
+    """The sum of all records [size] of all ranks, float64 on the host, equal on every rank."""
+    out = torch.zeros(size, dtype=torch.float64)
+    for record in records:
+        out += record.double().cpu()
+    dist.all_reduce(out, group=place.data_group)
+    dist.all_reduce(out, group=place.pipeline_group)
+    return out
+
+
+def _run(
+    model: torch.nn.Module,
+    microbatches: Sequence[Microbatch],
+    finish: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
+    forward_only: bool,
+) -> list[Tensor]:
+    def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, record = finish(output, microbatch)
+        # megatron wants a token count to divide by; with calculate_per_token_loss it only passes it on
+        return loss, torch.zeros((), dtype=torch.int, device=output.device), record
+
+    def step(
+        source: Iterator[Microbatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        microbatch = next(source)
+        return model(microbatch), partial(on_output, microbatch)
+
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(microbatches),
+        model=[model],
+        num_microbatches=len(microbatches),
+        seq_length=1,  # ignored: variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def score(
+    model: torch.nn.Module,
+    batch: Batch,
+    place: Place,
+    packer: Packer,
+    answer: Callable[[Tensor, Microbatch], Tensor],
+) -> Tensor:
+    """One number per action token of the whole batch: float32 [T] on the host, equal on every rank.
+
+    The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
+    rows together.
+    """
+    chosen = share(batch, range(len(batch.live_N)), place)
+    microbatches = packer.pack(batch, chosen)
+    total = len(batch.action_index_T)
+    answers = forward(model, microbatches, answer)
+    out_T = unpack(microbatches, answers, total) if place.is_last_stage else torch.zeros(total)
+    dist.all_reduce(out_T, group=place.data_group)
+    dist.all_reduce(out_T, group=place.pipeline_group)
+    return out_T

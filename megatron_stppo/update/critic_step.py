@@ -1,0 +1,50 @@
+"""One optimizer step of the critic: clipped squared error on action tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.algorithm.penalties import clipped_value_loss
+from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.types import Batch
+
+
+def critic_step(
+    critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, place: Place, packer: Packer
+) -> dict[str, float]:
+    """Steps on the chosen trajectories. The mean is over their live action tokens on ALL data-parallel
+    ranks."""
+    live_T = batch.live_T & chosen_tokens(batch, chosen)
+    weight_T = live_T.float() / live_T.sum().clamp(min=1)
+    loss = partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
+    critic.zero()
+    records = forward_backward(critic.model, packer.pack(batch, share(batch, chosen, place)), loss)
+    mean_loss = float(total(records, 1, place))
+    norm = critic.reduce() if mean_loss == mean_loss else float("nan")
+    stepped = critic.step(norm)
+    return {"critic/loss": mean_loss, "critic/gradient_norm": norm, "critic/skipped": float(not stepped)}
+
+
+def _loss(
+    value_T: Tensor, microbatch: Microbatch, batch: Batch, weight_T: Tensor, value_clip: float
+) -> tuple[Tensor, Tensor]:
+    assert batch.value_T is not None and batch.return_T is not None
+    old_T, return_T, weight = (
+        x[microbatch.rows_T].to(value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
+    )
+    loss = (weight * clipped_value_loss(value_T, old_T, return_T, value_clip)).sum()
+    return loss, loss.detach().reshape(1)
+
+
+def chosen_tokens(batch: Batch, chosen: Sequence[int]) -> Tensor:
+    """bool [T]: action tokens of the chosen trajectories."""
+    chosen_N = torch.zeros(len(batch.live_N), dtype=torch.bool)
+    chosen_N[torch.tensor(chosen)] = True
+    return chosen_N.repeat_interleave(batch.action_offsets.diff())
