@@ -21,6 +21,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.model.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.model.hf_names import ModelShape, hf_shapes
 from megatron_stppo.model.spans import Spans, hf_spans, row_widths
+from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.reshard.state import Resharder
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -107,12 +108,12 @@ def _finish(
 
 def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
     """Runs `write` on rank 0; what it cannot write is a ConfigError on all ranks."""
-    said: list[str | None] = [None]
+    problem = b""
     if dist.get_rank(group) == 0:
         try:
             write()
         except (OSError, ValueError) as error:  # the other ranks must hear of it, or they would wait
-            said = [str(error)]
-    dist.broadcast_object_list(said, group_src=0, group=group)
-    if said[0] is not None:
-        raise ConfigError(said[0])
+            problem = str(error).encode()
+    problem = broadcast_bytes(problem, 0, group)
+    if problem:
+        raise ConfigError(problem.decode())

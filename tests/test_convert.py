@@ -1,21 +1,14 @@
 import json
 
-import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_stppo.config import ConfigError
-from megatron_stppo.convert import export_hf
-from megatron_stppo.model.hf_checkpoint import INDEX, load_hf
+from megatron_stppo.model.hf_checkpoint import INDEX
 from megatron_stppo.model.hf_names import hf_shapes, read_shape
-from megatron_stppo.model.spans import row_widths, training_layouts, training_spans
-from megatron_stppo.parallel.layout import Layout
+from tests.conversion import LAYOUT, import_and_export
 from tests.ranks import run_ranks
-from tests.reshard.pieces import blank
 
-LAYOUT = Layout(2, 2, 1)
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -30,29 +23,6 @@ FAMILIES = {
 }
 
 
-def import_and_export(folder):
-    """load_hf on TP2 x PP2, export_hf in one file, in several, in bfloat16, and onto an existing folder."""
-    for family in FAMILIES:
-        template = folder / family
-        shape = read_shape(template)
-        widths, layouts = row_widths(shape), training_layouts(shape, LAYOUT)
-        spans = training_spans(shape, LAYOUT, dist.get_rank(), tied_copy=True)
-        parameters = blank(spans, widths)
-        load_hf(template, spans, parameters)
-        if shape.tied and dist.get_rank() == 3:  # must not matter: the first stage's embedding is the source
-            parameters["output_layer.weight"].zero_()
-        export_hf(folder / "out" / family, parameters, layouts, shape, template)
-        with pytest.raises(ConfigError, match="exists; name another folder"):
-            export_hf(folder / "out" / family, parameters, layouts, shape, template)
-        half = {name: tensor.bfloat16() for name, tensor in parameters.items()}
-        (folder / "split" / family).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        export_hf(folder / "split" / family, half, layouts, shape, template, file_bytes=20000, overwrite=True)
-        with pytest.raises(ConfigError, match=r"No such file .*nowhere"):
-            export_hf(folder / "failed", parameters, layouts, shape, folder / "nowhere")
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
     for family, make in FAMILIES.items():
         torch.manual_seed(0)
@@ -62,7 +32,7 @@ def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
                 parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that are not all alike
         model.save_pretrained(tmp_path / family)
         (tmp_path / family / "tokenizer.json").write_text("{}")
-    names = run_ranks(import_and_export, LAYOUT.world, tmp_path)[0]
+    names = run_ranks(import_and_export, LAYOUT.world, tmp_path, tuple(FAMILIES))[0]
     assert "failed" not in names
     for family in FAMILIES:
         original = load_file(tmp_path / family / "model.safetensors")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.parallel.collectives import all_agree, all_reduce_sum, gather_records
 from megatron_stppo.reshard.execute import Exchange, Guard
 from megatron_stppo.reshard.plan import Plan, PlanError, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
@@ -50,7 +51,9 @@ class Resharder:
     """Writes the trainer's parameters into the engine's, in place.
 
     source, target: this rank's tensors by name. Layouts: {rank of the group: spans}, equal on all ranks.
-    widths: {hf_key: elements per row}. verify_share=n compares every n-th copy, another n-th each version.
+    widths: {hf_key: elements per row}. bucket_bytes: the most that a rank sends at once; by default 256 MB on
+    a GPU, where large messages use the links better, and 16 MB on a CPU, where fresh memory costs more.
+    verify_share=n compares every n-th copy, another n-th each version.
     `on_bucket(index)` runs before a bucket is packed; an error it raises fails the sync.
     Collective; raises ReshardError on all ranks if one finds its tensors at odds with its layout, or if two
     ranks planned differently.
@@ -65,7 +68,7 @@ class Resharder:
         widths: Mapping[str, int],
         *,
         group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int | None = None,
         verify_share: int = 1,
         ranks_per_node: int = 8,
         on_bucket: Callable[[int], None] = nothing,
@@ -83,9 +86,10 @@ class Resharder:
         except PlanError as error:  # told to all ranks, which may have planned without one
             problem += str(error)
         dtypes = self._agree(plan.digest, target, problem)
+        limit = bucket_bytes or (256 << 20 if self._device.type == "cuda" else 16 << 20)
         self._padding = _padding(target, own_target)
         self._exchange = Exchange(
-            plan, source, target, dtypes, widths, group=group, device=self._device, bucket_bytes=bucket_bytes
+            plan, source, target, dtypes, widths, group=group, device=self._device, bucket_bytes=limit
         )
 
     @property
@@ -144,20 +148,17 @@ class Resharder:
                 f"{first.target_offset + first.size - 1} from rank {first.source_rank}"
             )
         self._raise_together(error)
-        sums = torch.tensor([compared, total], device=self._device)
-        dist.all_reduce(sums, group=self._group)
+        sums = all_reduce_sum(torch.tensor([compared, total]), self._group)
         return int(sums[0]), int(sums[1])
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raises ReshardError on all ranks if any has an error; only then are messages exchanged."""
-        flag = torch.tensor([error is not None], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flag, group=self._group)
-        if flag.item():
-            said: list[str | None] = [None] * dist.get_world_size(self._group)
-            own = f"{type(error).__name__}: {error}" if error else None
-            dist.all_gather_object(said, own, group=self._group)
-            lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-            raise ReshardError("; ".join(lines)) from error
+        if all_agree(error is not None, self._group):
+            own = [f"{type(error).__name__}: {error}"] if error else []
+            said = gather_records(own, str, self._group)
+            raise ReshardError(
+                "; ".join(f"rank {rank}: {lines[0]}" for rank, lines in enumerate(said) if lines)
+            ) from error
 
     @torch.no_grad()
     def _zero_padding(self) -> None:
@@ -168,18 +169,30 @@ class Resharder:
         self, digest: str, target: Mapping[str, Tensor], problem: str
     ) -> dict[tuple[int, str], torch.dtype]:
         """The targets' types on all ranks; ReshardError unless all planned alike without a problem."""
-        world = dist.get_world_size(self._group)
-        said: list[tuple[str, dict[str, torch.dtype], str]] = [("", {}, "")] * world
-        types = {name: tensor.dtype for name, tensor in target.items()}
-        dist.all_gather_object(said, (digest, types, problem), group=self._group)
-        if any(text for _, _, text in said):
-            raise ReshardError(" ".join(f"rank {r}: {text}" for r, (_, _, text) in enumerate(said) if text))
-        odd = [rank for rank, (other, _, _) in enumerate(said) if other != said[0][0]]
+        types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
+        records = gather_records([_Declared(digest, types, problem)], _Declared, self._group)
+        said = [record for (record,) in records]
+        if any(record.problem for record in said):
+            raise ReshardError(" ".join(f"rank {r}: {d.problem}" for r, d in enumerate(said) if d.problem))
+        odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
         if odd:
             raise ReshardError(
                 f"ranks {odd} planned another reshard than rank 0; give all ranks the same layouts"
             )
-        return {(rank, name): dtype for rank, (_, held, _) in enumerate(said) for name, dtype in held.items()}
+        return {
+            (rank, name): getattr(torch, dtype)
+            for rank, record in enumerate(said)
+            for name, dtype in record.types.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What a rank tells the others before the first sync."""
+
+    digest: str
+    types: dict[str, str]  # of its target tensors
+    problem: str  # "" if none
 
 
 def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:
