@@ -1,7 +1,7 @@
 """The family of algorithms as data: two switches of the paper, plus baselines. A row gives defaults.
 
 Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio;
-`correction` chooses the estimator of the clipping bias ||C|| that weighs a minibatch down ("off": no correction).
+`correction` chooses the estimator of the clipping bias ||C|| that weighs a minibatch down ("off": none).
 """
 
 from typing import Any

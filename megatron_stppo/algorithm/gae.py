@@ -1,0 +1,75 @@
+"""Generalised advantage estimation over action tokens.
+
+Source: Schulman et al., arXiv 1506.02438. Inside one trajectory, over its action tokens in order,
+    delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    V = A = 0 beyond the end.
+Observation tokens are not on the axis at all: the token after the last one of a turn is the first one of the
+next turn, so value, delta and lambda-product jump over what the environment wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.algorithm.ratio import segment_sum, spread
+
+
+def token_level(
+    reward_T: Tensor, value_T: Tensor, trajectory_offsets: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(advantage_T, return_T = advantage_T + value_T), float64.
+
+    Example: rewards (0, 0, 1), values (0.5, 0.5, 0.8), gamma = lam = 1: advantages (0.5, 0.5, 0.2), all
+    returns 1.
+    """
+    reward_T, value_T = reward_T.double(), value_T.double()
+    remaining_T = _remaining(trajectory_offsets, len(reward_T))
+    next_value_T = torch.zeros_like(value_T)
+    next_value_T[:-1] = value_T[1:].masked_fill(remaining_T[:-1] == 0, 0)
+    advantage_T = _discounted_sum(reward_T + gamma * next_value_T - value_T, remaining_T, gamma * lam)
+    return advantage_T, advantage_T + value_T
+
+
+def turn_level(
+    reward_T: Tensor,
+    value_T: Tensor,
+    turn_offsets: Tensor,
+    trajectory_offsets: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """The same with turns as steps: (advantage_T, return_T), float64, constant over a turn.
+
+    A turn's value is the one at its first token, its reward the sum over its tokens; gamma and lam act once
+    per turn. All tokens of a turn get its advantage and its return. A turn without tokens is no step.
+    """
+    turn_offsets = turn_offsets[
+        torch.cat([turn_offsets.diff() > 0, turn_offsets.new_ones(1, dtype=torch.bool)])
+    ]
+    start_S = turn_offsets[:-1]
+    offsets_S = torch.searchsorted(start_S, trajectory_offsets)  # turns that start before each trajectory
+    reward_S = segment_sum(reward_T.double(), turn_offsets)
+    advantage_S, return_S = token_level(reward_S, value_T[start_S], offsets_S, gamma, lam)
+    total = len(reward_T)
+    return spread(advantage_S, turn_offsets, total), spread(return_S, turn_offsets, total)
+
+
+def _remaining(offsets: Tensor, total: int) -> Tensor:
+    """int64 [T]: how many tokens of the same trajectory follow."""
+    last_T = spread(offsets[1:].long() - 1, offsets, total)
+    return last_T - torch.arange(total, device=offsets.device)
+
+
+def _discounted_sum(delta_T: Tensor, remaining_T: Tensor, factor: float) -> Tensor:
+    """sum_k factor^k delta_{t+k} to the trajectory's end, by doubling: log2(longest) passes.
+
+    After a pass of stride j every token holds the sum over its next 2j tokens. A token's result depends on
+    its own trajectory alone: the same bits for any packing.
+    """
+    out_T, stride = delta_T.clone(), 1
+    longest = int(remaining_T.max()) if len(remaining_T) else 0
+    while stride <= longest:
+        ahead_T = out_T[stride:].masked_fill(remaining_T[:-stride] < stride, 0)
+        out_T[:-stride] += factor**stride * ahead_T
+        stride *= 2
+    return out_T

@@ -1,0 +1,78 @@
+"""The importance ratio of a segment, and sums over segments.
+
+Source: ST-PPO, arXiv 2511.20718: one ratio per token (PPO), per turn (Turn-PPO, ST-PPO) or per trajectory
+(GSPO). One function, one argument: the segment offsets. `offsets=None`: every token is a segment of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Level = Literal["token", "turn", "sequence"]
+Pooling = Literal["mean", "sum"]
+
+# exp(20) = 4.9e8: far beyond every clip bound, and its square is still a float32.
+MAX_LOG_RATIO = 20.0
+
+
+def segment_offsets(level: Level, turn_offsets: Tensor, action_offsets: Tensor) -> Tensor | None:
+    """The offsets into T of the tokens that share a ratio; None at token level.
+
+    turn_offsets [S+1] and action_offsets [N+1] are those of a Batch or Microbatch.
+    """
+    if level == "token":
+        return None
+    if level == "turn":
+        return turn_offsets
+    if level == "sequence":
+        return action_offsets
+    raise ValueError(f"segments={level!r} is not known; choose token, turn or sequence")
+
+
+def check_offsets(name: str, offsets: Tensor, total: int) -> None:
+    """Raises ValueError unless offsets [S+1] cut 0..total into slices in order. Reads one flag back."""
+    if offsets.dim() != 1 or len(offsets) == 0:
+        raise ValueError(f"{name} has shape {list(offsets.shape)}; give [S+1], which is [0] for no segments")
+    good = (offsets[0] == 0) & (offsets[-1] == total) & (offsets.diff() >= 0).all()
+    if not bool(good):
+        shown = f"{offsets[:8].tolist()}{'...' if len(offsets) > 8 else ''}"
+        raise ValueError(f"{name}={shown} must start at 0, never decrease and end at {total}")
+
+
+def segment_sum(value_T: Tensor, offsets: Tensor | None) -> Tensor:
+    """[S] sums in the order of the tokens; an empty segment gives 0."""
+    if offsets is None:
+        return value_T
+    return torch.segment_reduce(value_T, "sum", offsets=offsets, initial=0.0)
+
+
+def spread(value_S: Tensor, offsets: Tensor | None, total: int) -> Tensor:
+    """[T]: every token gets its segment's value."""
+    if offsets is None:
+        return value_S
+    return value_S.repeat_interleave(offsets.diff(), output_size=total)
+
+
+def segment_ratio(
+    logprob_T: Tensor, old_logprob_T: Tensor, offsets: Tensor | None, pooling: Pooling = "mean"
+) -> tuple[Tensor, Tensor]:
+    """w [S] and the divisor d [S] of its derivative dw/dlogprob_u = w/d.
+
+    With delta = logprob - old_logprob and n tokens in the segment
+        mean: w = exp(sum delta / n), d = n    (geometric mean of the token ratios)
+        sum:  w = exp(sum delta),     d = 1    (their product)
+    The exponent is held within +-20. An empty segment has w = 1. w is computed in float64, then rounded to
+    the inputs' dtype: a ratio that equals a bound in that dtype is on it, not a rounding error beyond.
+    """
+    delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
+    if pooling == "mean" and offsets is not None:
+        divisor_S = offsets.diff().clamp(min=1).double()
+    elif pooling in ("mean", "sum"):
+        divisor_S = torch.ones_like(delta_S)
+    else:
+        raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
+    exponent_S = (delta_S / divisor_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return exponent_S.exp().to(logprob_T.dtype), divisor_S

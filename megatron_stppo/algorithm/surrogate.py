@@ -1,0 +1,102 @@
+"""The clipped surrogate over segments, its true derivative, and what clipping removed.
+
+Source: ST-PPO, arXiv 2511.20718. With aggregation weight c_t, advantage A_t and the segment's ratio w_s
+    J   = sum_s sum_{t in s} c_t min( w_s A_t, clip(w_s, 1-eps_low, 1+eps_high) A_t )            (maximised)
+    g_u = dJ/dlogprob_u = (w_s/n_s) sum_{t in s, not clipped} c_t A_t
+    b_u = (w_s/n_s) sum_{t in s, clipped} c_t A_t
+Where we differ: g is the true derivative of J; the papers' stop-gradient form agrees only while A is constant
+inside a segment. The tokens of a segment share w, so both sums need only S+ = sum_{A>0} c A and
+S- = sum_{A<0} c A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.algorithm.ratio import Pooling, segment_ratio, segment_sum, spread
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Sums and coefficients in float64.
+
+    Example: one turn of two tokens, ratios 1.3 and 1.3, A = (1, -1), c = 1/2, clip 0.2: w = 1.3, S+ = 0.5,
+    S- = -0.5, objective = 1.2*0.5 - 1.3*0.5 = -0.05, gradient_T = 1.3/2 * -0.5 = -0.325 for both tokens,
+    bias_T = 1.3/2 * 0.5 = 0.325 for both, clipped_T = [True, False].
+    """
+
+    objective: Tensor  # 0-d
+    ratio_S: Tensor  # in the inputs' dtype
+    gradient_T: Tensor  # g_u
+    bias_T: Tensor  # b_u
+    clipped_T: Tensor  # bool; a token without weight is not clipped
+
+
+def surrogate(
+    logprob_T: Tensor,
+    old_logprob_T: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    offsets: Tensor | None,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    pooling: Pooling = "mean",
+) -> Surrogate:
+    """Evaluates J, g and b; nothing here is recorded by autograd.
+
+    offsets [S+1] cut T into segments, None: token level. A token is clipped iff (A > 0 and w > 1+clip_high)
+    or (A < 0 and w < 1-clip_low), strictly. dual_clip > 1 bounds w from above where A < 0, which removes that
+    part of the gradient without counting as clipped.
+    A token of weight 0 takes part in its segment's ratio only; its advantage, and the ratio of a segment
+    without any weight, may be NaN: they are selected away, never multiplied by zero.
+    """
+    total = len(logprob_T)
+    low, high = _rounded(1 - clip_low, logprob_T.dtype), _rounded(1 + clip_high, logprob_T.dtype)
+    ratio_S, divisor_S = segment_ratio(logprob_T.detach(), old_logprob_T, offsets, pooling)
+    w_S = ratio_S.double()
+    gain_S, loss_S = _signed_sums(advantage_T, weight_T, offsets)
+
+    bound_S = w_S.clamp(min=low) if dual_clip is None else w_S.clamp(min=low, max=dual_clip)
+    objective = (_times(w_S.clamp(max=high), gain_S) + _times(bound_S, loss_S)).sum()
+
+    # Conditions are written so that a NaN ratio is not clipped and reaches the gradient, where it is noticed.
+    too_high_S, too_low_S = w_S > high, w_S < low
+    dropped_S = too_low_S if dual_clip is None else too_low_S | (w_S > dual_clip)
+    kept_S = gain_S.masked_fill(too_high_S, 0) + loss_S.masked_fill(dropped_S, 0)
+    removed_S = gain_S.masked_fill(~too_high_S, 0) + loss_S.masked_fill(~too_low_S, 0)
+    slope_S = w_S / divisor_S
+    beyond_T = torch.where(
+        advantage_T > 0, spread(too_high_S, offsets, total), spread(too_low_S, offsets, total)
+    )
+    return Surrogate(
+        objective=objective,
+        ratio_S=ratio_S,
+        gradient_T=spread(_times(slope_S, kept_S), offsets, total),
+        bias_T=spread(_times(slope_S, removed_S), offsets, total),
+        clipped_T=beyond_T & (weight_T != 0) & ((advantage_T > 0) | (advantage_T < 0)),
+    )
+
+
+def _signed_sums(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S+ and S- per segment. A NaN advantage that carries weight lands in S+ and stays visible."""
+    product_T = (weight_T.double() * advantage_T.double()).masked_fill(weight_T == 0, 0)
+    negative_T = advantage_T < 0
+    return (
+        segment_sum(product_T.masked_fill(negative_T, 0), offsets),
+        segment_sum(product_T.masked_fill(~negative_T, 0), offsets),
+    )
+
+
+def _times(factor_S: Tensor, sum_S: Tensor) -> Tensor:
+    """The product where sum is not zero, else 0: an unused factor may be NaN."""
+    return (factor_S * sum_S).masked_fill(sum_S == 0, 0)
+
+
+def _rounded(bound: float, dtype: torch.dtype) -> float:
+    """A bound as the ratio's dtype holds it. Example: 1.2 in float32 is 1.2000000477."""
+    return float(torch.tensor(bound, dtype=dtype))

@@ -1,0 +1,7 @@
+"""The computations worth a kernel, each one function: fast twins of the specification in algorithm/."""
+
+from megatron_stppo.ops.clipped_surrogate import clipped_surrogate
+from megatron_stppo.ops.gae import gae
+from megatron_stppo.ops.vocab_logprob import vocab_logprob
+
+__all__ = ["clipped_surrogate", "gae", "vocab_logprob"]

@@ -1,0 +1,31 @@
+"""What every op demands of its tensors, in one order: device, dtype, shape, contiguity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check(
+    name: str,
+    tensor: Tensor,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],
+) -> None:
+    """Raises ValueError naming the argument and the remedy. None in `shape` stands for any length."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; give {wanted}")
+    fits = len(tensor.shape) == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; give [{wanted}]")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; call .contiguous() first")
