@@ -1,0 +1,95 @@
+"""Credit to action tokens: advantages and returns of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
+from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.algorithm.ratio import spread
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.types import Batch
+
+EPSILON = 1e-8  # beside a variance: keeps the division finite
+
+
+def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
+    """The batch with advantage_T and, for GAE, return_T filled, float32; both 0 on trajectories that failed.
+
+    group_N: int64 [N], equal for the trajectories of one task. The batch is the whole iteration's, on every
+    rank, so nothing is reduced here.
+    Raises ValueError where what the settings need (values, log-probs) is missing from the batch.
+    """
+    in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
+    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
+    if algorithm.advantage == "group":
+        outcome_N = outcomes(reward_T, batch.action_offsets)
+        advantage_N = group_normalised(outcome_N, group_N, batch.live_N)
+        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T))
+        return replace(batch, advantage_T=advantage_T.float())
+    advantage_T, return_T = _gae(batch, reward_T, algorithm)
+    dead_T = ~batch.live_T
+    advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
+    if algorithm.whiten and _rewards_vary(batch):
+        advantage_T = whitened(advantage_T, batch.live_T)
+    return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
+
+
+def group_normalised(outcome_N: Tensor, group_N: Tensor, live_N: Tensor) -> Tensor:
+    """float64 [N]: (outcome - mean) / deviation over the live trajectories of the group; 0 for failed ones.
+
+    A group whose live outcomes are all equal, or that has one, teaches nothing: 0. The standard deviation is
+    the population's, so that two outcomes (0, 1) become (-1, 1).
+    """
+    groups, of_N = torch.unique(group_N, return_inverse=True)
+    live = live_N.double()
+    count = live.new_zeros(len(groups)).index_add(0, of_N, live).clamp(min=1)
+
+    def group_mean(value_N: Tensor) -> Tensor:
+        zeros = value_N.new_zeros(len(groups))
+        return (zeros.index_add(0, of_N, value_N.masked_fill(~live_N, 0)) / count)[of_N]
+
+    centred_N = outcome_N.double() - group_mean(outcome_N.double())
+    variance_N = group_mean(centred_N.square())
+    flat_N = variance_N <= 1e-12 * (1 + group_mean(outcome_N.double().square()))  # equal but for rounding
+    return (centred_N / (variance_N + EPSILON).sqrt()).masked_fill(flat_N | ~live_N, 0)
+
+
+def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over the live action tokens of the global batch; 0 on the others."""
+    live = advantage_T[live_T].double()
+    count = max(len(live), 1)
+    centred_T = advantage_T.double() - live.sum() / count
+    variance = centred_T[live_T].square().sum() / count
+    return (centred_T / (variance + EPSILON).sqrt()).masked_fill(~live_T, 0)
+
+
+def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    if batch.value_T is None:
+        raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
+    if algorithm.gae_level == "turn":
+        return turn_level(
+            reward_T,
+            batch.value_T,
+            batch.turn_offsets,
+            batch.action_offsets,
+            algorithm.gamma,
+            algorithm.lam,
+        )
+    return token_level(reward_T, batch.value_T, batch.action_offsets, algorithm.gamma, algorithm.lam)
+
+
+def _rewards_vary(batch: Batch) -> bool:
+    """Whether live trajectories of the global batch differ in the environment's reward.
+
+    Without that, whitening would blow the critic's noise up to advantages of size 1.
+    """
+    reward = outcomes(batch.reward_T, batch.action_offsets)[batch.live_N]
+    count, total, squares = float(len(reward)), float(reward.sum()), float(reward.square().sum())
+    if count == 0:
+        return False
+    # what is below is the rounding of the two terms it is the difference of
+    return bool(squares / count - (total / count) ** 2 > 1e-12 * squares / count)
