@@ -1,0 +1,41 @@
+# make quickstart   from a fresh clone to a trained agent; SEED=1 for another seed
+# make test         lint, types and the whole test suite, on CPU
+# pip's own settings are honoured: PIP_EXTRA_INDEX_URL, PIP_INDEX_URL, pip.conf.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint clean
+
+PYTHON ?= python3
+SEED ?= 0
+BIN := .venv/bin
+STAMP := .venv/install-seconds
+STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
+
+help: ## this list
+	@grep -hE '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## /  make \1\t/' | expand -t 20
+
+.venv: $(STAMP) ## the environment, pinned by tools/lock-cpu.txt; redone when that changes
+
+$(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py
+	@start=$$(date +%s); \
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv; \
+	$(BIN)/python tools/install.py tools/lock-cpu.txt; \
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
+	echo $$(( $$(date +%s) - start )) > $@
+
+quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
+	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
+
+test: lint ## lint, then every test; needs no network
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+clean: ## everything that make made; runs/ stays
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

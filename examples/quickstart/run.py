@@ -1,0 +1,207 @@
+"""From nothing to a trained search agent: every stage a process of its own, stages that are done are skipped.
+
+    python examples/quickstart/run.py [--seed 0] [section.field=value ...]
+
+build -> cold-start -> evaluate -> train -> evaluate, then a table, summary.json and curves.png in the run's
+folder. What a stage printed is in FOLDER/logs/STAGE.log. Interrupted, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from stages import forward
+
+from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.runtime.curves import plot
+
+HERE = Path(__file__).parent
+CONFIG = HERE / "config.yaml"
+RANKS = 2
+RUN_FILES = ("checkpoints", "metrics.jsonl", "tensorboard", "trajectories", "curves.png", "config.yaml")
+console = Console()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process. It is done when its product exists and was made from the same `key`."""
+
+    name: str
+    command: tuple[str, ...]
+    product: Path
+    key: str  # hash of everything the product depends on
+
+
+class Ledger:
+    """stages.json: the key each stage last ran with, whether it finished, and its seconds over all attempts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.stages: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def is_done(self, stage: Stage) -> bool:
+        entry = self.stages.get(stage.name, {})
+        return entry.get("key") == stage.key and entry["done"] and stage.product.exists()
+
+    def was_begun(self, stage: Stage) -> bool:
+        return self.stages.get(stage.name, {}).get("key") == stage.key
+
+    def record(self, stage: Stage, seconds: float, done: bool) -> None:
+        earlier = self.stages[stage.name]["seconds"] if self.was_begun(stage) else 0.0
+        self.stages[stage.name] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self.stages, indent=1))
+        os.replace(scratch, self._path)
+
+    def seconds(self, name: str) -> float:
+        return float(self.stages[name]["seconds"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    arguments = parser.parse_args()
+    overrides = [f"run.seed={arguments.seed}", *arguments.overrides]
+    try:
+        config = load(CONFIG, overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = config.run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(folder / "stages.json")
+    for number, stage in enumerate(plan(config, overrides), 1):
+        console.rule(f"{number}/5 {stage.name}", align="left")
+        if ledger.is_done(stage):
+            console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
+        elif status := perform(stage, ledger, folder):
+            return status
+    finish(config, ledger)
+    return 0
+
+
+def plan(config: Config, overrides: list[str]) -> list[Stage]:
+    """The five stages; each key holds what its product depends on, the stage before included."""
+    assert config.data.train is not None and config.cold_start.output is not None
+    folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
+    before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
+    build_key = key(f"{seed}", *(path.read_text() for path in sorted(HERE.glob("*.py"))))
+    cold_key = key(build_key, part(config, "cold_start", "megatron"))
+    before_key = key(cold_key, part(config, "parallel", "environment", "rollout", "evaluate"))
+    train_key = key(cold_key, config.dump())
+    build = (sys.executable, str(HERE / "build.py"), "--output", str(data), "--seed", str(seed))
+    # Data parallel is the faster layout for a model this small; training then reloads it tensor parallel.
+    start = door("cold-start", overrides, f"model.path={data / 'model'}", "parallel.tensor=1")
+    return [
+        Stage("build", build, data / "manifest.json", build_key),
+        Stage("cold-start", start, config.cold_start.output / "config.json", cold_key),
+        Stage("evaluate-before", door("evaluate", overrides, "--output", str(before)), before, before_key),
+        Stage("train", door("train", overrides), folder / "metrics.jsonl", train_key),
+        Stage(
+            "evaluate-after",
+            door("evaluate", overrides, "--checkpoint", "latest", "--output", str(after)),
+            after,
+            key(train_key, before_key),
+        ),
+    ]
+
+
+def door(command: str, overrides: list[str], *more: str) -> tuple[str, ...]:
+    """The command line of one stage under torchrun."""
+    ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+    return (sys.executable, *ranks, "-m", "megatron_stppo", command, str(CONFIG), *overrides, *more)
+
+
+def part(config: Config, *sections: str) -> str:
+    return json.dumps(config.model_dump(mode="json", include=set(sections)), sort_keys=True)
+
+
+def key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def perform(stage: Stage, ledger: Ledger, folder: Path) -> int:
+    """Runs the stage; its exit status. A failure shows the last lines."""
+    command = stage.command
+    if stage.name == "cold-start":
+        shutil.rmtree(stage.product.parent, ignore_errors=True)  # of other settings, or the stage were done
+    if stage.name == "train":
+        command = prepare_training(command, ledger.was_begun(stage), folder)
+    log, started = folder / "logs" / f"{stage.name}.log", time.monotonic()
+    ledger.record(stage, 0.0, done=False)
+    status = forward(command, log, os.environ | {"OMP_NUM_THREADS": "1"})
+    ledger.record(stage, time.monotonic() - started, done=status == 0)
+    if status:
+        console.rule(f"{stage.name} failed with exit code {status}; {log} ends so:", style="red")
+        print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+    return status
+
+
+def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) -> tuple[str, ...]:
+    """Goes on from the checkpoints of an interrupted attempt; files of other settings are removed."""
+    checkpoints = folder / "checkpoints"
+    if was_begun and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return (*command, "--resume")
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return command
+
+
+def finish(config: Config, ledger: Ledger) -> None:
+    """summary.json, curves.png and the table."""
+    folder = config.run.folder
+    before = json.loads((folder / "evaluate-before.json").read_text())
+    after = json.loads((folder / "evaluate-after.json").read_text())
+    installed = Path(sys.prefix) / "install-seconds"  # left by the Makefile
+    summary = {
+        "exact_match_before": before["exact_match"],
+        "exact_match_after": after["exact_match"],
+        "seed": config.run.seed,
+        "iterations": config.run.iterations,
+        "tasks": config.evaluate.tasks,
+        "seconds": round(sum(ledger.seconds(name) for name in ledger.stages), 1),
+        "stage_seconds": {name: round(ledger.seconds(name), 1) for name in ledger.stages},
+        "install_seconds": float(installed.read_text()) if installed.exists() else None,
+        "before": before,
+        "after": after,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot(folder / "metrics.jsonl", folder / "curves.png")
+    show(summary, folder)
+
+
+def show(summary: dict[str, Any], folder: Path) -> None:
+    table = Table(title=f"Held-out entities, seed {summary['seed']}", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="right" if column else "left")
+    before, after = summary["before"], summary["after"]
+    for name, value in before.items():
+        if isinstance(value, float) and isinstance(after.get(name), float):
+            table.add_row(name.replace("_", " "), f"{value:.3f}", f"{after[name]:.3f}")
+    console.print(table)
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["stage_seconds"].items())
+    console.print(f"{summary['seconds']:.0f} s in all: {stages}")
+    console.print(
+        f"Look at {folder}/curves.png, {folder}/trajectories/, or: tensorboard --logdir {folder}/tensorboard",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The door: parses the command line, checks what can be checked without a model, and starts a stage.
+
+Imports are lazy here, against the rule of the house: --help must not wait for torch.
+
+Exit codes: 0 done, 2 bad usage or configuration, 93 do not restart, anything else a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
+app = typer.Typer(
+    help="ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # its tracebacks print local variables, secrets among them
+    rich_markup_mode=None,
+)
+convert_app = typer.Typer(
+    help="Between a run's checkpoints and Hugging Face folders.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(convert_app, name="convert")
+
+File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.field=value]...", help="override the file", show_default=False),
+]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="section.field=value", help="override the file; may be repeated"),
+]
+
+
+@app.command()
+def train(
+    config: File,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="continue from the run's newest checkpoint")] = False,
+) -> None:
+    """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
+    settings = _open(config, overrides, "train", resume)
+    from megatron_stppo.runtime import launch
+
+    launch.prepare()
+    from megatron_stppo import loop
+
+    loop.train(settings, resume)
+
+
+@app.command()
+def evaluate(
+    config: File,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="step_N, latest, or nothing for model.path itself")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+) -> None:
+    """Measure exact match on data.evaluate."""
+    settings = _open(config, overrides, "evaluate")
+    from megatron_stppo.runtime import launch
+
+    launch.prepare()
+    from megatron_stppo import evaluate as stage
+
+    stage.evaluate(settings, checkpoint, output)
+
+
+@app.command("cold-start")
+def cold_start(config: File, overrides: Overrides = None) -> None:
+    """Teach a model the format from scripted trajectories (data.demonstrations)."""
+    settings = _open(config, overrides, "cold-start")
+    from megatron_stppo.runtime import launch
+
+    launch.prepare(engine=False)
+    from megatron_stppo import cold_start as stage
+
+    stage.cold_start(settings)
+
+
+@convert_app.command("to-hf")
+def to_hf(
+    config: File,
+    checkpoint: Annotated[str, typer.Argument(help="step_N or latest, of the run in CONFIG.yaml")],
+    output: Annotated[Path, typer.Argument(help="folder to write")],
+    overrides: Override = None,
+) -> None:
+    """Write a checkpoint's actor as a Hugging Face folder."""
+    settings = _open(config, overrides, "convert")
+    from megatron_stppo.runtime import launch
+
+    launch.prepare(engine=False)
+    from megatron_stppo import convert
+
+    convert.to_hf(settings, checkpoint, output)
+
+
+@convert_app.command("to-megatron")
+def to_megatron(
+    config: File,
+    output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
+    overrides: Override = None,
+) -> None:
+    """Write model.path, a Hugging Face folder, as a megatron checkpoint."""
+    settings = _open(config, overrides, "convert")
+    from megatron_stppo.runtime import launch
+
+    launch.prepare(engine=False)
+    from megatron_stppo import convert
+
+    convert.to_megatron(settings, output)
+
+
+@app.command("serve-retriever")
+def serve_retriever(
+    index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],
+    host: Annotated[str, typer.Option(help="anything but the loopback needs --token-env")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    token_env: Annotated[
+        str | None, typer.Option(help="environment variable that holds the bearer token")
+    ] = None,
+) -> None:
+    """Serve POST /retrieve over a BM25 index until interrupted."""
+    from megatron_stppo.runtime.checks import listener_token
+
+    token = listener_token(host, token_env)
+    from megatron_stppo.environments import retrieval_server
+
+    typer.echo(f"POST http://{host}:{port}/retrieve, Ctrl-C ends it", err=True)
+    retrieval_server.serve(index, host, port, token)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
+    from megatron_stppo.runtime import doctor as report
+
+    raise typer.Exit(report.doctor())
+
+
+def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = False) -> Config:
+    """The configuration, after every check that needs no model. Raises ConfigError."""
+    from megatron_stppo.config import load
+
+    config = load(path, overrides)
+    from megatron_stppo.runtime import checks
+
+    checks.check(config, int(os.environ.get("WORLD_SIZE", "1")), command)
+    if command == "train":
+        checks.check_resume(config, resume)
+    if command in checks.ROLLS_OUT:
+        from megatron_stppo.environments.search import open_retriever
+
+        open_retriever(config.environment.retrieval)  # reachable and not empty, or a ConfigError
+    return config
+
+
+def main() -> None:
+    """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.runtime.faults import DO_NOT_RESTART, DoNotRestart
+
+    try:
+        app()
+    except ConfigError as error:
+        _say(error)
+        sys.exit(2)
+    except DoNotRestart as error:
+        _say(error)
+        sys.exit(DO_NOT_RESTART)
+
+
+def _say(error: Exception) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron-stppo: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What can be known to fail before a model is built: files, layout, divisibility, megatron's field names.
+
+Every function raises ConfigError naming field, value and remedy. No torch, no process group: all ranks reach
+the same verdict on their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import ipaddress
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.spans import check_layout
+from megatron_stppo.parallel.layout import Layout
+
+# The files of data.* that a command reads.
+DATA = {"train": ("train",), "evaluate": ("evaluate",), "cold-start": ("demonstrations",), "convert": ()}
+ROLLS_OUT = ("train", "evaluate")
+
+
+def check(config: Config, world_size: int, command: str) -> None:
+    """Everything below, for one command: train, evaluate, cold-start or convert."""
+    _model(config)
+    for field in DATA[command]:
+        _data_file(f"data.{field}", getattr(config.data, field))
+    if command == "train" and config.run.evaluate_every:
+        _data_file("data.evaluate", config.data.evaluate)
+    if command == "cold-start" and config.cold_start.output is None:
+        raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
+    layout = _layout(config, world_size)
+    if command in ROLLS_OUT:
+        _engine(config, world_size)
+    if command == "train":
+        _batches(config, layout)
+        _not_yet(config)
+    _megatron_fields(config)
+
+
+def check_resume(config: Config, resume: bool) -> None:
+    """A run's folder is continued on purpose only. Raises ConfigError if it holds a run and resume is off."""
+    checkpoints = config.run.folder / "checkpoints"
+    if not resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ConfigError(
+            f"run.name={config.run.name}: {checkpoints} holds checkpoints; give --resume to continue that "
+            "run, or another run.name"
+        )
+
+
+def listener_token(host: str, token_env: str | None) -> str | None:
+    """The bearer token of a listener. Raises ConfigError for a host others can reach without one."""
+    token = os.environ.get(token_env, "") if token_env else None
+    if token == "":
+        raise ConfigError(f"--token-env={token_env}: that variable is not set; export it or leave it out")
+    if token is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--host={host}: other machines could reach it; give --token-env NAME, or bind 127.0.0.1"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: where it leads is not known here
+        return False
+
+
+def _model(config: Config) -> None:
+    for field, folder in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
+        if folder is None:
+            continue
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
+                "tokenizer.json, *.safetensors)"
+            )
+        read_shape(folder)
+    path = config.model.path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises no narrower type
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
+            "copy it again from the model's source"
+        ) from None
+
+
+def _data_file(field: str, path: Path | None) -> None:
+    if path is None:
+        raise ConfigError(f"{field}: missing; give a .jsonl or .parquet file")
+    if not path.is_file():
+        raise ConfigError(f"{field}={path}: no such file; correct the path or build the data first")
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{field}={path}: is empty; give at least one row")
+
+
+def _layout(config: Config, world_size: int) -> Layout:
+    parallel = config.parallel
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
+        )
+    layout = Layout.of_world(world_size, parallel.tensor, parallel.pipeline)
+    check_layout(read_shape(config.model.path), parallel.tensor, parallel.pipeline)
+    return layout
+
+
+def _engine(config: Config, world_size: int) -> None:
+    tensor = config.engine_tensor
+    if world_size % tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
+            f"choose {_choices(world_size)}"
+        )
+    check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
+
+
+def _batches(config: Config, layout: Layout) -> None:
+    tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
+    if tasks % replicas:
+        raise ConfigError(
+            f"rollout.tasks_per_iteration={tasks} must be a multiple of the {replicas} engine replicas; "
+            f"choose {_multiple(tasks, replicas)}"
+        )
+    trajectories = tasks * config.rollout.samples_per_task
+    parts = config.update.minibatches * layout.data
+    if trajectories % parts:
+        raise ConfigError(
+            f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task="
+            f"{config.rollout.samples_per_task} = {trajectories} trajectories must be a multiple of "
+            f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
+            f"choose {_multiple(trajectories, parts)} trajectories"
+        )
+
+
+def _not_yet(config: Config) -> None:
+    if config.algorithm.correction == "gradient":
+        raise ConfigError(
+            "algorithm.correction=gradient: not available yet; choose logit, which estimates the same norm"
+        )
+
+
+def _megatron_fields(config: Config) -> None:
+    for name in config.megatron:
+        known = megatron_field_names()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
+            raise ConfigError(f"megatron.{name}={config.megatron[name]!r}: no such field; {remedy}")
+
+
+@functools.cache
+def megatron_field_names() -> tuple[str, ...]:
+    """Fields of the installed TransformerConfig, read from its source: importing megatron takes seconds."""
+    package = importlib.util.find_spec("megatron.core")
+    if package is None or package.origin is None:
+        raise ConfigError("megatron-core is not installed; install what tools/lock-cpu.txt lists")
+    root = Path(package.origin).parent
+    names: list[str] = []
+    for file, owner in (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ):
+        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                names += [
+                    field.target.id
+                    for field in node.body
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                ]
+    return tuple(names)
+
+
+def _choices(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _multiple(value: int, of: int) -> str:
+    low = value // of * of
+    return f"{low} or {low + of}" if low else str(of)

@@ -1,0 +1,140 @@
+"""What a run reports: metrics.jsonl, tensorboard/, time per phase, and progress for whoever watches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from torch.utils.tensorboard import SummaryWriter
+
+Item = TypeVar("Item")
+OTHER = "other"
+QUIET_SECONDS = 5.0  # between the plain lines that stand in for a progress bar
+
+
+class Metrics:
+    """One row per iteration, written by rank 0; the other ranks only measure.
+
+    Every second belongs to exactly one phase, an inner phase interrupting the outer one and "other" taking
+    what is between phases, so the shares of a row sum to 1. On a GPU work is queued: a phase is charged up
+    to where the host waits for its results, which every phase of the loop does at its end.
+
+    Example: 3 s in phase("rollout") and 1 s outside give {"iteration": 7, ..., "seconds": 4.0,
+    "seconds/rollout": 3.0, "seconds/other": 1.0, "share/rollout": 0.75, "share/other": 0.25}.
+    """
+
+    def __init__(self, folder: Path, rank: int, resumed_at: int | None = None) -> None:
+        """Continues after iteration `resumed_at`, whose later rows are dropped; None starts empty files."""
+        self._file: TextIO | None = None
+        self._board: SummaryWriter | None = None
+        self._phase = OTHER
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "metrics.jsonl"
+            truncate(path, -1 if resumed_at is None else resumed_at)
+            self._file = path.open("a", encoding="utf-8")
+            # purge_step hides the points of iterations that are done again
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=None if resumed_at is None else resumed_at + 1
+            )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charges the time inside to `name`."""
+        outer = self._phase
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def log(self, iteration: int, values: Mapping[str, float | int | str | bool | None]) -> dict[str, Any]:
+        """Writes the iteration's row and starts the next one's clock; returns the row (on every rank)."""
+        self._switch(self._phase)
+        row = {"iteration": iteration, **values, **self._times()}
+        self._seconds.clear()
+        row = {name: _json_number(value) for name, value in row.items()}
+        if self._file is not None and self._board is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    self._board.add_scalar(name, value, iteration)
+            self._board.flush()
+        return row
+
+    def close(self) -> None:
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+
+    def _switch(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def _times(self) -> dict[str, float]:
+        total = sum(self._seconds.values())
+        named = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+        shares = {f"share/{phase}": seconds / total for phase, seconds in self._seconds.items()}
+        return {name: round(value, 4) for name, value in {"seconds": total, **named, **shares}.items()}
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null says that the number is missing without breaking readers."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def truncate(path: Path, last: int) -> None:
+    """Keeps the rows up to iteration `last`, and of them the whole ones: a crash can cut the last row off."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in rows(path) if row["iteration"] <= last]
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(kept), encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that was cut off is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def progress(
+    items: Sequence[Item], description: str, enabled: bool = True, every: float = QUIET_SECONDS
+) -> Iterator[Item]:
+    """Yields the items: a bar on a terminal, else a plain line now and then; ranks > 0 pass enabled=False."""
+    console = Console(stderr=True)
+    if not enabled:
+        yield from items
+    elif console.is_terminal:
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bar:
+            yield from bar.track(items, description=description)
+    else:
+        yield from _plain(items, description, every, console)
+
+
+def _plain(items: Sequence[Item], description: str, every: float, console: Console) -> Iterator[Item]:
+    started = shown = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - shown >= every or done == len(items):
+            console.print(f"{description} {done}/{len(items)}, {now - started:.0f} s", highlight=False)
+            shown = now
