@@ -170,8 +170,8 @@ def finish(config: Config, ledger: Ledger) -> None:
     after = json.loads((folder / "evaluate-after.json").read_text())
     installed = Path(sys.prefix) / "install-seconds"  # left by the Makefile
     summary = {
-        "exact_match_before": before["exact_match"],
-        "exact_match_after": after["exact_match"],
+        "exact_match_before": before["evaluate/exact_match"],
+        "exact_match_after": after["evaluate/exact_match"],
         "seed": config.run.seed,
         "iterations": config.run.iterations,
         "tasks": config.evaluate.tasks,
@@ -192,8 +192,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
         table.add_column(column, justify="right" if column else "left")
     before, after = summary["before"], summary["after"]
     for name, value in before.items():
-        if isinstance(value, float) and isinstance(after.get(name), float):
-            table.add_row(name.replace("_", " "), f"{value:.3f}", f"{after[name]:.3f}")
+        table.add_row(name.removeprefix("evaluate/").replace("_", " "), f"{value:.4g}", f"{after[name]:.4g}")
     console.print(table)
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["stage_seconds"].items())
     console.print(f"{summary['seconds']:.0f} s in all: {stages}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch.utils.tensorboard import SummaryWriter
+
+from megatron_stppo.runtime.rows import truncate
 
 Item = TypeVar("Item")
 OTHER = "other"
@@ -97,22 +98,6 @@ def _json_number(value: Any) -> Any:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def truncate(path: Path, last: int) -> None:
-    """Keeps the rows up to iteration `last`, and of them the whole ones: a crash can cut the last row off."""
-    if not path.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in rows(path) if row["iteration"] <= last]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept), encoding="utf-8")
-    os.replace(scratch, path)
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut off is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def progress(

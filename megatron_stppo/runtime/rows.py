@@ -1,0 +1,33 @@
+"""The rows of a metrics.jsonl, read back. Free of torch, so that looking at a run costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows in order; a last line that a crash cut off is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def truncate(path: Path, last: int) -> None:
+    """Keeps the whole rows up to iteration `last`: a resumed run writes the later ones again."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in read(path) if row["iteration"] <= last]
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(kept), encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(iterations, values) of the rows that have a number there.
+
+    Example: rows {"iteration": 1, "kl": 0.5} and {"iteration": 2, "kl": null} give ([1], [0.5]).
+    """
+    found = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
+    return [iteration for iteration, _ in found], [float(value) for _, value in found]
