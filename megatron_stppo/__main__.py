@@ -48,6 +48,7 @@ def train(
 ) -> None:
     """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
     settings = _open(config, overrides, "train", resume)
+    _record(settings)
     from megatron_stppo.runtime import launch
 
     launch.prepare()
@@ -164,6 +165,13 @@ def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = 
     return config
 
 
+def _record(config: Config) -> None:
+    """The resolved configuration beside what the run will write."""
+    if _is_first_rank():
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
+
+
 def main() -> None:
     """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
     from megatron_stppo.config import ConfigError
@@ -180,8 +188,12 @@ def main() -> None:
 
 
 def _say(error: Exception) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         print(f"megatron-stppo: {error}", file=sys.stderr)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

