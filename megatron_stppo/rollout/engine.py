@@ -232,11 +232,14 @@ class Engine:
             assert output.new_logprobs is not None, "logprobs=0 asks for the sampled token's"
             running.token_ids.append(token_id)
             running.logprobs.append(float(output.new_logprobs.logprobs[row][0]))
-            if running.stops.completed(running.token_ids):
-                reason = "stop"  # tokens after it (speculative ones) were never asked for
-                break
+            if token_id in self._end_ids:
+                reason = "end"
+            elif running.stops.completed(running.token_ids):
+                reason = "stop"
+            if reason is not None:
+                break  # tokens after it (speculative ones) were never asked for
         if reason is None and output.finish_reason is not None:
-            reason = "end" if running.token_ids[-1] in self._end_ids else "length"
+            reason = "length"
         if reason is None:
             return None
         del self._running[output.request_id]

@@ -26,6 +26,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megatron_stppo.rollout.cpu_worker import TOKEN  # noqa: E402
@@ -78,8 +79,9 @@ def build_vllm(
                 **_platform_arguments(kv_cache_gib, token),
             )
         )
-    dist.barrier()  # all ranks have mapped the shared memory by now; without names nothing stays behind, even
-    for path in SHARED_MEMORY.glob(f"{token}-*"):  # when the run is killed
+    # All ranks have mapped the shared memory now; without a name it ends with them, even if they are killed.
+    dist.barrier()
+    for path in SHARED_MEMORY.glob(f"{token}-*"):
         path.unlink(missing_ok=True)
     return engine
 
@@ -131,6 +133,9 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
         raise ConfigError(
             f"rollout.engine_tensor={tensor} must divide the model's num_attention_heads={heads}"
         )
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if on_cpu() and head_size not in (known := CPUAttentionBackend.get_supported_head_sizes()):
+        raise ConfigError(f"model.path: its head size {head_size} cannot be served on a CPU; known: {known}")
     if max_context > positions:
         raise ConfigError(
             f"rollout.max_context={max_context} exceeds the model's max_position_embeddings={positions}; "

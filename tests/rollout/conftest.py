@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from tests.ranks import run_ranks
+from tests.rollout import alone
 from tests.rollout.tiny import build_model
 
 
@@ -25,3 +27,8 @@ def tokenizer(tiny_folder: Path) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def reference(tiny_folder: Path) -> Any:
     return Qwen3ForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def seen_alone(tiny_folder: Path) -> dict[str, Any]:
+    return run_ranks(alone.observe, 1, tiny_folder)[0]

@@ -1,0 +1,182 @@
+"""The multi-turn loop on a real engine: one rank, two ranks as one engine, two ranks as two replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.rollout.collect import RolloutSettings, collect, request_seed, summarise
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.types import Task, Trajectory, Turn
+from tests.ranks import run_ranks
+from tests.rollout.tiny import CONTEXT, Game, fill, reference_logprobs, task
+
+LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=40, max_observation_tokens=30, max_context=CONTEXT)
+SETTINGS = RolloutSettings(LIMITS, deadline=5.0, overlap_tools=False)
+TASKS = [task(index) for index in range(6)]
+SEED = 11
+
+
+def start(folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
+    from megatron_stppo.rollout.engine import Engine
+
+    engine = Engine(folder, tensor=tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    return player(engine, folder, tensor)
+
+
+def player(engine: Any, folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
+    """`collect` on an engine that holds the checkpoint, with everything but tasks and settings given."""
+    fill(engine.parameters(), folder, dist.get_rank() % tensor, tensor)
+    engine.published = lambda: 3
+    engine.refresh()
+
+    def play(tasks: list[Task], settings: RolloutSettings = SETTINGS, **more: Any) -> list[Trajectory]:
+        return collect(engine, engine.tokenizer, tasks, Game, settings, SEED, engine.group, **more)
+
+    return play
+
+
+def observe(engine: Any, folder: Path) -> dict[str, Any]:
+    play = player(engine, folder, 1)
+    progress: list[tuple[int, int]] = []
+    seen: dict[str, Any] = {"first": play(TASKS, progress=lambda *ended: progress.append(ended))}
+    seen["again"], seen["progress"] = play(TASKS), progress
+    seen["overlapped"] = play(TASKS, replace(SETTINGS, overlap_tools=True))
+    troubled = [task(0), task(1, "hang"), task(2, "raise"), task(3, "fail at reset"), task(30)]
+    lenient = replace(SETTINGS, deadline=0.5, max_failure_rate=1.0)
+    seen["troubled"] = play(troubled, lenient, groups=[7, 7, 8, 8, 9])
+    try:
+        play(troubled, replace(lenient, max_failure_rate=0.5))
+    except Exception as error:
+        seen["refused"] = f"{type(error).__name__}: {error}"
+    seen["after"] = play(TASKS)
+    return seen
+
+
+def observe_pair(folder: Path) -> list[list[Trajectory]]:
+    play = start(folder, 2)
+    return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))]
+
+
+def observe_replicas(folder: Path) -> tuple[list[Trajectory], str]:
+    play, half = start(folder, 1), dist.get_rank() * 3
+    mine = play(TASKS[half : half + 3], first_index=half)
+    bad = [task(0, "raise" if dist.get_rank() else "play")]
+    try:
+        play(bad, replace(SETTINGS, max_failure_rate=0.4))
+    except Exception as error:
+        return mine, f"{type(error).__name__}: {error}"
+    return mine, "not refused"
+
+
+@pytest.fixture(scope="module")
+def seen(seen_alone: dict[str, Any]) -> dict[str, Any]:
+    return seen_alone["collect"]
+
+
+def check_against(reference: Any, trajectories: list[Trajectory]) -> None:
+    """The engine's context at every turn was exactly the trajectory so far: its log-probs can be replayed."""
+    for trajectory in trajectories:
+        expected = reference_logprobs(reference, trajectory.token_ids)
+        replayed = expected[torch.tensor(trajectory.action_positions) - 1]
+        reported = [value for turn in trajectory.turns for value in turn.rollout_logprob]
+        assert reported == pytest.approx(replayed.tolist(), abs=5e-5)
+
+
+def test_trajectories_replay_in_transformers_token_for_token(seen: dict[str, Any], reference: Any) -> None:
+    played: list[Trajectory] = seen["first"]
+    assert [t.task.index for t in played] == [0, 1, 2, 3, 4, 5]
+    assert any(len(t.turns) == 3 for t in played)
+    check_against(reference, played)
+    check_against(reference, seen["overlapped"])
+
+
+def test_observation_tells_the_environment_what_the_turn_said(seen: dict[str, Any], tokenizer: Any) -> None:
+    for trajectory in seen["first"]:
+        for turn in trajectory.turns[:-1]:
+            ids = turn.token_ids
+            kept = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+            heard = len(tokenizer.decode(kept))
+            assert tokenizer.decode(turn.observation_ids).startswith(
+                f"\n<information>{heard} letters <|im_end|>"
+            )
+            assert tokenizer.eos_token_id not in turn.observation_ids
+
+
+def test_outcome_and_reward_come_with_the_last_turn(seen: dict[str, Any]) -> None:
+    finished = [t for t in seen["first"] if t.outcome in ("ok", "wrong")]
+    assert finished
+    for trajectory in finished:
+        assert trajectory.reward == trajectory.turns[-1].reward == float(trajectory.outcome == "ok")
+        assert (trajectory.searches, trajectory.valid_actions) == (2, 3)
+        assert {turn.policy_version for turn in trajectory.turns} == {3}
+
+
+def test_repeated_run_is_bitwise_equal_when_tools_are_awaited(seen: dict[str, Any]) -> None:
+    assert seen["first"] == seen["again"] == seen["after"]
+
+
+def test_progress_counts_every_episode_once(seen: dict[str, Any]) -> None:
+    assert seen["progress"] == [(ended, 6) for ended in range(1, 7)]
+
+
+def test_failures_are_outcomes_and_leave_the_other_episodes_alone(seen: dict[str, Any]) -> None:
+    good, hung, raised, unset, long = seen["troubled"]
+    assert good.outcome in ("ok", "wrong", "truncated")
+    assert (hung.outcome, hung.detail) == ("timeout", "no answer within 0.5 s")
+    assert (raised.outcome, raised.detail) == ("error", "RuntimeError: the board fell over  [31m")
+    assert (unset.outcome, unset.turns) == ("error", ())
+    assert (long.outcome, long.turns) == ("error", ()) and "exceeds max_prompt_tokens=60" in long.detail
+    assert hung.turns and hung.reward == 0.0
+    assert [t.group for t in seen["troubled"]] == [7, 7, 8, 8, 9]
+
+
+def test_too_many_failures_end_the_run_with_rate_and_first_failure(seen: dict[str, Any]) -> None:
+    assert seen["refused"] == (
+        "RolloutError: 4 of 5 episodes failed (80%), more than environment.max_failure_rate=0.5 allows; "
+        "the first: timeout: no answer within 0.5 s"
+    )
+
+
+def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
+    first, second = run_ranks(observe_pair, 2, tiny_folder)
+    assert first == second
+    awaited, again, overlapped = first
+    assert awaited == again
+    check_against(reference, awaited)
+    check_against(reference, overlapped)
+
+
+def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
+    tiny_folder: Path, seen: dict[str, Any]
+) -> None:
+    (first, refused), (second, refused_too) = run_ranks(observe_replicas, 2, tiny_folder)
+    together = [[turn.token_ids for turn in t.turns] for t in first + second]
+    assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]
+    assert refused == refused_too
+    assert refused.startswith("RolloutError: 1 of 2 episodes failed (50%)")
+
+
+def test_request_seed_is_stable_and_depends_on_all_its_parts() -> None:
+    assert request_seed(1, 2, 3) == request_seed(1, 2, 3) < 2**63
+    assert (
+        len({request_seed(1, 2, 3), request_seed(2, 2, 3), request_seed(1, 23, 3), request_seed(1, 2, 33)})
+        == 4
+    )
+    assert request_seed(1, 12, 3) != request_seed(11, 2, 3)
+
+
+def test_summary_counts_action_tokens_per_second() -> None:
+    played = [
+        Trajectory(task(0), (1,), (Turn((5, 6, 7), (-1.0,) * 3, (9,), 0.0, 0),), "ok", searches=2),
+        Trajectory(task(1), (1,), (Turn((5,) * 5, (-1.0,) * 5, (), 0.0, 0),), "timeout"),
+    ]
+    summary = summarise(played, seconds=0.5)
+    assert (summary.tokens, summary.tokens_per_second, summary.turns, summary.searches) == (8, 16.0, 2, 2)
+    assert (summary.failures, summary.outcomes) == (1, {"ok": 1, "timeout": 1})
