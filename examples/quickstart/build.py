@@ -20,7 +20,7 @@ from facts import Entity, entities
 from questions import ask, row, split
 from rich.progress import Progress, TimeElapsedColumn
 from tiny_model import name_pieces, train_tokenizer, write_model
-from trajectories import SKILL_SHARE, TWO_HOP_SHARE, Inventor, Script
+from trajectories import STAGES, TWO_HOP_SHARE, Inventor, Script
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.data.demonstrations import Row, encode
@@ -94,10 +94,10 @@ def tokenizer_texts(known: Sequence[Entity], by_name: Mapping[str, Entity], seed
 def demonstrations(
     script: Script, tokenizer: PreTrainedTokenizerFast, tokens: int, progress: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the skill stage, then of the policy stage, together just under `tokens`."""
+    """Rows of one stage after the other, together just under `tokens`."""
     done = 0
-    for stage, until in (("skill", round(SKILL_SHARE * tokens)), ("policy", tokens)):
-        rows = script.rows(stage)
+    for stage, share in STAGES.items():
+        rows, until = script.rows(stage), round(share * tokens)
         while done < until:
             chunk = list(islice(rows, 512))
             sequences = encode([Row.model_validate(row) for row in chunk], tokenizer)

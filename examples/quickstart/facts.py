@@ -43,10 +43,10 @@ class Entity:
 
     @property
     def passage(self) -> str:
-        """Names the entity, as its title does: BM25 then ranks it above passages that mention it.
+        """Names the entity, as its title does: BM25 then ranks it above those that mention it.
 
-        Example: "Gabon: capital Libreville, currency XAF, calling code 241." A relation stands right before its
-        value, which is what a small model can learn to look up.
+        Example: "Gabon: capital Libreville, currency XAF, calling code 241." A relation stands right before
+        its value, which is what a small model can learn to look up.
         """
         return f"{self.name}: {', '.join(f'{fact.relation} {fact.value}' for fact in self.facts)}."
 

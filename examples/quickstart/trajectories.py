@@ -18,9 +18,10 @@ from questions import Question, one_hop, two_hop
 from megatron_stppo.environments.retrieval import Document
 from megatron_stppo.environments.search import render
 
-MADE_UP_SHARE = 0.85
+MADE_UP_SHARE = 0.7
 TWO_HOP_SHARE = 0.15
-SKILL_SHARE = 0.8  # of the tokens; the rest is the policy stage
+# Stages in training order and the share of all tokens after which each ends.
+STAGES = {"skill": 0.8, "policy": 1.0}
 GUESS_SHARE = 0.6  # of the policy stage's rows
 MAX_CHARACTERS = 4000
 
@@ -36,23 +37,17 @@ class Inventor:
     def entity(self, like: Entity, renamed: Mapping[str, str] | None = None) -> Entity:
         """An entity with the relations of `like`; `renamed` fixes the values of some relations."""
         facts = []
-        for fact in self._some(like.facts, renamed or {}):
+        for fact in like.facts:
             value = (renamed or {}).get(fact.relation) or self._value(fact)
             facts.append(Fact(fact.relation, value, (value,)))
         return Entity(like.kind, self.name(), tuple(facts))
-
-    def _some(self, facts: Sequence[Fact], kept: Mapping[str, str]) -> list[Fact]:
-        """One, two or all facts: short passages hold more copying per token."""
-        wanted = self.rng.choice((1, 2, len(facts)))
-        chosen = {fact.relation for fact in self.rng.sample(facts, min(wanted, len(facts)))} | set(kept)
-        return [fact for fact in facts if fact.relation in chosen]
 
     def name(self) -> str:
         return " ".join(self._word() for _ in range(self.rng.choice((1, 1, 1, 2))))
 
     def _word(self) -> str:
         return self.rng.choice(self.beginnings) + "".join(
-            self.rng.choice(self.continuations) for _ in range(self.rng.randint(0, 3))
+            self.rng.choice(self.continuations) for _ in range(self.rng.randint(0, 2))
         )
 
     def _value(self, fact: Fact) -> str:
@@ -76,14 +71,18 @@ class Script:
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
         """Without end."""
         while True:
-            question, passages = self._draw()
-            guess = stage == "policy" and self._rng.random() < GUESS_SHARE
-            segments = self._guess(question) if guess else _search(question, passages)
+            prompt, segments = self._episode(stage)
             yield {
-                "prompt": [{"role": "user", "content": question.text}],
+                "prompt": [{"role": "user", "content": prompt}],
                 "segments": [{"text": text, "kind": kind} for text, kind in segments],
                 "stage": stage,
             }
+
+    def _episode(self, stage: str) -> tuple[str, list[tuple[str, str]]]:
+        question, passages = self._draw()
+        if stage == "policy" and self._rng.random() < GUESS_SHARE:
+            return question.text, self._guess(question)
+        return question.text, _search(question, passages)
 
     def _draw(self) -> tuple[Question, list[Entity]]:
         bridged = bool(self._with_bridge) and self._rng.random() < TWO_HOP_SHARE
@@ -100,7 +99,7 @@ class Script:
         renamed, others = {}, {}
         for fact in like.facts:
             if fact.value in self._others:
-                other = self._inventor.entity(self._others[fact.value], {"capital": self._inventor.name()})
+                other = self._inventor.entity(self._others[fact.value])
                 renamed[fact.relation], others[other.name] = other.name, other
         return self._inventor.entity(like, renamed), others
 

@@ -1,0 +1,86 @@
+"""The reader of demonstrations, on a tokenizer trained here: 3 special tokens, 6 tags, bytes and merges."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.demonstrations import read
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+ROW = {
+    "prompt": [{"role": "user", "content": "capital of Gabon?"}],
+    "segments": [
+        {"text": "<search> Gabon</search>", "kind": "turn"},
+        {"text": "\n\nGabon: capital Libreville.<|im_end|>\n\n", "kind": "observation"},
+        {"text": "<answer> Libreville</answer>", "kind": "turn"},
+    ],
+    "stage": "skill",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    sys.path.insert(0, str(QUICKSTART))
+    from tiny_model import train_tokenizer
+
+    sys.path.remove(str(QUICKSTART))
+    return train_tokenizer(["The capital of Gabon is Libreville."] * 3)
+
+
+def written(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_a_row_has_the_tokens_of_the_live_episode(tmp_path, tokenizer):
+    (ids,) = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)
+    prompt = tokenizer.apply_chat_template(ROW["prompt"], add_generation_prompt=True)["input_ids"]
+    pieces = [
+        tokenizer.encode(segment["text"], add_special_tokens=False, split_special_tokens=True)
+        for segment in ROW["segments"]
+    ]
+    assert list(ids) == [*prompt, *pieces[0], *pieces[1], *pieces[2]]
+
+
+def test_special_tokens_in_segments_are_text_and_the_tags_are_one_token_each(tmp_path, tokenizer):
+    (ids,) = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == 1  # the chat template's own
+    assert "<|im_end|>" in tokenizer.decode(ids[list(ids).index(end) + 1 :])
+    for tag in ("<search>", "</search>", "<answer>", "</answer>"):
+        assert ids.count(tokenizer.convert_tokens_to_ids(tag)) == 1
+
+
+def test_rows_keep_their_order_and_stop_before_the_budget_is_exceeded(tmp_path, tokenizer):
+    longer = {**ROW, "segments": ROW["segments"] * 2}
+    path = written(tmp_path / "d.jsonl", ROW, longer, ROW)
+    first, second, third = read(path, tokenizer, 10**6)
+    assert first == third and len(second) > len(first)
+    assert read(path, tokenizer, len(first) + len(second)) == [first, second]
+    assert read(path, tokenizer, len(first) + len(second) - 1) == [first]
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ("{", "row"),
+        ({**ROW, "prompt": []}, "prompt"),
+        ({**ROW, "segments": []}, "segments"),
+        ({**ROW, "segments": [{"text": "x", "kind": "thought"}]}, "segments.0.kind"),
+        ({**ROW, "prompt": [{"role": "user"}]}, "prompt.0.content"),
+    ],
+)
+def test_a_malformed_row_names_file_row_and_field(tmp_path, tokenizer, row, field):
+    with pytest.raises(ConfigError) as caught:
+        read(written(tmp_path / "d.jsonl", ROW, row), tokenizer, 1000)
+    assert f"d.jsonl row 2: {field}: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_rows_and_no_file_are_one_clear_line(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="no row fits"):
+        read(written(tmp_path / "d.jsonl"), tokenizer, 1000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "missing.jsonl", tokenizer, 1000)
