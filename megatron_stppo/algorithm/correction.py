@@ -46,6 +46,7 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
     Where nothing of the gradient survived clipping there is no calibration; the estimate itself stands in.
     Example: bias_sq 4, grad_sq 1, gradient_norm 0.5 give 2 * 0.5 / 1 = 1.
     """
+    bias_sq = max(bias_sq, 0.0)  # at p = 1 rounding can push 1 - 2p + sum p^2 below zero
     if grad_sq <= 0 or gradient_norm <= 0:
         return math.sqrt(bias_sq)
     return math.sqrt(bias_sq / grad_sq) * gradient_norm

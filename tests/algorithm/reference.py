@@ -1,0 +1,35 @@
+"""The surrogate as it is written down: one Python loop, float64, derivatives by autograd."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def objective(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    offsets: list[int],
+    low: float = 0.2,
+    high: float = 0.2,
+    dual_clip: float | None = None,
+    pooling: str = "mean",
+) -> Tensor:
+    """sum_s sum_{t in s} c_t min(w A, clip(w) A), for A < 0 bounded below by dual_clip * A."""
+    total = logprob.sum() * 0
+    for start, end in pairwise(offsets):
+        if start == end:
+            continue
+        delta = logprob[start:end] - old_logprob[start:end]
+        ratio = (delta.mean() if pooling == "mean" else delta.sum()).exp()
+        for t in range(start, end):
+            a = advantage[t]
+            term = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+            if dual_clip is not None and a < 0:
+                term = torch.maximum(term, dual_clip * a)
+            total = total + weight[t] * term
+    return total

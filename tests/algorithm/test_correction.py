@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+
+from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit, squared_estimate
+
+
+def test_nothing_clipped_leaves_the_step_alone():
+    assert correction_scale(bias_norm=7.0, clipped_tokens=0, floor=1.0) == 1.0
+    assert correction_scale(bias_norm=7.0, clipped_tokens=0, floor=0.0) == 1.0
+
+
+def test_floor_1_only_weighs_down():
+    assert correction_scale(0.5, 3, floor=1.0) == 1.0
+    assert correction_scale(4.0, 3, floor=1.0) == 0.25
+
+
+def test_floor_0_is_the_papers_division():
+    assert correction_scale(0.5, 3, floor=0.0) == 2.0
+    assert correction_scale(4.0, 3, floor=0.0) == 0.25
+    assert correction_scale(0.0, 3, floor=0.0) == 1.0  # nothing to divide by
+
+
+def test_logit_estimate_is_the_norm_of_the_gradient_with_respect_to_the_logits():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(9, (6,), generator=generator)
+    coefficient = torch.randn(6, generator=generator, dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    logprob = log_p.gather(1, target[:, None]).squeeze(1)
+    (gradient,) = torch.autograd.grad((coefficient * logprob).sum(), logits)
+    estimate = squared_estimate("logit", coefficient, logprob, log_p.exp().square().sum(1))
+    assert estimate.sqrt().item() == pytest.approx(gradient.norm().item())
+
+
+def test_coefficient_estimate_is_the_sum_of_squares_and_adds_up():
+    b = torch.tensor([3.0, 4.0])
+    assert squared_estimate("coefficient", b, torch.zeros(2), torch.zeros(2)).item() == 25.0
+    parts = [squared_estimate("coefficient", b[i : i + 1], b, b).item() for i in range(2)]
+    assert sum(parts) == 25.0
+
+
+def test_tokens_without_coefficient_may_hold_nan_and_rounding_never_goes_negative():
+    b = torch.tensor([0.0, 1.0])
+    logprob, sum_p_sq = torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, 0.9999999])
+    assert squared_estimate("logit", b, logprob, sum_p_sq).item() == 0.0
+    assert calibrated_norm(-1e-12, 1.0, 1.0) == 0.0
+
+
+def test_calibration_scales_by_the_measured_gradient():
+    # estimate(C) = 2, estimate(grad J) = 1, ||grad J|| = 0.5
+    assert calibrated_norm(bias_sq=4.0, grad_sq=1.0, gradient_norm=0.5) == 1.0
+    # everything clipped: nothing to calibrate with
+    assert calibrated_norm(bias_sq=4.0, grad_sq=0.0, gradient_norm=0.0) == 2.0
+
+
+def test_sum_unit_counts_the_minibatchs_action_tokens():
+    assert in_unit(0.01, "mean", 400) == 0.01
+    assert in_unit(0.01, "sum", 400) == pytest.approx(4.0)

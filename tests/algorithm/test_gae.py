@@ -1,0 +1,106 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.types import Task, Trajectory, Turn
+
+
+def by_definition(reward, value, offsets, gamma, lam):
+    """A_t = delta_t + gamma lam A_{t+1}, one token at a time."""
+    advantage = torch.zeros(len(reward), dtype=torch.float64)
+    for start, end in pairwise(offsets):
+        running, next_value = 0.0, 0.0
+        for t in reversed(range(start, end)):
+            running = float(reward[t]) + gamma * next_value - float(value[t]) + gamma * lam * running
+            next_value = float(value[t])
+            advantage[t] = running
+    return advantage
+
+
+def test_three_tokens_by_hand():
+    # delta = (0.5*0.5-1, 0.5*2-0.5, 1-2) = (-0.75, 0.5, -1), gamma lam = 1/4:
+    # A = (-0.75 + 0.25/4, 0.5 - 0.25, -1) = (-0.6875, 0.25, -1); returns = A + V
+    advantage, returns = token_level(
+        torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, 0.5, 2.0]), torch.tensor([0, 3]), 0.5, 0.5
+    )
+    assert advantage.tolist() == pytest.approx([-0.6875, 0.25, -1.0])
+    assert returns.tolist() == pytest.approx([0.3125, 0.75, 1.0])
+
+
+def test_undiscounted_advantage_is_reward_to_come_less_value_in_each_trajectory():
+    advantage, returns = token_level(
+        torch.tensor([0.0, 1.0, 0.0, 0.0, 5.0]),
+        torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0]),
+        torch.tensor([0, 2, 2, 5]),
+        1.0,
+        1.0,
+    )
+    assert advantage.tolist() == pytest.approx([0.75, 0.5, 4.0, 3.0, 2.0])
+    assert returns.tolist() == pytest.approx([1.0, 1.0, 5.0, 5.0, 5.0])
+
+
+def test_turn_level_discounts_once_per_turn():
+    # Turns of 2 and 1 tokens (and an empty one), rewards 1 and 4, first values 3 and 2, gamma 1/2, lambda 1:
+    # A_2 = 4 - 2 = 2; A_1 = 1 + 2/2 - 3 + 2/2 = 0. Returns: 3 and 4. The value at token 1 is not read.
+    advantage, returns = turn_level(
+        torch.tensor([0.25, 0.75, 4.0]),
+        torch.tensor([3.0, 99.0, 2.0]),
+        torch.tensor([0, 2, 2, 3]),
+        torch.tensor([0, 3]),
+        0.5,
+        1.0,
+    )
+    assert advantage.tolist() == pytest.approx([0, 0, 2])
+    assert returns.tolist() == pytest.approx([3, 3, 4])
+
+
+def test_turn_level_does_not_cross_trajectories():
+    # One turn each: A = reward - first value.
+    advantage, _ = turn_level(
+        torch.tensor([0.0, 1.0, 2.0]),
+        torch.tensor([0.5, 9.0, 0.5]),
+        torch.tensor([0, 2, 3, 3]),
+        torch.tensor([0, 2, 2, 3]),
+        1.0,
+        1.0,
+    )
+    assert advantage.tolist() == pytest.approx([0.5, 0.5, 1.5])
+
+
+def test_observation_tokens_are_not_on_the_axis_and_reward_sits_on_the_last_action_token():
+    # Two action tokens, 50 observation tokens, one action token: gamma acts twice, not 52 times.
+    turns = (Turn((1, 2), (-1.0, -1.0), tuple(range(50)), 0.0, 0), Turn((3,), (-1.0,), (7, 7), 1.0, 0))
+    task = Task("geography", (), ("Paris",), "train", 0)
+    batch = to_batch([Trajectory(task, (8, 9), turns, "ok")])
+    assert batch.reward_T.tolist() == [0.0, 0.0, 1.0]
+    advantage, _ = token_level(batch.reward_T, torch.zeros(3), batch.action_offsets, 0.5, 1.0)
+    assert advantage.tolist() == pytest.approx([0.25, 0.5, 1.0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=6),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 0.5, 0.97, 1.0]),
+    st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_doubling_equals_the_recursion(lengths, seed, gamma, lam):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    reward, value = (torch.randn(int(offsets[-1]), generator=generator) for _ in range(2))
+    advantage, _ = token_level(reward, value, offsets, gamma, lam)
+    expected = by_definition(reward, value, offsets.tolist(), gamma, lam)
+    torch.testing.assert_close(advantage, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_trajectory_gets_the_same_bits_in_any_company():
+    generator = torch.Generator().manual_seed(0)
+    reward, value = (torch.randn(300, generator=generator) for _ in range(2))
+    together, _ = token_level(reward, value, torch.tensor([0, 100, 117, 300]), 0.9, 0.9)
+    alone, _ = token_level(reward[100:117], value[100:117], torch.tensor([0, 17]), 0.9, 0.9)
+    assert together[100:117].equal(alone)

@@ -1,0 +1,76 @@
+import math
+
+import pytest
+import torch
+
+from megatron_stppo.algorithm.penalties import clipped_value_loss, kl, mismatch_weight, weighted_sum
+
+
+def test_kl_estimators_by_hand():
+    # log pi = ln 1/2, log ref = ln 1/4: k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = 1/2 - 1 + ln 2
+    logprob, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    assert kl("k1", logprob, reference).item() == pytest.approx(math.log(2))
+    assert kl("k2", logprob, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert kl("k3", logprob, reference).item() == pytest.approx(math.log(2) - 0.5)
+
+
+def test_k1_and_k3_average_to_the_kl_divergence():
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (policy * (policy / reference).log()).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((policy * kl(estimator, policy.log(), reference.log())).sum(), exact)
+
+
+def test_k3_stays_finite_where_the_reference_is_far_likelier():
+    assert kl("k3", torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()
+
+
+def test_clipped_value_loss_by_hand():
+    # Old value 0, clip 0.5. V = 1, R = 1: max(0, (0.5-1)^2)/2 = 1/8. V = 0.3, R = 1: inside, 0.49/2.
+    # V = 1, R = 0: max(1, 0.25)/2 = 1/2. Gradients V - R where the unclipped error is the larger, else 0.
+    value = torch.tensor([1.0, 0.3, 1.0], requires_grad=True)
+    loss_T = clipped_value_loss(value, torch.zeros(3), torch.tensor([1.0, 1.0, 0.0]), 0.5)
+    assert loss_T.tolist() == pytest.approx([0.125, 0.245, 0.5])
+    loss_T.sum().backward()
+    assert value.grad.tolist() == pytest.approx([0.0, -0.7, 1.0])
+
+
+def test_value_loss_is_the_same_in_two_microbatches_as_in_one():
+    value, old, returns = torch.randn(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = torch.full_like(value, 1 / 10)
+
+    def loss(part):
+        return weighted_sum(clipped_value_loss(value[part], old[part], returns[part], 0.5), weight[part])
+
+    torch.testing.assert_close(loss(slice(0, 3)) + loss(slice(3, 10)), loss(slice(0, 10)))
+
+
+def test_weighted_sum_selects_instead_of_multiplying_by_zero():
+    value = torch.tensor([2.0, math.nan, 4.0], requires_grad=True)
+    total = weighted_sum(value, torch.tensor([0.5, 0.0, 0.25]))
+    assert total.item() == 2.0
+    total.backward()
+    assert value.grad.tolist() == [0.5, 0.0, 0.25]
+
+
+def test_mismatch_weight_truncates_or_masks_at_each_level():
+    # Trainer over engine: 4, 1 | 1/4. Bound 2.
+    old, rollout = torch.tensor([4.0, 1.0, 0.25]).log(), torch.zeros(3)
+    turn = torch.tensor([0, 2, 3])
+    weight, raw = mismatch_weight("truncate", old, rollout, None, 2.0)
+    assert weight.tolist() == pytest.approx([2, 1, 0.25])
+    assert raw.tolist() == pytest.approx([4, 1, 0.25])
+    assert mismatch_weight("mask", old, rollout, None, 2.0)[0].tolist() == pytest.approx([0, 1, 0])
+    # Turns: sqrt(4 * 1) = 2 and 1/4. The sequence: (4 * 1 * 1/4)^(1/3) = 1.
+    assert mismatch_weight("mask", old, rollout, turn, 3.0)[0].tolist() == pytest.approx([2, 2, 0])
+    assert mismatch_weight("truncate", old, rollout, torch.tensor([0, 3]), 2.0)[0].tolist() == pytest.approx(
+        [1] * 3
+    )
+
+
+def test_unknown_kinds_are_named():
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match="kl_estimator='k4'"):
+        kl("k4", one, one)
+    with pytest.raises(ValueError, match="mismatch='clip'"):
+        mismatch_weight("clip", one, one, None, 2.0)

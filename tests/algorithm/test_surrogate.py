@@ -1,0 +1,226 @@
+"""Numbers to check by hand: ratios are given, log-probs are their logarithms; clip 0.2, c = 1/T."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
+from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.algorithm.variants import VARIANTS
+from tests.algorithm.reference import objective
+
+TURNS = torch.tensor([0, 2, 4])
+TRAJECTORY = torch.tensor([0, 4])
+# Turn one: token ratios 1.44 and 1, geometric mean 1.2: on the bound. Turn two: 0.25 and 1, mean 0.5.
+RATIOS = torch.tensor([1.44, 1.0, 0.25, 1.0], dtype=torch.float64)
+ADVANTAGE = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+
+
+def evaluate(ratios, advantage, offsets, weight=None, **given):
+    ratios = torch.as_tensor(ratios, dtype=torch.float64)
+    weight = torch.full_like(ratios, 1 / max(1, len(ratios))) if weight is None else weight
+    advantage = torch.as_tensor(advantage, dtype=torch.float64)
+    bounds = {"clip_low": 0.2, "clip_high": 0.2} | given
+    return surrogate(ratios.log(), torch.zeros_like(ratios), advantage, weight, offsets, **bounds)
+
+
+def by_variant(name, ratios=RATIOS, advantage=ADVANTAGE, **given):
+    offsets = segment_offsets(VARIANTS[name]["segments"], TURNS, TRAJECTORY)
+    return evaluate(ratios, advantage, offsets, **given)
+
+
+@pytest.mark.parametrize("name", ["ppo", "s_ppo", "grpo"])
+def test_token_level_variants_clip_each_token(name):
+    # (1.2 + 1 - 0.8 - 1) / 4 = 0.1. Tokens 0 and 2 are clipped: 1.44 > 1.2, and 0.25 < 0.8 with A < 0.
+    out = by_variant(name)
+    assert out.objective.item() == pytest.approx(0.1)
+    assert out.clipped_T.tolist() == [True, False, True, False]
+    # g = c w A where not clipped: 1/4, -1/4. b = c w A where clipped: 0.36, -0.0625.
+    assert out.gradient_T.tolist() == pytest.approx([0, 0.25, 0, -0.25])
+    assert out.bias_T.tolist() == pytest.approx([0.36, 0, -0.0625, 0])
+
+
+@pytest.mark.parametrize("name", ["turn_ppo", "st_ppo", "so_grpo"])
+def test_turn_level_variants_clip_each_turn(name):
+    # w = (1.2, 0.5), bound at 1.21. objective: (1.2 + 1.2 - 0.8 - 0.8) / 4 = 0.2. Turn two is clipped.
+    out = by_variant(name, clip_high=0.21)
+    assert out.objective.item() == pytest.approx(0.2)
+    assert out.clipped_T.tolist() == [False, False, True, True]
+    # S+ = 1/2 on turn one: g = 1.2/2 * 1/2 = 0.3. S- = -1/2 on turn two: b = 0.5/2 * -1/2 = -0.125.
+    assert out.gradient_T.tolist() == pytest.approx([0.3, 0.3, 0, 0])
+    assert out.bias_T.tolist() == pytest.approx([0, 0, -0.125, -0.125])
+
+
+def test_gspo_has_one_ratio_per_trajectory():
+    # w = (1.44 * 0.25)^(1/4) = 0.36^(1/4) = 0.7746 < 0.8. S+ = 1/2 is kept, S- = -1/2 is clipped at 0.8.
+    out = by_variant("gspo")
+    w = 0.36**0.25
+    assert out.ratio_S.tolist() == pytest.approx([w])
+    assert out.objective.item() == pytest.approx(w / 2 - 0.8 / 2)
+    assert out.gradient_T.tolist() == pytest.approx([w / 4 / 2] * 4)
+    assert out.bias_T.tolist() == pytest.approx([-w / 4 / 2] * 4)
+    assert out.clipped_T.tolist() == [False, False, True, True]
+
+
+def test_turn_ratio_is_geometric_mean_of_token_ratios():
+    ratio_S, divisor_S = segment_ratio(
+        torch.tensor([4.0, 1.0, 8.0]).log(), torch.zeros(3), torch.tensor([0, 2, 3])
+    )
+    assert ratio_S.tolist() == pytest.approx([2.0, 8.0])
+    assert divisor_S.tolist() == [2.0, 1.0]
+
+
+def test_sum_pooling_is_the_product_of_token_ratios():
+    out = evaluate([4.0, 0.25, 1.1], [1.0, 1.0, 1.0], torch.tensor([0, 3]), pooling="sum")
+    assert out.ratio_S.tolist() == pytest.approx([1.1])
+    # dw/dlogprob = w: g = 1.1 * (1/3 + 1/3 + 1/3)
+    assert out.gradient_T.tolist() == pytest.approx([1.1] * 3)
+
+
+def test_ratio_exactly_on_a_bound_is_not_clipped():
+    # Bounds as float32 holds them; one float32 step further is clipped.
+    for bound, advantage in ((1.2, 1.0), (0.8, -1.0)):
+        on = torch.tensor([math.log(bound)], dtype=torch.float32)
+        beyond = on + math.copysign(2e-7, advantage)
+        for logprob, clipped in ((on, False), (beyond, True)):
+            out = surrogate(
+                logprob,
+                torch.zeros(1),
+                torch.tensor([advantage]),
+                torch.ones(1),
+                None,
+                clip_low=0.2,
+                clip_high=0.2,
+            )
+            assert out.clipped_T.item() is clipped
+            assert (out.gradient_T.item() == 0) is clipped
+            assert (out.bias_T.item() == 0) is not clipped
+
+
+def test_zero_advantage_of_either_sign_is_never_clipped():
+    out = evaluate([3.0, 3.0, 0.1, 0.1], [0.0, -0.0, 0.0, -0.0], None)
+    assert not out.clipped_T.any()
+    assert out.objective.item() == 0
+    assert not out.gradient_T.any() and not out.bias_T.any()
+
+
+def test_only_the_side_that_the_advantage_pulls_to_is_clipped():
+    # w = 3 with A < 0 and w = 0.1 with A > 0 keep their gradient c w A.
+    out = evaluate([3.0, 0.1], [-1.0, 1.0], None)
+    assert not out.clipped_T.any()
+    assert out.gradient_T.tolist() == pytest.approx([-1.5, 0.05])
+
+
+def test_fully_clipped_turn_has_exactly_zero_gradient():
+    out = evaluate([2.0, 2.0], [1.0, 0.5], torch.tensor([0, 2]))
+    assert out.gradient_T.tolist() == [0.0, 0.0]
+
+
+def test_mixed_signs_inside_a_turn_keep_the_unclipped_side():
+    # w = 1.3: A = 1 is clipped, A = -1 is not. S+ = 1/2, S- = -1/2.
+    out = evaluate([1.3, 1.3], [1.0, -1.0], torch.tensor([0, 2]))
+    assert out.objective.item() == pytest.approx(1.2 / 2 - 1.3 / 2)
+    assert out.gradient_T.tolist() == pytest.approx([-1.3 / 4] * 2)
+    assert out.bias_T.tolist() == pytest.approx([1.3 / 4] * 2)
+    assert out.clipped_T.tolist() == [True, False]
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    # w = 4 with A = -1: -4 becomes -3, without gradient; it is not the clipping that the bias counts.
+    out = evaluate([4.0], [-1.0], None, dual_clip=3.0)
+    assert out.objective.item() == pytest.approx(-3.0)
+    assert out.gradient_T.item() == 0 and out.bias_T.item() == 0
+    assert not out.clipped_T.item()
+    assert evaluate([2.9], [-1.0], None, dual_clip=3.0).gradient_T.item() == pytest.approx(-2.9)
+
+
+def test_empty_turns_have_ratio_1_and_change_nothing():
+    plain = evaluate([1.1, 0.9], [1.0, 1.0], torch.tensor([0, 1, 2]))
+    padded = evaluate([1.1, 0.9], [1.0, 1.0], torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert padded.ratio_S.tolist() == pytest.approx([1, 1.1, 1, 0.9, 1])
+    assert padded.objective == plain.objective
+    assert padded.gradient_T.equal(plain.gradient_T)
+
+
+def test_what_carries_no_weight_may_hold_nan():
+    nan = math.nan
+    # Segment two has no weight at all; token 1 has none and its advantage is NaN, but its ratio counts.
+    out = surrogate(
+        torch.tensor([0.0, 0.2, nan, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, nan]),
+        torch.tensor([1.0, nan, nan, 1.0]),
+        torch.tensor([1.0, 0.0, 0.0, 0.0]),
+        torch.tensor([0, 2, 4]),
+        clip_low=0.2,
+        clip_high=0.2,
+    )
+    w = math.exp(0.1)
+    assert out.objective.item() == pytest.approx(w)
+    assert out.gradient_T.tolist() == pytest.approx([w / 2, w / 2, 0, 0])
+    assert out.bias_T.tolist() == [0, 0, 0, 0]
+
+
+def test_nan_that_carries_weight_reaches_objective_and_gradient():
+    for ratios, advantage in (([math.nan, 1.0], [1.0, 1.0]), ([1.0, 1.0], [math.nan, 1.0])):
+        out = evaluate(ratios, advantage, torch.tensor([0, 2]))
+        assert out.objective.isnan() and out.gradient_T.isnan().all()
+
+
+def test_no_tokens_give_zero():
+    out = evaluate([], [], torch.tensor([0]))
+    assert out.objective.item() == 0 and len(out.gradient_T) == 0
+
+
+lengths = st.lists(st.integers(0, 5), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths,
+    st.integers(0, 2**31),
+    st.sampled_from([None, 1.5]),
+    st.sampled_from(["mean", "sum"]),
+    st.sampled_from([(0.2, 0.2), (0.0, 0.0), (0.1, 0.28)]),
+)
+def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, pooling, clip):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = [0]
+    for n in lengths:
+        offsets.append(offsets[-1] + n)
+    draw = [torch.randn(offsets[-1], generator=generator, dtype=torch.float64) for _ in range(4)]
+    old, advantage, weight = draw[0], draw[1], draw[2].abs()
+    logprob = (old + 0.4 * draw[3]).requires_grad_()
+    low, high = clip
+    expected = objective(logprob, old, advantage, weight, offsets, low, high, dual_clip, pooling)
+    out = surrogate(
+        logprob,
+        old,
+        advantage,
+        weight,
+        torch.tensor(offsets),
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual_clip,
+        pooling=pooling,
+    )
+    torch.testing.assert_close(out.objective, expected.detach(), rtol=1e-10, atol=1e-12)
+    (gradient,) = torch.autograd.grad(expected, logprob)
+    torch.testing.assert_close(out.gradient_T, gradient, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.integers(0, 2**31))
+def test_gradient_plus_bias_is_the_unclipped_gradient(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(offsets[-1])
+    delta, advantage = (torch.randn(total, generator=generator, dtype=torch.float64) for _ in range(2))
+    clipped, free = (
+        evaluate(delta.exp(), advantage, offsets, weight=torch.ones_like(delta), clip_low=low, clip_high=high)
+        for low, high in ((0.2, 0.2), (1.0, math.inf))
+    )
+    torch.testing.assert_close(clipped.gradient_T + clipped.bias_T, free.gradient_T)
+    assert not free.bias_T.any()
