@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_stppo.advantage.estimate import estimate, group_normalised, whitened
+from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.types import Task, Trajectory, Turn
+
+TASK = Task("geography", (), ("Paris",), "train", 0)
+
+
+def trajectory(rewards, tokens=2, outcome="ok"):
+    """One turn of `tokens` tokens per reward, each answered by three observation tokens."""
+    turns = tuple(Turn((5,) * tokens, (-1.0,) * tokens, (7, 7, 7), r, 0) for r in rewards)
+    return Trajectory(TASK, (1, 2), turns, outcome)
+
+
+def scored(trajectories, value=0.0):
+    batch = to_batch(trajectories)
+    total = len(batch.action_index_T)
+    return replace(
+        batch,
+        old_logprob_T=torch.full((total,), -1.0),
+        reference_logprob_T=torch.full((total,), -3.0),
+        value_T=torch.full((total,), value),
+    )
+
+
+def settings(**given):
+    return AlgorithmConfig(**({"preset": "ppo", "kl_coefficient": 0.0, "whiten": False} | given))
+
+
+def groups(batch):
+    return torch.zeros(len(batch.live_N), dtype=torch.int64)
+
+
+def test_kl_penalty_is_taken_from_every_action_token():
+    # k1 = -1 - -3 = 2 at coefficient 0.1: 0.2 off each token; the outcome sits on the last action token.
+    batch = scored([trajectory([0.0, 1.0])])
+    assert with_kl_penalty(batch, 0.1).tolist() == pytest.approx([-0.2, -0.2, -0.2, 0.8])
+    assert with_kl_penalty(batch, 0.0) is batch.reward_T
+    with pytest.raises(ValueError, match=r"kl_coefficient=0\.1 needs"):
+        with_kl_penalty(replace(batch, reference_logprob_T=None), 0.1)
+
+
+def test_outcome_is_the_sum_of_a_trajectorys_rewards():
+    batch = to_batch([trajectory([0.5, 1.0]), trajectory([2.0])])
+    assert outcomes(batch.reward_T, batch.action_offsets).tolist() == [1.5, 2.0]
+
+
+def test_gae_reaches_every_action_token_and_skips_observations():
+    # gamma = 1/2, values 0: reward 1 on the last of 4 action tokens; the observation tokens do not count.
+    batch = scored([trajectory([0.0, 1.0])])
+    out = estimate(batch, settings(gamma=0.5), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([0.125, 0.25, 0.5, 1.0])
+    assert out.return_T.tolist() == pytest.approx([0.125, 0.25, 0.5, 1.0])
+    turn = estimate(batch, settings(gamma=0.5, gae_level="turn"), groups(batch))
+    assert turn.advantage_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0])
+
+
+def test_failed_trajectories_carry_no_advantage_and_do_not_move_the_others():
+    good, bad, failed = (
+        trajectory([1.0]),
+        trajectory([0.0], outcome="wrong"),
+        trajectory([9.0], outcome="error"),
+    )
+    with_failed, without = scored([good, failed, bad]), scored([good, bad])
+    for given in ({"whiten": True}, {"advantage": "group", "preset": "grpo"}):
+        a = estimate(with_failed, settings(**given), groups(with_failed))
+        b = estimate(without, settings(**given), groups(without))
+        assert a.advantage_T[[0, 1, 4, 5]].equal(b.advantage_T)
+        assert a.advantage_T[2:4].tolist() == [0.0, 0.0]
+
+
+def test_whitening_gives_mean_0_and_variance_1_over_live_tokens():
+    batch = scored([trajectory([1.0]), trajectory([0.0], tokens=6)])
+    advantage = estimate(batch, settings(whiten=True), groups(batch)).advantage_T
+    # (1, 1, 0 x 6): mean 1/4, variance 3/16
+    expected = [0.75 / (3 / 16) ** 0.5] * 2 + [-0.25 / (3 / 16) ** 0.5] * 6
+    assert advantage.tolist() == pytest.approx(expected, rel=1e-5)
+    assert whitened(torch.ones(2), torch.zeros(2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+
+
+def test_a_batch_without_reward_variance_is_not_whitened():
+    # All rewards 0.1: what varies is the critic's noise, of size 1e-3, and it stays of size 1e-3.
+    batch = scored([trajectory([0.1]), trajectory([0.1]), trajectory([0.1])])
+    noise = 0.1 + 1e-3 * torch.randn(6, generator=torch.Generator().manual_seed(0))
+    batch = replace(batch, value_T=noise)
+    advantage = estimate(batch, settings(whiten=True), groups(batch)).advantage_T
+    assert advantage.abs().max() < 5e-3
+    # The KL penalty varies too, but it is not what decides.
+    varied = replace(batch, reference_logprob_T=torch.randn(6, generator=torch.Generator().manual_seed(1)))
+    advantage = estimate(varied, settings(whiten=True, kl_coefficient=1e-3), groups(batch)).advantage_T
+    assert advantage.abs().max() < 2e-2
+
+
+def test_group_outcomes_are_normalised_within_their_group():
+    # Group 4: outcomes 0, 1 -> -1, 1. Group 7: all 2 -> 0. Group 9: alone -> 0.
+    outcome = torch.tensor([0.0, 2.0, 1.0, 2.0, 5.0])
+    group = torch.tensor([4, 7, 4, 7, 9])
+    live = torch.ones(5, dtype=torch.bool)
+    assert group_normalised(outcome, group, live).tolist() == pytest.approx([-1, 0, 1, 0, 0])
+
+
+def test_group_advantage_is_on_all_action_tokens_and_needs_no_critic():
+    batch = replace(scored([trajectory([0.0, 1.0]), trajectory([0.0])]), value_T=None)
+    out = estimate(batch, settings(preset="grpo"), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([1, 1, 1, 1, -1, -1])
+    assert out.return_T is None
+    with pytest.raises(ValueError, match="advantage='gae' needs the critic's values"):
+        estimate(batch, settings(), groups(batch))

@@ -1,0 +1,158 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo import ops
+from tests.algorithm.reference import objective
+
+
+def logs(*ratios):
+    return torch.tensor(ratios).log()
+
+
+def test_token_level_by_hand():
+    # Ratios 1.5 and 0.9, A = 1: (1.2 + 0.9) / 2. One of two clipped. g = (0, 0.45), b = (0.75, 0).
+    logprob = logs(1.5, 0.9).requires_grad_()
+    out = ops.clipped_surrogate(logprob, torch.zeros(2), torch.ones(2))
+    assert out.objective.item() == pytest.approx(1.05)
+    assert out.clip_fraction.item() == 0.5
+    assert out.ratio.tolist() == pytest.approx([1.5, 0.9])
+    assert out.bias_sq.item() == pytest.approx(0.75**2)
+    assert out.grad_sq.item() == pytest.approx(0.45**2)
+    # delta = ln 1.5, ln 0.9. k1 = -mean delta; k3 = mean(w - 1 - delta) = (0.5 - 0.1)/2 - mean delta
+    mean_delta = math.log(1.5 * 0.9) / 2
+    assert out.kl_k1.item() == pytest.approx(-mean_delta)
+    assert out.kl_k3.item() == pytest.approx(0.2 - mean_delta)
+    (3 * out.objective).backward()
+    assert logprob.grad.tolist() == pytest.approx([0, 3 * 0.45])
+
+
+def test_only_the_objective_carries_a_gradient_and_only_to_logprob():
+    logprob, old, advantage = (torch.ones(2, requires_grad=True) for _ in range(3))
+    out = ops.clipped_surrogate(logprob, old, advantage)
+    assert [name for name, value in out._asdict().items() if value.requires_grad] == ["objective"]
+    out.objective.backward()
+    assert old.grad is None and advantage.grad is None
+
+
+def test_clip_fraction_counts_action_tokens_not_turns():
+    # Turn one: 3 tokens at ratio 1.5, clipped. Turn two: 1 token at ratio 1.
+    out = ops.clipped_surrogate(
+        logs(1.5, 1.5, 1.5, 1), torch.zeros(4), torch.ones(4), torch.tensor([0, 3, 4], dtype=torch.int32)
+    )
+    assert out.clip_fraction.item() == 0.75
+    assert (out.clipped.item(), out.tokens.item()) == (3, 4)
+
+
+def test_weight_is_a_number_or_one_per_token():
+    given = (logs(1.1, 0.9), torch.zeros(2), torch.tensor([1.0, 2.0]))
+    for weight in (0.5, torch.full((2,), 0.5), None):
+        assert ops.clipped_surrogate(*given, weight=weight).objective.item() == pytest.approx(1.45)
+
+
+def test_microbatches_add_up_to_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    new, old, advantage = torch.randn(3, 12, generator=generator).mul_(0.3).unbind()
+    offsets = torch.tensor([0, 5, 5, 8, 12])
+    whole = ops.clipped_surrogate(new, old, advantage, offsets, weight=1 / 12)
+    parts = [
+        ops.clipped_surrogate(new[cut], old[cut], advantage[cut], part, weight=1 / 12)
+        for cut, part in (
+            (slice(0, 5), torch.tensor([0, 5, 5])),
+            (slice(5, 12), torch.tensor([0, 3, 7])),
+        )
+    ]
+    for name in ("objective", "bias_sq", "grad_sq", "clipped", "tokens"):
+        torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
+    assert torch.cat([part.grad_T for part in parts]).equal(whole.grad_T)
+
+
+def test_masked_tokens_may_hold_nan_and_are_not_counted():
+    logprob = torch.tensor([math.log(1.5), math.nan], requires_grad=True)
+    out = ops.clipped_surrogate(
+        logprob,
+        torch.tensor([0.0, math.inf]),
+        torch.tensor([1.0, math.nan]),
+        weight=torch.tensor([1.0, 0.0]),
+    )
+    assert out.objective.item() == pytest.approx(1.2)
+    assert (out.clip_fraction.item(), out.tokens.item()) == (1.0, 1.0)
+    assert out.kl_k1.isfinite() and out.kl_k3.isfinite() and out.bias_sq.isfinite()
+    out.objective.backward()
+    assert logprob.grad.tolist() == [0.0, 0.0]
+
+
+def test_no_tokens_and_no_segments_still_run_backward():
+    for offsets in (None, torch.tensor([0]), torch.tensor([0, 0, 0])):
+        logprob = torch.zeros(0, requires_grad=True)
+        out = ops.clipped_surrogate(logprob, torch.zeros(0), torch.zeros(0), offsets)
+        assert out.objective.item() == 0 and out.clip_fraction.item() == 0
+        out.objective.backward()
+        assert len(logprob.grad) == 0
+
+
+def test_long_and_one_token_turns_together_repeat_bitwise():
+    generator = torch.Generator().manual_seed(0)
+    new, old, advantage = torch.randn(3, 140_001, generator=generator).mul_(0.1).unbind()
+    offsets = torch.cat([torch.tensor([0, 131_072]), torch.arange(131_073, 140_002)])
+    first, second = (ops.clipped_surrogate(new, old, advantage, offsets) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+    delta = (new - old).double()[:131_072].mean()
+    assert first.ratio[0].item() == pytest.approx(delta.exp().item(), rel=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=6), st.integers(0, 2**31))
+def test_backward_equals_float64_autograd_of_the_definition(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    new, old, advantage = torch.randn(3, int(offsets[-1]), generator=generator).mul_(0.5).unbind()
+    logprob, exact = new.clone().requires_grad_(), new.double().requires_grad_()
+    out = ops.clipped_surrogate(logprob, old, advantage, offsets, weight=0.25)
+    out.objective.backward()
+    weight = torch.full_like(exact, 0.25)
+    expected = objective(exact, old.double(), advantage.double(), weight, offsets.tolist())
+    expected.backward()
+    torch.testing.assert_close(out.objective.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logprob.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def good():
+    return {
+        "logprob": torch.zeros(4),
+        "old_logprob": torch.zeros(4),
+        "advantage": torch.zeros(4),
+        "segment_offsets": torch.tensor([0, 4]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"segment_offsets": torch.tensor([0, 3, 2, 4])}, r"segment_offsets=\[0, 3, 2, 4\] must start at 0"),
+        ({"segment_offsets": torch.tensor([1, 4])}, "must start at 0"),
+        ({"segment_offsets": torch.tensor([0, 3])}, "end at 4"),
+        ({"segment_offsets": torch.tensor([], dtype=torch.int64)}, "for no segments"),
+        (
+            {"segment_offsets": torch.tensor([0.0, 4.0])},
+            "segment_offsets has dtype float32; give int32 or int64",
+        ),
+        ({"old_logprob": torch.zeros(4, device="meta")}, "old_logprob is on meta; move it to cpu"),
+        ({"old_logprob": torch.zeros(4, dtype=torch.float64)}, "old_logprob has dtype float64; give float32"),
+        ({"logprob": torch.zeros(4, dtype=torch.bfloat16)}, "logprob has dtype bfloat16"),
+        ({"logprob": torch.zeros(2, 2)}, r"logprob has shape \[2, 2\]"),
+        ({"advantage": torch.zeros(5)}, r"advantage has shape \[5\]; give \[4\]"),
+        ({"advantage": torch.zeros(8)[::2]}, "advantage is not contiguous"),
+        ({"weight": torch.ones(3)}, r"weight has shape \[3\]"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"pooling": "max"}, "pooling='max'"),
+    ],
+)
+def test_a_wrong_argument_is_named(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        ops.clipped_surrogate(**(good() | wrong))
