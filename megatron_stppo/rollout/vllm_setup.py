@@ -18,7 +18,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.runtime.vllm_environment import SHARED_MEMORY, prepare_environment
 
-prepare_environment(cpu=not torch.cuda.is_available())
+prepare_environment()
 
 import vllm  # noqa: E402
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
@@ -95,7 +95,7 @@ def join_world() -> None:
     a plain process has neither, and srun sets others."""
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         else:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     os.environ.setdefault("RANK", str(dist.get_rank()))

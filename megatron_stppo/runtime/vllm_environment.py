@@ -1,6 +1,6 @@
 """What vLLM reads from the environment when it is imported, set in one place, before the import.
 
-Free of vLLM and torch on purpose: `rollout/engine.py` calls it above its own imports of vLLM.
+Free of vLLM on purpose: whoever imports vLLM first calls this before.
 A value that the user has set is left alone, except the one without which the engine cannot run in process.
 """
 
@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM names its CPU all-reduce buffers "...-cpushm"; a killed run leaves them behind, 100 MB and more a rank.
 STALE_PATTERN = "*cpushm*"
@@ -18,7 +20,7 @@ STALE_PATTERN = "*cpushm*"
 STALE_AFTER_SECONDS = 60.0
 
 
-def prepare_environment(cpu: bool) -> None:
+def prepare_environment() -> None:
     """Sets vLLM's switches; on a CPU also removes the shared memory that dead runs left behind.
 
     - VLLM_ENABLE_V1_MULTIPROCESSING=0: in this process, where the reshard can reach the weights.
@@ -30,7 +32,7 @@ def prepare_environment(cpu: bool) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Applies while vLLM is being imported, before it sets up its own logging at the same level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
-    if cpu:
+    if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         remove_stale_shared_memory()

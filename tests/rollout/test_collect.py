@@ -145,7 +145,7 @@ def test_too_many_failures_end_the_run_with_rate_and_first_failure(seen: dict[st
 
 
 def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
-    first, second = run_ranks(observe_pair, 2, tiny_folder)
+    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
     assert first == second
     awaited, again, overlapped = first
     assert awaited == again
@@ -156,7 +156,7 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, ref
 def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
-    (first, refused), (second, refused_too) = run_ranks(observe_replicas, 2, tiny_folder)
+    (first, refused), (second, refused_too) = run_ranks(observe_replicas, 2, tiny_folder, timeout=240)
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]
     assert refused == refused_too

@@ -31,6 +31,6 @@ def test_a_users_logging_level_is_kept_and_the_engine_stays_in_process(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"):
         monkeypatch.setenv(name, "given")  # so that monkeypatch puts back what was there
-    prepare_environment(cpu=True)
+    prepare_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
