@@ -174,17 +174,24 @@ def _record(config: Config) -> None:
 
 def main() -> None:
     """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
+    try:
+        app()
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        _say(error)
+        sys.exit(code)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code of an error that is part of the interface; None for a crash."""
     from megatron_stppo.config import ConfigError
     from megatron_stppo.runtime.faults import DO_NOT_RESTART, DoNotRestart
 
-    try:
-        app()
-    except ConfigError as error:
-        _say(error)
-        sys.exit(2)
-    except DoNotRestart as error:
-        _say(error)
-        sys.exit(DO_NOT_RESTART)
+    if isinstance(error, ConfigError):
+        return 2
+    return DO_NOT_RESTART if isinstance(error, DoNotRestart) else None
 
 
 def _say(error: Exception) -> None:

@@ -1,6 +1,6 @@
 """curves.png from metrics.jsonl: did it learn, did it stay stable, where did the time go.
 
-    python -m megatron_stppo.runtime.curves RUN_FOLDER
+Again by hand: `python -m megatron_stppo.runtime.curves RUN_FOLDER`.
 """
 
 from __future__ import annotations

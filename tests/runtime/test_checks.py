@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.runtime.checks import check, check_resume, listener_token, megatron_field_names
+
+SHAPE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "vocab_size": 1024,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A configuration whose files exist: 2-way tensor parallel, 64 tasks, 4 minibatches."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
+    for name in ("train", "evaluate", "demonstrations"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{root: {tmp_path}/runs, name: r}}\n"
+        f"model: {{path: {tmp_path}/model}}\n"
+        f"data: {{train: {tmp_path}/train.jsonl, evaluate: {tmp_path}/evaluate.jsonl, "
+        f"demonstrations: {tmp_path}/demonstrations.jsonl}}\n"
+        f"cold_start: {{output: {tmp_path}/out}}\n"
+        "parallel: {tensor: 2}\nrollout: {tasks_per_iteration: 64}\nupdate: {minibatches: 4}\n"
+    )
+    return tmp_path / "run.yaml"
+
+
+def refusal(path: Path, overrides: list[str], world: int = 2, command: str = "train") -> str:
+    config = load(path, overrides)
+    with pytest.raises(ConfigError) as raised:
+        check(config, world, command)
+    assert len(str(raised.value).splitlines()) == 1
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "cold-start", "convert"])
+def test_a_sound_configuration_passes(path: Path, command: str) -> None:
+    check(load(path), 2, command)
+
+
+def test_a_missing_data_file_is_named_with_its_field(path: Path) -> None:
+    message = refusal(path, ["data.train=nowhere.jsonl"])
+    assert message.startswith("data.train=nowhere.jsonl: no such file;")
+
+
+def test_an_empty_data_file_is_refused(path: Path) -> None:
+    (path.parent / "train.jsonl").write_text("")
+    assert "is empty" in refusal(path, [])
+
+
+def test_a_command_asks_only_for_the_files_it_reads(path: Path) -> None:
+    check(load(path, ["data.train=nowhere.jsonl"]), 2, "evaluate")
+    assert "data.evaluate=none.jsonl" in refusal(path, ["data.evaluate=none.jsonl"], command="evaluate")
+
+
+def test_evaluating_while_training_needs_the_data_for_it(path: Path) -> None:
+    check(load(path, ["data.evaluate=null"]), 2, "train")
+    assert "data.evaluate: missing" in refusal(path, ["data.evaluate=null", "run.evaluate_every=5"])
+
+
+def test_a_model_folder_that_is_not_there_is_refused(path: Path) -> None:
+    assert refusal(path, ["model.path=nowhere"]).startswith("model.path=nowhere: no such folder;")
+
+
+def test_an_unknown_tokenizer_is_refused(path: Path) -> None:
+    tokenizer = path.parent / "model" / "tokenizer.json"
+    tokenizer.write_text('{"model": {"type": "Runes"}}')
+    assert "tokenizer.json is not a tokenizer" in refusal(path, [])
+    tokenizer.unlink()
+    assert "holds no tokenizer.json" in refusal(path, [])
+
+
+def test_the_layout_must_divide_the_ranks(path: Path) -> None:
+    message = refusal(path, ["parallel.pipeline=2"], world=6)
+    assert "parallel.tensor=2 * parallel.pipeline=2 must divide the number of ranks 6" in message
+    assert "a multiple of 4" in message
+
+
+def test_the_layout_must_divide_the_model(path: Path) -> None:
+    message = refusal(path, ["parallel.tensor=3"], world=3)
+    assert message.startswith("parallel.tensor=3 must divide model.num_attention_heads=4; choose 1, 2")
+
+
+def test_the_engine_must_divide_the_ranks(path: Path) -> None:
+    message = refusal(path, ["rollout.engine_tensor=4"])
+    assert message == "rollout.engine_tensor=4 must divide the number of ranks 2; choose 1, 2"
+
+
+def test_tasks_spread_evenly_over_the_engine_replicas(path: Path) -> None:
+    overrides = ["rollout.tasks_per_iteration=63", "rollout.engine_tensor=1", "update.minibatches=1"]
+    message = refusal(path, overrides)
+    assert (
+        "rollout.tasks_per_iteration=63 must be a multiple of the 2 engine replicas; choose 62 or 64"
+        in message
+    )
+
+
+def test_trajectories_spread_evenly_over_minibatches_and_ranks(path: Path) -> None:
+    # 2 replicas of 2 ranks: 60 tasks are even, but 60 trajectories over 8 minibatches x 2 ranks are not.
+    message = refusal(path, ["rollout.tasks_per_iteration=60", "update.minibatches=8"], world=4)
+    assert "= 60 trajectories must be a multiple of update.minibatches=8 * 2 data-parallel ranks" in message
+    assert "choose 48 or 64" in message
+
+
+def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
+    assert "parallel.sequence=true" in refusal(path, ["parallel.tensor=1", "parallel.sequence=true"])
+
+
+def test_a_megatron_field_with_a_typo_gets_the_nearest_name(path: Path) -> None:
+    message = refusal(path, ["megatron.hiden_dropout=0.1"])
+    assert message == "megatron.hiden_dropout=0.1: no such field; did you mean megatron.hidden_dropout?"
+
+
+def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
+    assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(megatron_field_names())
+
+
+def test_an_estimator_that_does_not_exist_yet_is_refused(path: Path) -> None:
+    assert "choose logit" in refusal(path, ["algorithm.correction=gradient"])
+
+
+def test_a_run_is_continued_only_on_purpose(path: Path) -> None:
+    config = load(path)
+    check_resume(config, resume=False)
+    (config.run.folder / "checkpoints" / "step_1").mkdir(parents=True)
+    check_resume(config, resume=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        check_resume(config, resume=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_a_loopback_listener_needs_no_token(host: str) -> None:
+    assert listener_token(host, None) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node7"])
+def test_a_listener_that_others_reach_needs_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--token-env"):
+        listener_token(host, None)
+    monkeypatch.setenv("RETRIEVER_TOKEN", "secret")
+    assert listener_token(host, "RETRIEVER_TOKEN") == "secret"
+
+
+def test_a_token_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SURELY_NOT_SET"):
+        listener_token("127.0.0.1", "SURELY_NOT_SET")
+
+
+def test_checks_do_not_touch_the_run_folder(path: Path) -> None:
+    config: Config = load(path)
+    check(config, 2, "train")
+    assert not config.run.folder.exists()

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import Config, ConfigError, load
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def minimal(folder: Path) -> Path:
+    return written(folder, "model: {path: m}\n")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "search_agent"])
+def test_examples_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    config = load(EXAMPLES / name / "config.yaml")
+    assert load(written(tmp_path, config.dump())) == config
+
+
+def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nupdate: {epochs: 1}\n")
+    assert load(path, ["update.epochs=3"]).update.epochs == 3
+
+
+def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None:
+    assert load(minimal(tmp_path), ["update.actor.lr=1e-6"]).update.actor.lr == 1e-6
+
+
+def test_a_preset_sets_its_row_and_a_field_beside_it_wins(tmp_path: Path) -> None:
+    s_ppo = load(minimal(tmp_path), ["algorithm.preset=s_ppo"]).algorithm
+    assert (s_ppo.segments, s_ppo.correction) == ("token", "logit")
+    mixed = load(minimal(tmp_path), ["algorithm.preset=s_ppo", "algorithm.segments=turn"]).algorithm
+    assert (mixed.segments, mixed.correction) == ("turn", "logit")
+
+
+def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "environment": {"max_turns": 3, "max_observation_tokens": 96},
+            "rollout": {"max_prompt_tokens": 96, "max_turn_tokens": 32},
+        }
+    )
+    assert config.max_context == 96 + 4 * (32 + 96)  # three turns and the last generation
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("update.epoch=2", ["update.epoch=2", "no such field", "did you mean update.epochs?"]),
+        ("updat.epochs=2", ["updat=", "no such field", "did you mean update?"]),
+        ("update.actor.wamup_fraction=1", ["did you mean update.actor.warmup_fraction?"]),
+        ("update.actor.x=1", ["update.actor.x=1", "no such field; known here: betas, distributed,"]),
+        ("update.epochs=0", ["update.epochs=0", "greater than or equal to 1"]),
+        ("algorithm.segments=word", ["algorithm.segments='word'", "'token', 'turn' or 'sequence'"]),
+        ("algorithm.preset=stppo", ["preset='stppo'", "did you mean 'st_ppo'?"]),
+        ("run.name=../elsewhere", ["run.name='../elsewhere'", "pattern"]),
+        ("update.epochs", ["update.epochs", "section.field=value"]),
+        ("run.name.x=1", ["run.name", "'name' is a value, not a section"]),
+    ],
+)
+def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nrun: {name: r}\n")
+    with pytest.raises(ConfigError) as raised:
+        load(path, [override])
+    assert len(str(raised.value).splitlines()) == 1
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("- 1\n", "holds list"), ("a: [1\n", "is not YAML"), ("{}\n", "model: missing")],
+)
+def test_a_file_that_is_no_configuration_says_so(text: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=part):
+        load(written(tmp_path, text))
+
+
+def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(written(tmp_path, "run: !!python/object/apply:os.system ['true']\n"))
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none.yaml")

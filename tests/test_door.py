@@ -1,0 +1,89 @@
+"""The command line as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron_stppo import __main__ as door
+from megatron_stppo.runtime.faults import DoNotRestart
+
+QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_stppo", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=120,
+    )
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    before = os.times()
+    result = run("--help")
+    after = os.times()
+    # Processor time, which is the wall time of a machine that is not busy with other tests.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
+    assert result.returncode == 0
+    for command in ("train", "evaluate", "cold-start", "convert", "serve-retriever", "doctor"):
+        assert command in result.stdout
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, megatron_stppo.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("command", [[], ["trian"], ["train"], ["train", QUICKSTART, "--no-such-option"]])
+def test_bad_usage_exits_2(command: list[str]) -> None:
+    assert run(*command).returncode == 2
+
+
+def test_a_typo_gets_one_clear_line_and_exit_code_2() -> None:
+    result = run("train", QUICKSTART, "update.epoch=2")
+    assert result.returncode == 2
+    assert result.stderr == "megatron-stppo: update.epoch=2: no such field; did you mean update.epochs?\n"
+
+
+def test_a_missing_model_is_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:
+    result = run("train", QUICKSTART, f"run.root={tmp_path}", f"model.path={tmp_path / 'none'}")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "no such folder" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_first_rank_speaks() -> None:
+    result = run("train", QUICKSTART, "update.epoch=2", RANK="1", WORLD_SIZE="2")
+    assert (result.returncode, result.stderr) == (2, "")
+
+
+def test_a_retriever_others_could_reach_is_refused_without_a_token(tmp_path: Path) -> None:
+    result = run("serve-retriever", str(tmp_path), "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert "--token-env" in result.stderr
+
+
+def test_a_fault_that_forbids_a_restart_exits_93(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise DoNotRestart("7 steps were not finite")
+
+    app = typer.Typer()
+    app.command()(fail)
+    monkeypatch.setattr(door, "app", app)
+    monkeypatch.setattr(sys, "argv", ["megatron-stppo"])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as left:
+        door.main()
+    assert left.value.code == 93
+    assert capsys.readouterr().err == "megatron-stppo: 7 steps were not finite\n"

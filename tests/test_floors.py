@@ -1,0 +1,105 @@
+"""The shape of the package: who may import whom, and where imports stand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_stppo
+
+ROOT = Path(megatron_stppo.__file__).parent
+# A unit is a folder or a top-level file. It imports itself and units of lower rows, never of its own row:
+# so the five stages do not know each other, and meet in types.py only.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("types", "algorithm"),
+    ("config",),
+    ("ops", "parallel"),
+    ("data",),
+    ("model",),
+    ("runtime",),
+    ("environments",),
+    ("rollout", "score", "advantage", "update", "reshard"),
+    ("convert", "describe"),
+    ("assemble",),
+    ("evaluate",),
+    ("loop", "cold_start"),
+    ("__main__",),
+)
+FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
+# --help must not wait for torch; vLLM, the CPU platform and megatron must be imported in that order.
+LAZY = {"__main__.py", "runtime/launch.py", "parallel/cpu_platform.py"}
+
+
+def test_modules_import_only_from_lower_floors() -> None:
+    wrong = [
+        f"{path} imports {target}"
+        for path, target in edges()
+        if target != unit_of(path) and FLOOR[target] >= FLOOR[unit_of(path)]
+    ]
+    assert not wrong
+
+
+def test_every_file_stands_on_a_floor() -> None:
+    assert {unit_of(path) for path in sources()} <= set(FLOOR) | {"__init__"}
+
+
+def test_mathematics_sees_no_configuration() -> None:
+    assert not [
+        path for path, target in edges() if unit_of(path) in ("algorithm", "ops") and target == "config"
+    ]
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    names = {part for path in sources() for part in path.with_suffix("").parts}
+    assert not names & {"utils", "util", "common", "helpers", "core", "misc"}
+
+
+def test_imports_stand_at_the_top_of_their_file() -> None:
+    wrong = []
+    for path in sources():
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and str(path) not in LAZY:
+                wrong += [f"{path}:{node.lineno}" for node in ast.walk(function) if is_import(node)]
+    assert not wrong
+
+
+def test_an_upward_import_is_seen() -> None:
+    tree = ast.parse("from megatron_stppo import loop\nimport megatron_stppo.model.build as build\n")
+    assert sorted(targets(tree)) == ["loop", "model"]
+
+
+def sources() -> list[Path]:
+    return [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+
+
+def unit_of(path: Path) -> str:
+    return path.with_suffix("").parts[0]
+
+
+def edges() -> list[tuple[Path, str]]:
+    return [
+        (path, target)
+        for path in sources()
+        for target in targets(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    ]
+
+
+def targets(tree: ast.Module) -> Iterator[str]:
+    """Units of this package that a file imports, in type-checking blocks and functions too."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            unit = rest.partition(".")[0]
+            if package == "megatron_stppo" and unit in FLOOR:
+                yield unit
+
+
+def is_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
