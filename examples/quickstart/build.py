@@ -59,18 +59,18 @@ def build(folder: Path, seed: int, tokens: int) -> None:
         retriever = write_corpus(known, folder)
         # Names that BM25 does not tell apart (the two Congos) stay in the corpus and are not asked about.
         found = [entity for entity in known if retriever.lookup(entity.name, 1)[0].title == entity.name]
-        by_name = {entity.name: entity for entity in found}
         parts = split(found, seed)
         progress.update(steps, advance=1, description="tokenizer and model")
-        tokenizer = train_tokenizer(tokenizer_texts(known, by_name, seed))
+        tokenizer = train_tokenizer(tokenizer_texts(known, seed))
         write_model(folder / "model", tokenizer, seed)
         progress.update(steps, advance=1, description="tasks")
         for name in ("train", "evaluate"):
-            questions = ask(parts[name], by_name, TWO_HOP_SHARE, seed)
+            questions = ask(parts[name], TWO_HOP_SHARE, seed)
             write_rows(folder / f"{name}.jsonl", (row(q, name, i) for i, q in enumerate(questions)))
         progress.update(steps, advance=1, description="demonstrations")
-        inventor = Inventor(random.Random(f"{seed}/inventor"), *name_pieces(tokenizer))
-        script = Script(parts["cold_start"], by_name, inventor, seed)
+        real = frozenset(entity.name for entity in known)
+        inventor = Inventor(random.Random(f"{seed}/inventor"), real, *name_pieces(tokenizer))
+        script = Script(parts["cold_start"], inventor, seed)
         bar = progress.add_task("demonstration tokens", total=tokens)
         rows = demonstrations(script, tokenizer, tokens, lambda done: progress.update(bar, completed=done))
         write_rows(folder / "demonstrations.jsonl", rows)
@@ -86,9 +86,9 @@ def write_corpus(known: Sequence[Entity], folder: Path) -> BM25Retriever:
     return BM25Retriever(folder / "index")
 
 
-def tokenizer_texts(known: Sequence[Entity], by_name: Mapping[str, Entity], seed: int) -> list[str]:
+def tokenizer_texts(known: Sequence[Entity], seed: int) -> list[str]:
     documents = [render([Document("", entity.name, entity.passage, 1.0)], 4000) for entity in known]
-    return documents + [question.text for question in ask(known, by_name, TWO_HOP_SHARE, seed)]
+    return documents + [question.text for question in ask(known, TWO_HOP_SHARE, seed)]
 
 
 def demonstrations(

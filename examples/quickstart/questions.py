@@ -56,14 +56,12 @@ def split(entities: Sequence[Entity], seed: int) -> dict[str, list[Entity]]:
     return parts
 
 
-def ask(
-    entities: Iterable[Entity], others: Mapping[str, Entity], two_hop_share: float, seed: int
-) -> list[Question]:
-    """All one-hop questions and as many two-hop ones as make up the share, shuffled."""
+def ask(entities: Iterable[Entity], two_hop_share: float, seed: int) -> list[Question]:
+    """All one-hop questions and at most the share of two-hop ones, which lead to entities of the same set."""
     rng = random.Random(f"{seed}/ask")
-    known = list(entities)
-    single = [question for entity in known for question in one_hop(entity)]
-    double = [question for entity in known for question in two_hop(entity, others)]
+    known = {entity.name: entity for entity in entities}
+    single = [question for entity in known.values() for question in one_hop(entity)]
+    double = [question for entity in known.values() for question in two_hop(entity, known)]
     rng.shuffle(double)
     questions = single + double[: round(len(single) * two_hop_share / (1 - two_hop_share))]
     rng.shuffle(questions)

@@ -31,6 +31,7 @@ class Inventor:
     """Makes entities that exist nowhere, of the shape of real ones, out of the tokenizer's own pieces."""
 
     rng: random.Random
+    real: frozenset[str]  # names that must not be invented
     beginnings: Sequence[str]
     continuations: Sequence[str]
 
@@ -43,7 +44,10 @@ class Inventor:
         return Entity(like.kind, self.name(), tuple(facts))
 
     def name(self) -> str:
-        return " ".join(self._word() for _ in range(self.rng.choice((1, 1, 1, 2))))
+        while True:
+            name = " ".join(self._word() for _ in range(self.rng.choice((1, 1, 1, 2))))
+            if name not in self.real:
+                return name
 
     def _word(self) -> str:
         return self.rng.choice(self.beginnings) + "".join(
@@ -61,12 +65,11 @@ class Inventor:
 class Script:
     """Writes rows for the entities of the cold start; passages are rendered as the environment does."""
 
-    def __init__(
-        self, entities: Sequence[Entity], others: Mapping[str, Entity], inventor: Inventor, seed: int
-    ) -> None:
-        self._entities, self._others, self._inventor = entities, others, inventor
+    def __init__(self, entities: Sequence[Entity], inventor: Inventor, seed: int) -> None:
+        self._entities, self._inventor = entities, inventor
+        self._others = {entity.name: entity for entity in entities}
         self._rng = random.Random(f"{seed}/script")
-        self._with_bridge = [entity for entity in entities if two_hop(entity, others)]
+        self._with_bridge = [entity for entity in entities if two_hop(entity, self._others)]
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
         """Without end."""
@@ -87,7 +90,7 @@ class Script:
     def _draw(self) -> tuple[Question, list[Entity]]:
         bridged = bool(self._with_bridge) and self._rng.random() < TWO_HOP_SHARE
         entity = self._rng.choice(self._with_bridge if bridged else self._entities)
-        others = self._others
+        others: Mapping[str, Entity] = self._others
         if self._rng.random() < MADE_UP_SHARE:
             entity, others = self._invent(entity)
         questions = two_hop(entity, others) if bridged else one_hop(entity)
