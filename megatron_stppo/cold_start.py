@@ -25,7 +25,7 @@ from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
-from megatron_stppo.model.spans import training_spans
+from megatron_stppo.model.spans import training_layouts
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.metrics import progress
@@ -57,8 +57,14 @@ def cold_start(config: Config) -> None:
         if place.rank == 0 and (step % 20 == 0 or step == len(steps) - 1):
             Console(stderr=True).log(f"cold start {step + 1}/{len(steps)} loss {loss:.3f} nats/token")
     source = dict(model.module.named_parameters())
-    spans = {r: training_spans(shape, place.layout, r) for r in range(place.world)}
-    export_hf(settings.output, source, spans, shape, template=config.model.path)
+    export_hf(
+        settings.output,
+        source,
+        training_layouts(shape, place.layout),
+        shape,
+        config.model.path,
+        overwrite=True,
+    )
     launch.stop()
 
 

@@ -127,7 +127,7 @@ class RolloutConfig(Section):
         True,
         description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
     )
-    verify_every: int = Field(10, ge=1, description="iterations between semantic checks of the reshard")
+    max_mismatch: float = Field(0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run")
 
 
 class UpdateConfig(Section):

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stppo.config import ConfigError
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model import build
+from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.model.hf_checkpoint import INDEX, SINGLE
-from megatron_stppo.model.hf_names import ModelShape, hf_shapes
-from megatron_stppo.model.spans import Spans, hf_spans, row_widths
+from megatron_stppo.model.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.model.spans import Spans, hf_spans, row_widths, training_layouts
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.reshard.state import Resharder
+from megatron_stppo.runtime import launch
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -117,3 +120,24 @@ def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> Non
     problem = broadcast_bytes(problem, 0, group)
     if problem:
         raise ConfigError(problem.decode())
+
+
+def to_hf(config: Config, checkpoint: str, output: Path) -> None:
+    """Writes the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder. Collective."""
+    place, shape = launch.start(config), read_shape(config.model.path)
+    model = build.build("actor", shape, config, place, launch.dtype(config))
+    checkpoints.load_weights(
+        config.run.folder / "checkpoints", "actor", model, checkpoints.step_of(checkpoint)
+    )
+    layouts = training_layouts(shape, place.layout)
+    export_hf(output, dict(model.named_parameters()), layouts, shape, config.model.path)
+    launch.stop()
+
+
+def to_megatron(config: Config, output: Path) -> None:
+    """Writes model.path as step_0 of a checkpoints folder, with fresh optimizers: a run starts from it."""
+    place, shape = launch.start(config), read_shape(config.model.path)
+    roles = ("actor", "critic") if config.needs_critic else ("actor",)
+    trainers = {role: build.trainer(role, shape, config, place, launch.dtype(config)) for role in roles}
+    checkpoints.save(output, 0, trainers, {"iteration": 0}, keep=1)
+    launch.stop()

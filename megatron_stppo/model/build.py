@@ -28,6 +28,7 @@ from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import PackedAttention
 from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.spans import training_spans
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import Place
@@ -182,6 +183,14 @@ def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: to
     # anyway
     model = model.to(device=torch.cuda.current_device(), dtype=dtype)
     return model.requires_grad_(False).eval() if role == "reference" else model
+
+
+def trainer(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> Trainer:
+    """Actor or critic from its Hugging Face folder, with gradients and optimizer."""
+    settings = config.update.critic if role == "critic" else config.update.actor
+    model = from_hf(role, shape, config, place, dtype)
+    updates = config.run.iterations * config.update.epochs * config.update.minibatches
+    return Trainer(data_parallel(model, config, settings.distributed), settings, updates)
 
 
 def data_parallel(

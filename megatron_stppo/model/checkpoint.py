@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.transformer.module import MegatronModule
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.parallel.collectives import broadcast_bytes
 
 # Every optimizer state in the shape of its parameter: loadable under another data-parallel size.
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -58,31 +60,54 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
     return final
 
 
-def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) -> dict[str, Any] | None:
-    """Fills the trainers from the newest readable step (or from `step`); returns the loop's state, None if
-    there is no step.
+def load(folder: Path, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
+    """Fills the trainers from the newest readable step; returns the loop's state, None without any step.
 
     Collective; rank 0 chooses. Raises CheckpointError if steps exist but none can be trusted.
     """
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        choice = [_choose(folder, step)]
-    dist.broadcast_object_list(choice)  # a path and a reason, made by rank 0 itself
-    path, reason = choice[0]
+    path = _agree(folder, None)
     if path is None:
-        if reason:
-            raise CheckpointError(reason)
         return None
-    state = json.loads((Path(path) / STATE).read_text())
+    state = json.loads((path / STATE).read_text())
     for role, trainer in trainers.items():
         if role not in state["trainers"]:
-            raise ConfigError(
-                f"{path}: holds no {role}; it was written by a run without one, start a new run"
-            )
-        loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(Path(path) / role))
+            raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
+        loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
         trainer.model.module.load_state_dict(loaded["model"])
         trainer.restore(loaded["optimizer"], *state["trainers"][role])
     return state
+
+
+def load_weights(folder: Path, role: str, model: MegatronModule, step: int | None = None) -> dict[str, Any]:
+    """Fills a model from `step`, or from the newest readable one; returns the loop's state. Collective.
+
+    Raises CheckpointError if there is none that can be trusted.
+    """
+    path = _agree(folder, step)
+    if path is None:
+        raise CheckpointError(f"{folder}: holds no checkpoint; train first, or leave the checkpoint out")
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path / role))
+    model.load_state_dict(loaded["model"])
+    return dict(json.loads((path / STATE).read_text()))
+
+
+def step_of(text: str) -> int | None:
+    """The step that "step_12" names; None for "latest". Raises ConfigError."""
+    if text == "latest":
+        return None
+    match = STEP.match(text)
+    if match is None:
+        raise ConfigError(f"checkpoint={text!r}: give step_N, as the folder is called, or latest")
+    return int(match[1])
+
+
+def _agree(folder: Path, step: int | None) -> Path | None:
+    """Rank 0's choice of a step, on every rank."""
+    choice = _choose(folder, step) if dist.get_rank() == 0 else None
+    path, reason = json.loads(broadcast_bytes(json.dumps(choice).encode(), source=0))
+    if path is None and reason:
+        raise CheckpointError(reason)
+    return None if path is None else Path(path)
 
 
 def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -57,6 +58,14 @@ class Trainer:
         self.optimizer.step_with_ready_grads()
         self.updates += 1
         return True
+
+    @contextlib.contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Whatever is accumulated and reduced inside, the gradients are afterwards what they were before."""
+        kept = [gradient.clone() for gradient in self._gradients()]
+        yield
+        for gradient, before in zip(self._gradients(), kept, strict=True):
+            gradient.copy_(before)
 
     def restore(self, state: dict[str, Any], updates: int, skipped: int) -> None:
         """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and

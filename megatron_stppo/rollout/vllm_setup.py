@@ -5,9 +5,12 @@ vLLM reads environment variables while it is imported, hence the order of the im
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +57,7 @@ def build_vllm(
     if on_cpu():
         _keep_weights_plain()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _llvmlite_hidden():
         warnings.simplefilter(
             "ignore", FutureWarning
         )  # vLLM looks through all of torch, deprecated names too
@@ -84,6 +87,19 @@ def build_vllm(
     for path in SHARED_MEMORY.glob(f"{token}-*"):
         path.unlink(missing_ok=True)
     return engine
+
+
+@contextlib.contextmanager
+def _llvmlite_hidden() -> Iterator[None]:
+    """vLLM reads the __dict__ of every global of every module; llvmlite's library handle answers any name with a
+    function, that one too, and the read fails. (numba, which bm25s uses, brings llvmlite.)"""
+    hidden = {name: module for name, module in sys.modules.items() if name.startswith("llvmlite.binding")}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def on_cpu() -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.penalties import clipped_value_loss
+from megatron_stppo.algorithm.penalties import clipped_value_loss, weighted_sum
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
+from megatron_stppo.update.minibatches import chosen_tokens
 
 
 def critic_step(
@@ -39,12 +39,5 @@ def _loss(
     old_T, return_T, weight = (
         x[microbatch.rows_T].to(value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
     )
-    loss = (weight * clipped_value_loss(value_T, old_T, return_T, value_clip)).sum()
+    loss = weighted_sum(clipped_value_loss(value_T, old_T, return_T, value_clip), weight)
     return loss, loss.detach().reshape(1)
-
-
-def chosen_tokens(batch: Batch, chosen: Sequence[int]) -> Tensor:
-    """bool [T]: action tokens of the chosen trajectories."""
-    chosen_N = torch.zeros(len(batch.live_N), dtype=torch.bool)
-    chosen_N[torch.tensor(chosen)] = True
-    return chosen_N.repeat_interleave(batch.action_offsets.diff())

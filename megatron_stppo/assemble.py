@@ -1,0 +1,135 @@
+"""Builds what a run works with, in the order that its parts demand: ranks, engine, models, reshard,
+environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_stppo.config import Config
+from megatron_stppo.environments import search
+from megatron_stppo.environments.base import Environment
+from megatron_stppo.model import build
+from megatron_stppo.model.hf_names import ModelShape, read_shape
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.spans import check_layout, row_widths, serving_layouts, training_layouts
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.reshard.state import Resharder
+from megatron_stppo.rollout.collect import RolloutSettings, collect
+from megatron_stppo.rollout.engine import Engine
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.runtime import launch
+from megatron_stppo.types import Task, Trajectory
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One rank's share of everything."""
+
+    config: Config
+    place: Place
+    shape: ModelShape
+    actor: Trainer
+    critic: Trainer | None  # None for group-normalised advantages
+    reference: torch.nn.Module | None  # None without a KL penalty
+    engine: Engine
+    reshard: Resharder
+    packer: Packer
+    make_environment: Callable[[], Environment]
+
+    @property
+    def trainers(self) -> dict[str, Trainer]:
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def serve(self, version: int) -> float:
+        """Wakes the engine and brings it to the actor's weights; seconds spent moving them."""
+        self.engine.wake_weights()
+        report = self.reshard.sync(version)
+        self.engine.wake()
+        self.engine.refresh()
+        return report.seconds
+
+    def play(
+        self, tasks: Sequence[Task], samples: int, settings: RolloutSettings, seed: int
+    ) -> list[Trajectory]:
+        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank."""
+        engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
+        cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
+        first, last = cuts[engine.replica], cuts[engine.replica + 1]
+        mine = everything[first:last]
+        played = collect(
+            engine,
+            engine.tokenizer,
+            [task for task, _ in mine],
+            self.make_environment,
+            settings,
+            seed,
+            engine.group,
+            first_index=first,
+            groups=[group for _, group in mine],
+        )
+        speaks = self.place.rank % (self.place.world // engine.replicas) == 0
+        return [t for part in gather_records(played if speaks else [], Trajectory) for t in part]
+
+
+def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:
+    """The configuration's sampling; `temperature` replaces it for evaluation."""
+    r, e = config.rollout, config.environment
+    settings = RolloutSettings(
+        limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
+        temperature=r.temperature,
+        top_p=r.top_p,
+        overlap_tools=r.overlap_tools,
+        concurrency=e.concurrency,
+        deadline=e.deadline,
+        max_failure_rate=e.max_failure_rate,
+    )
+    return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
+
+
+def assemble(config: Config, training: bool = True) -> Parts:
+    """Collective. `training=False` leaves critic and reference out.
+
+    Raises ConfigError for what does not fit, before anything large is built.
+    """
+    shape = read_shape(config.model.path)
+    check_layout(shape, config.parallel.tensor, config.parallel.pipeline)
+    check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
+    make_environment = search.factory(config.environment)
+    place, dtype = launch.start(config), launch.dtype(config)
+    engine = _engine(config, dtype)
+    actor = build.trainer("actor", shape, config, place, dtype)
+    critic = reference = None
+    if training and config.needs_critic:
+        critic = build.trainer("critic", shape, config, place, dtype)
+    if training and config.needs_reference:
+        reference = build.from_hf("reference", shape, config, place, dtype)
+    reshard = Resharder(
+        dict(actor.model.module.named_parameters()),
+        engine.parameters(),
+        training_layouts(shape, place.layout),
+        serving_layouts(shape, place.world, config.engine_tensor),
+        row_widths(shape),
+    )
+    engine.published = reshard.published
+    packer = Packer.of(config, place)
+    return Parts(config, place, shape, actor, critic, reference, engine, reshard, packer, make_environment)
+
+
+def _engine(config: Config, dtype: torch.dtype) -> Engine:
+    r = config.rollout
+    sizes: dict[str, Any] = {"max_context": config.max_context, "max_sequences": r.max_sequences}
+    memory = {"kv_cache_gib": r.kv_cache_gib, "gpu_memory_utilization": r.gpu_memory_utilization}
+    return Engine(
+        config.model.path,
+        tensor=config.engine_tensor,
+        dtype=str(dtype).removeprefix("torch."),
+        seed=config.run.seed,
+        **sizes,
+        **memory,
+    )

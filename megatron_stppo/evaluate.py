@@ -1,0 +1,65 @@
+"""Exact match on held-out tasks, of a checkpoint or of the policy in training."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_stppo.assemble import Parts, assemble, rollout_settings
+from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
+from megatron_stppo.describe import outcomes
+from megatron_stppo.model import checkpoint as checkpoints
+from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.trajectory_log import TrajectoryLog
+
+HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
+
+
+def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
+    """Plays data.evaluate with model.path itself, or with checkpoint "step_N" or "latest"; prints a table.
+
+    `output` names a JSON file for the numbers; the trajectories go to a folder beside it. Raises ConfigError.
+    """
+    parts = assemble(config, training=False)
+    iteration = 0
+    if checkpoint is not None:
+        folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
+        state = checkpoints.load_weights(folder, "actor", parts.actor.model.module, step)
+        iteration = state["iteration"]
+    parts.serve(version=iteration)
+    folder = output.parent if output else config.run.folder
+    log = TrajectoryLog(folder / "evaluate", parts.place.rank, parts.engine.tokenizer)
+    row = held_out(parts, log, iteration)
+    if parts.place.rank == 0:
+        table = Table("held out", "value", title=f"{config.run.name}, iteration {iteration}")
+        for name, value in row.items():
+            table.add_row(name, f"{value:.3f}")
+        Console().print(table)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(row, indent=1))
+    launch.stop()
+
+
+def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0) -> dict[str, Any]:
+    """evaluate/* of the weights that the engine serves now. Collective; equal on all ranks."""
+    config = parts.config
+    chosen = tasks.read(config.data.evaluate)[: config.evaluate.tasks]
+    settings = rollout_settings(config, config.evaluate.temperature)
+    played = parts.play(chosen, 1, settings, HELD_OUT_SEED)
+    if log is not None:
+        log.write(iteration, played)
+    counted = outcomes(played)
+    return {
+        "evaluate/exact_match": counted["ok"] / max(1, len(played) - counted["error"] - counted["timeout"]),
+        "evaluate/searched": statistics.mean(t.searches > 0 for t in played),
+        "evaluate/turns": statistics.mean(len(t.turns) for t in played),
+        "evaluate/failed": counted["error"] + counted["timeout"],
+        "evaluate/tasks": len(played),
+    }

@@ -1,0 +1,132 @@
+"""The training loop: one line per stage, in the paper's order.
+
+rollout  ->  score  ->  advantage  ->  update  ->  reshard  ->  (rollout)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_stppo.advantage.estimate import estimate
+from megatron_stppo.assemble import Parts, assemble, rollout_settings
+from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.describe import describe, mean_of
+from megatron_stppo.evaluate import held_out
+from megatron_stppo.model import checkpoint
+from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.faults import DoNotRestart
+from megatron_stppo.runtime.metrics import Metrics, progress
+from megatron_stppo.runtime.trajectory_log import TrajectoryLog
+from megatron_stppo.score.logprobs import logprobs
+from megatron_stppo.score.values import values
+from megatron_stppo.types import Batch
+from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.update.critic_step import critic_step
+from megatron_stppo.update.minibatches import minibatches
+
+
+def train(config: Config, resume: bool = True) -> None:
+    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective."""
+    run = config.run
+    cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
+    parts = assemble(config)
+    first = _restore(parts, cursor) if resume else 0
+    rank, sampling = parts.place.rank, rollout_settings(config)
+    metrics, log = Metrics(run.folder, rank, first), TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
+
+    for iteration in progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0):
+        row: dict[str, Any] = {}
+        # reshard: the engine takes over the actor's weights, version = updates so far
+        with metrics.phase("reshard"):
+            parts.serve(version=iteration)
+        if run.evaluate_every and iteration % run.evaluate_every == 0:
+            with metrics.phase("evaluate"):
+                row |= held_out(parts)
+        # rollout: multi-turn episodes against the environment
+        with metrics.phase("rollout"):
+            drawn = cursor.take(config.rollout.tasks_per_iteration)
+            played = parts.play(drawn, config.rollout.samples_per_task, sampling, _seed(run.seed, iteration))
+            parts.engine.sleep()
+        # score: what actor, reference and critic say about the action tokens
+        with metrics.phase("score"):
+            batch = _score(parts, to_batch(played))
+        # advantage: credit to action tokens
+        with metrics.phase("advantage"):
+            batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
+        # update: ST-PPO on actor and critic
+        with metrics.phase("update"):
+            steps = list(_update(parts, batch, iteration))
+        row |= mean_of(steps) | describe(played, batch)
+        with metrics.phase("checkpoint"):
+            log.write(iteration + 1, played)
+            if (iteration + 1) % run.checkpoint_every == 0 or iteration + 1 == run.iterations:
+                state = {"iteration": iteration + 1, "cursor": cursor.state()}
+                checkpoint.save(
+                    run.folder / "checkpoints", iteration + 1, parts.trainers, state, run.keep_checkpoints
+                )
+        _check(parts, row)
+        metrics.log(iteration + 1, row)
+    if run.evaluate_every and first < run.iterations:
+        parts.serve(version=run.iterations)
+        metrics.log(run.iterations, held_out(parts))
+    metrics.close()
+    launch.stop()
+
+
+def _score(parts: Parts, batch: Batch) -> Batch:
+    config, place, packer = parts.config, parts.place, parts.packer
+    policy = (batch, place, packer, parts.shape.vocab, config.rollout.temperature)
+    return replace(
+        batch,
+        old_logprob_T=logprobs(parts.actor.model, *policy),
+        reference_logprob_T=logprobs(parts.reference, *policy) if parts.reference else None,
+        value_T=values(parts.critic.model, batch, place, packer) if parts.critic else None,
+    )
+
+
+def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
+    """Every minibatch of every epoch: one step of the actor, one of the critic."""
+    config, a = parts.config, parts.config.algorithm
+    for epoch in range(config.update.epochs):
+        for chosen in minibatches(
+            len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
+        ):
+            weight_T = minibatch_weights(batch, chosen, a)
+            loss = ActorLoss(batch, weight_T, a, parts.place, parts.shape.vocab, config.rollout.temperature)
+            step = actor_step(parts.actor, loss, chosen, parts.packer)
+            if parts.critic is not None:
+                step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.place, parts.packer)
+            yield step
+
+
+def _restore(parts: Parts, cursor: tasks.TaskCursor) -> int:
+    """The iteration to go on from: 0 without a checkpoint."""
+    state = checkpoint.load(parts.config.run.folder / "checkpoints", parts.trainers)
+    if state is None:
+        return 0
+    cursor.restore(state["cursor"])
+    return int(state["iteration"])
+
+
+def _check(parts: Parts, row: dict[str, Any]) -> None:
+    """Ends the run where going on would only waste devices. Equal on all ranks, because the row is."""
+    skipped, budget = sum(t.skipped for t in parts.trainers.values()), parts.config.run.nonfinite_budget
+    if skipped > budget:
+        raise DoNotRestart(f"{skipped} steps were not finite, run.nonfinite_budget={budget}; lower the rates")
+    difference, limit = row["mismatch/mean_abs"], parts.config.rollout.max_mismatch
+    if difference > limit:
+        raise ReshardError(
+            f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
+            "the engine does not serve the trainer's weights, or in another precision"
+        )
+
+
+def _seed(seed: int, iteration: int) -> int:
+    return seed * 1_000_003 + iteration
