@@ -85,7 +85,8 @@ class Trajectory:
 
     @property
     def action_positions(self) -> tuple[int, ...]:
-        position, out = len(self.prompt_ids), []
+        position = len(self.prompt_ids)
+        out: list[int] = []
         for turn in self.turns:
             out += range(position, position + len(turn.token_ids))
             position += len(turn.token_ids) + len(turn.observation_ids)
