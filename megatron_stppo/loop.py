@@ -1,6 +1,8 @@
 """The training loop: one line per stage, in the paper's order.
 
 rollout  ->  score  ->  advantage  ->  update  ->  reshard  ->  (rollout)
+
+Row k of metrics.jsonl is iteration k: rollouts written by policy version k - 1, and evaluate/* of version k.
 """
 
 from __future__ import annotations
@@ -39,16 +41,13 @@ def train(config: Config, resume: bool = True) -> None:
     parts = assemble(config)
     first = _restore(parts, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
-    metrics, log = Metrics(run.folder, rank, first), TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
+    metrics = Metrics(run.folder, rank, first if first else None)
+    log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
+    parts.serve(version=first)
+    if run.evaluate_every and first == 0:
+        metrics.log(0, held_out(parts))
 
     for iteration in progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0):
-        row: dict[str, Any] = {}
-        # reshard: the engine takes over the actor's weights, version = updates so far
-        with metrics.phase("reshard"):
-            parts.serve(version=iteration)
-        if run.evaluate_every and iteration % run.evaluate_every == 0:
-            with metrics.phase("evaluate"):
-                row |= held_out(parts)
         # rollout: multi-turn episodes against the environment
         with metrics.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
@@ -63,19 +62,22 @@ def train(config: Config, resume: bool = True) -> None:
         # update: ST-PPO on actor and critic
         with metrics.phase("update"):
             steps = list(_update(parts, batch, iteration))
-        row |= mean_of(steps) | describe(played, batch)
-        with metrics.phase("checkpoint"):
-            log.write(iteration + 1, played)
-            if (iteration + 1) % run.checkpoint_every == 0 or iteration + 1 == run.iterations:
-                state = {"iteration": iteration + 1, "cursor": cursor.state()}
-                checkpoint.save(
-                    run.folder / "checkpoints", iteration + 1, parts.trainers, state, run.keep_checkpoints
-                )
+        row = mean_of(steps) | describe(played, batch)
         _check(parts, row)
-        metrics.log(iteration + 1, row)
-    if run.evaluate_every and first < run.iterations:
-        parts.serve(version=run.iterations)
-        metrics.log(run.iterations, held_out(parts))
+        done = iteration + 1
+        with metrics.phase("checkpoint"):
+            log.write(done, played)
+            if done % run.checkpoint_every == 0 or done == run.iterations:
+                state = {"iteration": done, "cursor": cursor.state()}
+                folder = run.folder / "checkpoints"
+                checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
+        # reshard: the engine takes over the actor's weights
+        with metrics.phase("reshard"):
+            parts.serve(version=done)
+        if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
+            with metrics.phase("evaluate"):
+                row |= held_out(parts)
+        metrics.log(done, row)
     metrics.close()
     launch.stop()
 

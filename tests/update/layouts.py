@@ -1,0 +1,128 @@
+"""Runs on a rank: one actor step and one critic step on a fixed batch, under a given layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.runtime import launch
+
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "distributed": True}
+
+
+def write_model(folder: Path) -> None:
+    """A tiny random Qwen3: odd vocabulary, 2 layers, tied embeddings."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=301,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(shape).float().save_pretrained(folder)
+
+
+def batch() -> Any:
+    """8 trajectories of 1 to 3 turns; one failed. Advantages vary inside turns; some turns lie beyond the
+    clip."""
+    import torch
+
+    from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.types import Task, Trajectory, Turn
+
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 301, (n,), generator=generator).tolist())
+
+    task = Task("t", (), ("a",), "train", 0)
+    sizes = [((3, 4), (2, 0)), ((5, 2), (1, 3), (4, 0)), ((6, 0),), ((2, 5), (7, 0))] * 2
+    played = [
+        Trajectory(
+            task,
+            ids(4 + n),
+            tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, 0) for a, o in turns),
+            "timeout" if n == 5 else "ok",
+        )
+        for n, turns in enumerate(sizes)
+    ]
+    packed = to_batch(played)
+    tokens = len(packed.action_index_T)
+
+    def random_T(scale: float, offset: float = 0.0) -> Any:
+        return torch.randn(tokens, generator=generator) * scale + offset
+
+    return replace(
+        packed,
+        old_logprob_T=random_T(0.6),  # an offset that `with_old` adds to the model's own log-probs
+        advantage_T=random_T(1.0),
+        value_T=random_T(0.3),
+        return_T=random_T(1.0),
+        reference_logprob_T=random_T(0.5, -5.0),
+    )
+
+
+def steps(
+    model: str,
+    layout: tuple[int, int, int],
+    budgets: tuple[int, ...],
+    sequence: bool,
+    algorithm: dict,
+    out: str,
+) -> Any:
+    """Per budget (tokens per microbatch): the actor's numbers, the critic's, the actor's log-probs.
+
+    The updated actor of the last budget is written to `out` as a Hugging Face folder.
+    """
+    launch.prepare(engine=False)
+    import torch
+    from megatron.core import tensor_parallel
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.convert import export_hf
+    from megatron_stppo.model import build
+    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.spans import training_layouts
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.update.critic_step import critic_step
+
+    torch.set_num_threads(1)
+    tensor, pipeline, _ = layout
+    config = Config.model_validate(
+        {
+            "model": {"path": model},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence},
+            "update": {"actor": SETTINGS, "critic": SETTINGS},
+            "algorithm": algorithm,
+        }
+    )
+    place = groups.initialize(tensor, pipeline)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
+    results = []
+    for budget in budgets:
+        actor, critic = (build.trainer(r, shape, config, place, torch.float32) for r in ("actor", "critic"))
+        packer = replace(Packer.of(config, place), budget=budget)
+        own_T = logprobs(actor.model, batch(), place, packer, shape.vocab, 1.0)
+        given = batch()
+        given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
+        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, place, shape.vocab, 1.0)
+        numbers = actor_step(actor, loss, chosen, packer)
+        critic_numbers = critic_step(critic, given, chosen, a.value_clip, place, packer)
+        results.append((numbers, critic_numbers, own_T.tolist()))
+    weights = dict(actor.model.module.named_parameters())
+    export_hf(Path(out), weights, training_layouts(shape, place.layout), shape, Path(model))
+    return results
