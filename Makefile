@@ -7,6 +7,10 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test lint clean
 
+# tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
+# vLLM again: 10 s each.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
