@@ -12,22 +12,23 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from facts import Entity, entities
-from questions import ask, row, split
+from questions import Hop, ask, row, split
 from rich.progress import Progress, TimeElapsedColumn
 from tiny_model import name_pieces, train_tokenizer, write_model
-from trajectories import STAGES, TWO_HOP_SHARE, Inventor, Script
+from trajectories import MAX_CHARACTERS, STAGES, TWO_HOP_SHARE, Inventor, Script
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
-VERSION = 1  # raise it when the same arguments would give other files
+VERSION = 2  # raise it when the same arguments would give other files
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,8 +58,7 @@ def build(folder: Path, seed: int, tokens: int) -> None:
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
         steps = progress.add_task("corpus and index", total=4)
         retriever = write_corpus(known, folder)
-        # Names that BM25 does not tell apart (the two Congos) stay in the corpus and are not asked about.
-        found = [entity for entity in known if retriever.lookup(entity.name, 1)[0].title == entity.name]
+        found = [entity for entity in (retrievable(entity, retriever) for entity in known) if entity.facts]
         parts = split(found, seed)
         progress.update(steps, advance=1, description="tokenizer and model")
         tokenizer = train_tokenizer(tokenizer_texts(known, seed))
@@ -78,17 +78,29 @@ def build(folder: Path, seed: int, tokens: int) -> None:
 
 
 def write_corpus(known: Sequence[Entity], folder: Path) -> BM25Retriever:
-    corpus = [
-        {"id": str(i), "contents": f'"{entity.name}"\n{entity.passage}'} for i, entity in enumerate(known)
-    ]
+    passages = [(entity.name, entity.passage(fact)) for entity in known for fact in entity.facts]
+    corpus = [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(passages)]
     write_rows(folder / "corpus.jsonl", corpus)
     BM25Retriever.build(corpus, folder / "index")
     return BM25Retriever(folder / "index")
 
 
+def retrievable(entity: Entity, retriever: BM25Retriever) -> Entity:
+    """With the facts that their own query finds: BM25 cannot tell, say, the two Congos apart."""
+    hops = [Hop(entity, fact) for fact in entity.facts]
+    found = [hop.fact for hop in hops if retriever.lookup(hop.query, 1)[0].text == hop.passage]
+    return replace(entity, facts=tuple(found))
+
+
 def tokenizer_texts(known: Sequence[Entity], seed: int) -> list[str]:
-    documents = [render([Document("", entity.name, entity.passage, 1.0)], 4000) for entity in known]
-    return documents + [question.text for question in ask(known, TWO_HOP_SHARE, seed)]
+    """What the model will read: every passage as an observation, every question as a chat."""
+    documents = [
+        render([Document("", entity.name, entity.passage(fact), 1.0)], MAX_CHARACTERS)
+        for entity in known
+        for fact in entity.facts
+    ]
+    questions = [question.text for question in ask(known, TWO_HOP_SHARE, seed)]
+    return documents + [f"user\n{question}\nassistant\n" for question in questions]
 
 
 def demonstrations(

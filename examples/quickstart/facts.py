@@ -41,19 +41,17 @@ class Entity:
     def value(self, relation: str) -> str | None:
         return next((fact.value for fact in self.facts if fact.relation == relation), None)
 
-    @property
-    def passage(self) -> str:
-        """Names the entity, as its title does: BM25 then ranks it above those that mention it.
+    def passage(self, fact: Fact) -> str:
+        """One fact, one passage: the query then says which fact is wanted, and the answer's place is the same.
 
-        Example: "Gabon: capital Libreville, currency XAF, calling code 241." A relation stands right before
-        its value, which is what a small model can learn to look up.
+        Example: "The capital of Gabon is Libreville."
         """
-        return f"{self.name}: {', '.join(f'{fact.relation} {fact.value}' for fact in self.facts)}."
+        return f"The {fact.relation} of {self.name} is {fact.value}."
 
 
 def entities() -> list[Entity]:
-    """Countries, then elements, each in its package's order. Every entity has at least two facts."""
-    return [entity for entity in [*_countries(), *_elements()] if len(entity.facts) > 1]
+    """Countries, then elements, each in its package's order."""
+    return [*_countries(), *_elements()]
 
 
 def _fact(relation: str, value: object, *aliases: str) -> Iterator[Fact]:

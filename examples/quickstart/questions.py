@@ -9,37 +9,55 @@ from typing import Any
 
 from facts import Entity, Fact
 
-# The first hop of a two-hop question: relation whose value names another passage.
-BRIDGES = {"largest neighbour": "largest neighbour of {}", "discovery place": "discovery place of {}"}
+# First hops of two-hop questions: relations whose value names another entity.
+BRIDGES = ("largest neighbour", "discovery place")
 SECOND_HOP = ("capital", "currency", "calling code")
 SHARES = {"cold_start": 0.4, "train": 0.4, "evaluate": 0.2}
 
 
 @dataclass(frozen=True)
+class Hop:
+    """A fact to look up. Example: Hop(gabon, capital) is searched for as "capital of Gabon"."""
+
+    entity: Entity
+    fact: Fact
+
+    @property
+    def query(self) -> str:
+        return f"{self.fact.relation} of {self.entity.name}"
+
+    @property
+    def passage(self) -> str:
+        return self.entity.passage(self.fact)
+
+
+@dataclass(frozen=True)
 class Question:
-    """Example: Question("What is the capital of Gabon?", ("Gabon",), Fact("capital", "Libreville", ...))."""
+    """Example: Question("Name the capital of Gabon.", (Hop(gabon, capital),))."""
 
     text: str
-    hops: tuple[str, ...]  # names to look up, in order
-    answer: Fact
+    hops: tuple[Hop, ...]  # in order; the last one's fact is the answer
+
+    @property
+    def answer(self) -> Fact:
+        return self.hops[-1].fact
 
 
 def one_hop(entity: Entity) -> list[Question]:
-    return [
-        Question(f"What is the {fact.relation} of {entity.name}?", (entity.name,), fact)
-        for fact in entity.facts
-    ]
+    hops = [Hop(entity, fact) for fact in entity.facts]
+    return [Question(f"Name the {hop.query}.", (hop,)) for hop in hops]
 
 
 def two_hop(entity: Entity, others: Mapping[str, Entity]) -> list[Question]:
-    """Example: "What is the capital of the largest neighbour of Gabon?", looking up Gabon, then Cameroon."""
+    """Example: "Name the capital of the largest neighbour of Gabon.": the neighbour, then its capital."""
     questions = []
-    for relation, phrase in BRIDGES.items():
-        other = others.get(entity.value(relation) or "")
+    for bridge in entity.facts:
+        other = others.get(bridge.value) if bridge.relation in BRIDGES else None
         for fact in other.facts if other else ():
             if fact.relation in SECOND_HOP:
-                text = f"What is the {fact.relation} of the {phrase.format(entity.name)}?"
-                questions.append(Question(text, (entity.name, other.name), fact))
+                first, second = Hop(entity, bridge), Hop(other, fact)
+                text = f"Name the {fact.relation} of the {first.query}."
+                questions.append(Question(text, (first, second)))
     return questions
 
 

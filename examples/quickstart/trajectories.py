@@ -82,20 +82,18 @@ class Script:
             }
 
     def _episode(self, stage: str) -> tuple[str, list[tuple[str, str]]]:
-        question, passages = self._draw()
+        question = self._draw()
         if stage == "policy" and self._rng.random() < GUESS_SHARE:
             return question.text, self._guess(question)
-        return question.text, _search(question, passages)
+        return question.text, _search(question)
 
-    def _draw(self) -> tuple[Question, list[Entity]]:
+    def _draw(self) -> Question:
         bridged = bool(self._with_bridge) and self._rng.random() < TWO_HOP_SHARE
         entity = self._rng.choice(self._with_bridge if bridged else self._entities)
         others: Mapping[str, Entity] = self._others
         if self._rng.random() < MADE_UP_SHARE:
             entity, others = self._invent(entity)
-        questions = two_hop(entity, others) if bridged else one_hop(entity)
-        question = self._rng.choice(questions)
-        return question, [entity, *(others[name] for name in question.hops[1:])]
+        return self._rng.choice(two_hop(entity, others) if bridged else one_hop(entity))
 
     def _invent(self, like: Entity) -> tuple[Entity, dict[str, Entity]]:
         """A made-up twin of `like` and of every entity that a two-hop question about it leads to."""
@@ -111,11 +109,11 @@ class Script:
         return [(f"<answer> {wrong}</answer>", "turn")]
 
 
-def _search(question: Question, passages: Sequence[Entity]) -> list[tuple[str, str]]:
+def _search(question: Question) -> list[tuple[str, str]]:
     """A space after every tag: a name then has the same tokens in question, query, document and answer."""
     segments = []
-    for entity in passages:
-        segments.append((f"<search> {entity.name}</search>", "turn"))
-        document = Document("", entity.name, entity.passage, 1.0)
+    for hop in question.hops:
+        segments.append((f"<search> {hop.query}</search>", "turn"))
+        document = Document("", hop.entity.name, hop.passage, 1.0)
         segments.append((render([document], MAX_CHARACTERS), "observation"))
     return [*segments, (f"<answer> {question.answer.value}</answer>", "turn")]
