@@ -40,7 +40,6 @@ def check(config: Config, world_size: int, command: str) -> None:
         _engine(config, world_size)
     if command == "train":
         _batches(config, layout)
-        _not_yet(config)
     _megatron_fields(config)
 
 
@@ -143,13 +142,6 @@ def _batches(config: Config, layout: Layout) -> None:
             f"{config.rollout.samples_per_task} = {trajectories} trajectories must be a multiple of "
             f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
             f"choose {_multiple(trajectories, parts)} trajectories"
-        )
-
-
-def _not_yet(config: Config) -> None:
-    if config.algorithm.correction == "gradient":
-        raise ConfigError(
-            "algorithm.correction=gradient: not available yet; choose logit, which estimates the same norm"
         )
 
 

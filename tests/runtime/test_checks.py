@@ -130,10 +130,6 @@ def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
     assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(megatron_field_names())
 
 
-def test_an_estimator_that_does_not_exist_yet_is_refused(path: Path) -> None:
-    assert "choose logit" in refusal(path, ["algorithm.correction=gradient"])
-
-
 def test_a_run_is_continued_only_on_purpose(path: Path) -> None:
     config = load(path)
     check_resume(config, resume=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ ST_PPO = {
     "kl_in": "loss",
     "kl_estimator": "k3",
     "kl_coefficient": 0.1,
+    "correction": "gradient",
+    "correction_unit": "mean",
 }
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
 
@@ -54,6 +57,7 @@ def reference(folder: Path) -> dict[str, Any]:
     live_T, turns = given.live_T, given.turn_offsets.tolist()
     count = int(live_T.sum())
     objective, clipped = torch.zeros((), dtype=torch.float64), 0
+    lost = torch.zeros((), dtype=torch.float64)  # its gradient is what clipping removed
     for first, last in itertools.pairwise(turns):
         if not live_T[first]:
             continue
@@ -62,20 +66,28 @@ def reference(folder: Path) -> dict[str, Any]:
         objective = (
             objective + torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
         )
-        clipped += int(((advantage > 0) & (ratio > 1.2) | (advantage < 0) & (ratio < 0.8)).sum())
+        outside = (advantage > 0) & (ratio > 1.2) | (advantage < 0) & (ratio < 0.8)
+        clipped += int(outside.sum())
+        lost = lost + (ratio * advantage[outside]).sum() / count
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
     entropy = entropy_T[live_T].sum() / count
+    bias_norm = norm_of(torch.autograd.grad(lost, list(model.parameters()), retain_graph=True))
     (-objective + 0.1 * kl - 0.01 * entropy).backward()
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    norm = norm_of([p.grad for p in model.parameters()])
     return {
         "actor/objective": float(objective),
         "actor/kl_loss": float(kl),
         "actor/entropy": float(entropy),
         "actor/gradient_norm": norm,
         "actor/clip_fraction": clipped / count,
+        "actor/clipping_bias": bias_norm,
         "logprob_T": logprob_T.detach(),
     }
+
+
+def norm_of(gradients: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in gradients))
 
 
 def test_reference_batch_has_clipped_and_unclipped_tokens(model: Path) -> None:

@@ -1,0 +1,71 @@
+"""A run of the real program that is over in seconds: random tiny model, seven facts, real retrieval."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from megatron_stppo.environments.retrieval import BM25Retriever
+from tests.rollout.tiny import build_model
+
+CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
+
+
+def write(root: Path) -> Path:
+    """Model, index, tasks and configuration under `root`; the configuration's path."""
+    build_model(root / "model")
+    corpus = [
+        {"id": str(i), "contents": f'"{name}"\n{name} is a capital.'} for i, name in enumerate(CAPITALS)
+    ]
+    BM25Retriever.build(corpus, root / "index")
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": f"Which city is number {i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": [name]}},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i, name in enumerate(CAPITALS)
+    ]
+    (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"name": "small", "root": str(root / "runs"), "iterations": 4, "checkpoint_every": 2},
+        "model": {"path": str(root / "model")},
+        "parallel": {"tensor": 2},
+        "data": {"train": str(root / "tasks.jsonl"), "evaluate": str(root / "tasks.jsonl")},
+        "environment": {
+            "max_turns": 1,
+            "max_observation_tokens": 24,
+            "retrieval": {"index": str(root / "index"), "topk": 1},
+        },
+        "rollout": {
+            "tasks_per_iteration": 4,
+            "max_turn_tokens": 8,
+            "max_prompt_tokens": 64,
+            "kv_cache_gib": 0.05,
+            "overlap_tools": False,
+        },
+        "update": {"minibatches": 2, "epochs": 2, "actor": {"lr": 1e-3}, "critic": {"lr": 1e-3}},
+        "algorithm": {"whiten": False, "kl_coefficient": 0.01},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(command: str, config: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """The door under torchrun, as a user starts it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*torchrun, "-m", "megatron_stppo", command, str(config), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
