@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from rich.table import Table
 from stages import forward
 
 from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.runtime import checks
 from megatron_stppo.runtime.curves import plot
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
+OURS = (HERE / "run.py", HERE / "stages.py")  # what the files built do not depend on
 RANKS = 2
 RUN_FILES = ("checkpoints", "metrics.jsonl", "tensorboard", "trajectories", "curves.png", "config.yaml")
 console = Console()
@@ -41,10 +44,11 @@ class Stage:
     command: tuple[str, ...]
     product: Path
     key: str  # hash of everything the product depends on
+    check: Callable[[], None] | None = None  # raises ConfigError before a process starts or a file goes
 
 
 class Ledger:
-    """stages.json: the key each stage last ran with, whether it finished, and its seconds over all attempts."""
+    """stages.json: the key that each stage last ran with, if it finished, its seconds over all attempts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,10 +79,14 @@ def main() -> int:
     arguments = parser.parse_args()
     overrides = [f"run.seed={arguments.seed}", *arguments.overrides]
     try:
-        config = load(CONFIG, overrides)
+        return run(load(CONFIG, overrides), overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def run(config: Config, overrides: list[str]) -> int:
+    """Every stage that is not done; the first failing one's exit status. Raises ConfigError."""
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "stages.json")
@@ -97,31 +105,38 @@ def plan(config: Config, overrides: list[str]) -> list[Stage]:
     assert config.data.train is not None and config.cold_start.output is not None
     folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
     before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
-    build_key = key(f"{seed}", *(path.read_text() for path in sorted(HERE.glob("*.py"))))
+    build_key = key(f"{seed}", *(path.read_text() for path in sorted(HERE.glob("*.py")) if path not in OURS))
     cold_key = key(build_key, part(config, "cold_start", "megatron"))
     before_key = key(cold_key, part(config, "parallel", "environment", "rollout", "evaluate"))
     train_key = key(cold_key, config.dump())
     build = (sys.executable, str(HERE / "build.py"), "--output", str(data), "--seed", str(seed))
     # Data parallel is the faster layout for a model this small; training then reloads it tensor parallel.
-    start = door("cold-start", overrides, f"model.path={data / 'model'}", "parallel.tensor=1")
+    start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
     return [
         Stage("build", build, data / "manifest.json", build_key),
-        Stage("cold-start", start, config.cold_start.output / "config.json", cold_key),
-        Stage("evaluate-before", door("evaluate", overrides, "--output", str(before)), before, before_key),
-        Stage("train", door("train", overrides), folder / "metrics.jsonl", train_key),
-        Stage(
+        door("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
+        door("evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key),
+        door("train", "train", overrides, (), folder / "metrics.jsonl", train_key),
+        door(
             "evaluate-after",
-            door("evaluate", overrides, "--checkpoint", "latest", "--output", str(after)),
+            "evaluate",
+            overrides,
+            ("--checkpoint", "latest", "--output", str(after)),
             after,
             key(train_key, before_key),
         ),
     ]
 
 
-def door(command: str, overrides: list[str], *more: str) -> tuple[str, ...]:
-    """The command line of one stage under torchrun."""
+def door(
+    name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
+) -> Stage:
+    """A stage that is a command of megatron_stppo, under torchrun."""
     ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-    return (sys.executable, *ranks, "-m", "megatron_stppo", command, str(CONFIG), *overrides, *more)
+    line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(CONFIG), *overrides, *options)
+    return Stage(
+        name, line, product, key, check=lambda: checks.check(load(CONFIG, overrides), RANKS, command)
+    )
 
 
 def part(config: Config, *sections: str) -> str:
@@ -133,7 +148,9 @@ def key(*texts: str) -> str:
 
 
 def perform(stage: Stage, ledger: Ledger, folder: Path) -> int:
-    """Runs the stage; its exit status. A failure shows the last lines."""
+    """Runs the stage; its exit status. A failure shows the last lines. Raises ConfigError."""
+    if stage.check is not None:
+        stage.check()
     command = stage.command
     if stage.name == "cold-start":
         shutil.rmtree(stage.product.parent, ignore_errors=True)  # of other settings, or the stage were done
@@ -145,8 +162,15 @@ def perform(stage: Stage, ledger: Ledger, folder: Path) -> int:
     ledger.record(stage, time.monotonic() - started, done=status == 0)
     if status:
         console.rule(f"{stage.name} failed with exit code {status}; {log} ends so:", style="red")
-        print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+        print("\n".join(last_lines(log.read_text(errors="replace"))), file=sys.stderr)
     return status
+
+
+def last_lines(text: str, number: int = 15) -> list[str]:
+    """What the ranks said last, without torchrun's own report of 60 lines about it."""
+    lines = text.splitlines()
+    report = next((i for i, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
+    return lines[max(0, report - number) : report] or lines[-number:]
 
 
 def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) -> tuple[str, ...]:
