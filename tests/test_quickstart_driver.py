@@ -1,0 +1,84 @@
+"""examples/quickstart/run.py: what is done is skipped, what depends on a changed setting is not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_stppo.config import load
+
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+    import run
+
+    return run
+
+
+def keys(driver: ModuleType, *overrides: str) -> dict[str, str]:
+    return {
+        stage.name: stage.key for stage in driver.plan(load(driver.CONFIG, list(overrides)), list(overrides))
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [
+        ("update.actor.lr=1e-4", {"train", "evaluate-after"}),
+        ("evaluate.tasks=7", {"evaluate-before", "train", "evaluate-after"}),
+        ("cold_start.lr=1e-4", {"cold-start", "evaluate-before", "train", "evaluate-after"}),
+        ("run.seed=1", {"build", "cold-start", "evaluate-before", "train", "evaluate-after"}),
+    ],
+)
+def test_a_changed_setting_redoes_what_depends_on_it(
+    driver: ModuleType, override: str, again: set[str]
+) -> None:
+    before, after = keys(driver), keys(driver, override)
+    assert {name for name in before if before[name] != after[name]} == again
+
+
+def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:
+    stage = driver.Stage("train", (), tmp_path / "metrics.jsonl", "a")
+    ledger = driver.Ledger(tmp_path / "stages.json")
+    ledger.record(stage, 2.0, done=False)
+    ledger.record(stage, 3.0, done=True)
+    assert not ledger.is_done(stage)
+    stage.product.touch()
+    again = driver.Ledger(tmp_path / "stages.json")
+    assert again.is_done(stage)
+    assert again.seconds("train") == 5.0  # over both attempts
+    assert not again.is_done(driver.Stage("train", (), stage.product, "b"))
+
+
+def test_an_interrupted_training_goes_on_and_another_one_starts_clean(
+    driver: ModuleType, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step_1").mkdir(parents=True)
+    assert driver.prepare_training(("train",), True, tmp_path) == ("train", "--resume")
+    assert driver.prepare_training(("train",), False, tmp_path) == ("train",)
+    assert not checkpoints.exists()
+
+
+def test_a_failing_stage_shows_what_its_ranks_said_last(
+    driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; print('one'); print('the reason'); print('torch/distributed/elastic: x'); sys.exit(3)"
+    stage = driver.Stage("train", (sys.executable, "-c", code), tmp_path / "metrics.jsonl", "a")
+    assert driver.perform(stage, driver.Ledger(tmp_path / "stages.json"), tmp_path) == 3
+    assert capfd.readouterr().err.splitlines() == ["one", "the reason"]
+    assert (tmp_path / "logs" / "train.log").exists()
+
+
+def test_output_is_seen_and_kept(
+    driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = driver.forward((sys.executable, "-c", "print('hello')"), tmp_path / "x.log", os.environ)
+    assert (status, capfd.readouterr().out, (tmp_path / "x.log").read_text()) == (0, "hello\n", "hello\n")
