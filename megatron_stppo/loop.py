@@ -41,6 +41,9 @@ def train(config: Config, resume: bool = True) -> None:
     parts = assemble(config)
     first = _restore(parts, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
+    if rank == 0:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "config.yaml").write_text(config.dump())
     metrics = Metrics(run.folder, rank, first if first else None)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
