@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_stppo.config import Config
 from megatron_stppo.environments import search
@@ -45,6 +46,11 @@ class Parts:
     @property
     def trainers(self) -> dict[str, Trainer]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def close(self) -> None:
+        dist.barrier()  # a rank that left early would break the others' last messages
+        self.engine.close()
+        launch.stop()
 
     def serve(self, version: int) -> float:
         """Wakes the engine and brings it to the actor's weights; seconds spent moving them."""

@@ -127,7 +127,9 @@ class RolloutConfig(Section):
         True,
         description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
     )
-    max_mismatch: float = Field(0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run")
+    max_mismatch: float = Field(
+        0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run"
+    )
 
 
 class UpdateConfig(Section):

@@ -15,7 +15,6 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.describe import outcomes
 from megatron_stppo.model import checkpoint as checkpoints
-from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 
 HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
@@ -44,7 +43,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(row, indent=1))
-    launch.stop()
+    parts.close()
 
 
 def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0) -> dict[str, Any]:

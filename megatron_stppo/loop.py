@@ -41,6 +41,7 @@ def train(config: Config, resume: bool = True) -> None:
     parts = assemble(config)
     first = _restore(parts, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
+    launch.log_to(run.folder, rank)
     if rank == 0:
         run.folder.mkdir(parents=True, exist_ok=True)
         (run.folder / "config.yaml").write_text(config.dump())
@@ -82,7 +83,7 @@ def train(config: Config, resume: bool = True) -> None:
                 row |= held_out(parts)
         metrics.log(done, row)
     metrics.close()
-    launch.stop()
+    parts.close()
 
 
 def _score(parts: Parts, batch: Batch) -> Batch:

@@ -23,7 +23,7 @@ LEFT_OUT = {"Serbia and Montenegro", "Burma", "Vatican City State", "Holy See (V
 
 @dataclass(frozen=True)
 class Fact:
-    """Example: Fact("capital", "Libreville", ("Libreville",)): what the passage says, and every accepted answer.
+    """What a passage says, and every accepted answer. Example: Fact("capital", "Rome", ("Rome",)).
 
     Values are names. Codes and numbers are cut into single characters by a small tokenizer, and a small model
     takes far longer to learn to copy those.

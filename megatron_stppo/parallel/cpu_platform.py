@@ -1,10 +1,10 @@
 """Lets megatron-core run on a machine without a CUDA device, over gloo.
 
-megatron-core asks torch.cuda for the current device, streams, events and random state, passes device="cuda" to tensor
-factories, and checks parameter types by their CUDA name. `install()` answers those questions for the CPU,
-and nothing more: `torch.cuda.is_available()` stays False, and the numbers are computed by the same megatron
-code as on a GPU. It must run after vLLM is imported (vLLM probes torch.cuda while it loads) and before
-megatron is.
+megatron-core asks torch.cuda for the current device, streams, events and random state, passes device="cuda"
+to tensor factories, and checks parameter types by their CUDA name. `install()` answers those questions for
+the CPU, and nothing more: `torch.cuda.is_available()` stays False, and the numbers come from the same
+megatron code as on a GPU. It must run after vLLM is imported (vLLM probes torch.cuda while it loads) and
+before megatron is.
 """
 
 from __future__ import annotations

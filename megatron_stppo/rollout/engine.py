@@ -182,6 +182,11 @@ class Engine:
         for request_id in list(self._running):
             self.abort(request_id)
 
+    def close(self) -> None:
+        """Ends vLLM, and with it the process groups: nothing collective may follow."""
+        self.abort_all()
+        self._core.shutdown()
+
     @property
     def unfinished(self) -> int:
         return len(self._running)

@@ -91,8 +91,9 @@ def build_vllm(
 
 @contextlib.contextmanager
 def _llvmlite_hidden() -> Iterator[None]:
-    """vLLM reads the __dict__ of every global of every module; llvmlite's library handle answers any name with a
-    function, that one too, and the read fails. (numba, which bm25s uses, brings llvmlite.)"""
+    """vLLM reads the __dict__ of every global of every module. llvmlite's library handle answers any name with
+    a function, that one too, and the read fails. (numba, which bm25s uses where it is installed, brings it.)
+    """
     hidden = {name: module for name, module in sys.modules.items() if name.startswith("llvmlite.binding")}
     for name in hidden:
         del sys.modules[name]

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stppo.config import Config
@@ -30,7 +31,7 @@ def prepare(engine: bool = True) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
     if not _has_gpu():
-        # megatron and vLLM decorate small functions with torch.compile; on a CPU that costs minutes and gains nothing
+        # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if engine:
         from megatron_stppo.runtime.vllm_environment import prepare_environment
@@ -80,6 +81,14 @@ def start(config: Config) -> Place:
     return place
 
 
+def log_to(folder: Path, rank: int) -> None:
+    """Warnings and errors of every rank also go to folder/logs/rank-N.log."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
 def dtype(config: Config) -> torch.dtype:
     import torch
 
@@ -92,7 +101,9 @@ def dtype(config: Config) -> torch.dtype:
 def stop() -> None:
     import torch.distributed as dist
 
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the engine's end takes the groups with it
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _free_port() -> str:
