@@ -42,9 +42,6 @@ def train(config: Config, resume: bool = True) -> None:
     first = _restore(parts, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
-    if rank == 0:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "config.yaml").write_text(config.dump())
     metrics = Metrics(run.folder, rank, first if first else None)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)

@@ -85,7 +85,7 @@ def test_facts_are_those_of_the_packages():
     known = {entity.name: entity for entity in facts.entities()}
     assert known["Gabon"].value("capital") == "Libreville"
     assert known["Gabon"].value("largest neighbour") == "Cameroon"
-    assert known["Gallium"].value("discovery year") == "1875"
+    assert known["Gallium"].value("discovery place") == "France"
     assert known["Lesotho"].passage(known["Lesotho"].facts[0]) == "The capital of Lesotho is Maseru."
     assert "Burma" not in known
 

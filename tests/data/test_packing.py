@@ -1,0 +1,89 @@
+"""Batches and microbatches, on the example of types.Trajectory and on random ones."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo.data.packing import deal, pack, split_by_budget, to_batch, unpack
+from megatron_stppo.types import Task, Trajectory, Turn
+
+TASK = Task("t", (), ("a",), "train", 0)
+
+
+def trajectory(prompt: int, turns: list[tuple[int, int]], first: int = 0, outcome: str = "ok") -> Trajectory:
+    """Token ids count up from `first`, so that every token says where it stood."""
+    ids = iter(range(first, first + 10_000))
+
+    def take(n: int) -> tuple[int, ...]:
+        return tuple(next(ids) for _ in range(n))
+
+    prompt_ids = take(prompt)
+    made = [Turn(take(a), (-0.5,) * a, take(o), float(i + 1), 0) for i, (a, o) in enumerate(turns)]
+    return Trajectory(TASK, prompt_ids, tuple(made), outcome)  # type: ignore[arg-type]
+
+
+def test_example_of_the_docstring() -> None:
+    batch = to_batch([trajectory(2, [(3, 4), (1, 0)])])
+    assert batch.action_index_T.tolist() == [2, 3, 4, 9]
+    assert batch.turn_offsets.tolist() == [0, 3, 4]
+    assert batch.turn_to_sequence_S.tolist() == [0, 0]
+    assert batch.sequence_offsets.tolist() == [0, 10]
+
+
+def test_a_turns_reward_sits_on_its_last_action_token() -> None:
+    batch = to_batch([trajectory(2, [(3, 4), (1, 6)])])
+    assert batch.reward_T.tolist() == [0, 0, 1, 2]  # the observation behind it changes nothing
+
+
+def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:
+    batch = to_batch([trajectory(2, [(2, 3), (2, 5)], first=100)])
+    tokens = batch.tokens_P[batch.action_index_T].tolist()
+    assert tokens == [102, 103, 107, 108]
+    (microbatch,) = pack(batch, [0], 100)
+    assert microbatch.target_T.tolist() == tokens
+    # the hidden state that predicts a token is the one before it, an observation's for a turn's first token
+    assert batch.tokens_P[microbatch.hidden_index_T].tolist() == [101, 102, 106, 107]
+
+
+def test_two_turns_without_an_observation_between_them_stay_two() -> None:
+    assert to_batch([trajectory(1, [(2, 0), (3, 0)])]).turn_offsets.tolist() == [0, 2, 5]
+
+
+def test_failed_trajectories_keep_their_place_and_carry_no_loss() -> None:
+    batch = to_batch([trajectory(1, [(2, 0)]), trajectory(1, [(3, 0)], outcome="timeout")])
+    assert batch.live_T.tolist() == [True, True, False, False, False]
+
+
+def test_deal_gives_equal_counts() -> None:
+    assert deal([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
+
+
+def test_a_trajectory_beyond_the_budget_is_a_microbatch_of_its_own() -> None:
+    assert split_by_budget([3, 9, 2, 2], [0, 1, 2, 3], 4) == [[0], [1], [2, 3]]
+
+
+shapes = st.lists(
+    st.tuples(
+        st.integers(1, 6), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=3)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(shapes, st.integers(1, 40), st.integers(1, 4), st.randoms())
+@settings(max_examples=40, deadline=None)
+def test_unpack_undoes_pack_for_any_order_budget_and_padding(shapes, budget, multiple, random) -> None:
+    batch = to_batch([trajectory(p, turns, 1000 * i) for i, (p, turns) in enumerate(shapes)])
+    order = list(range(len(shapes)))
+    random.shuffle(order)
+    microbatches = pack(batch, order, budget, multiple)
+    assert all(m.tokens % multiple == 0 for m in microbatches)
+    for m in microbatches:
+        assert torch.equal(m.tokens_P[m.hidden_index_T] + 1, m.target_T)  # ids count up inside a trajectory
+        assert int(m.sequence_offsets[-1]) == m.tokens
+    values = [m.target_T for m in microbatches]
+    restored = unpack(microbatches, values, len(batch.action_index_T))
+    assert torch.equal(restored.long(), batch.tokens_P[batch.action_index_T])
