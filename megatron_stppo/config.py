@@ -189,6 +189,7 @@ class AlgorithmConfig(Section):
 
 class EvaluateConfig(Section):
     tasks: int | None = Field(None, ge=1, description="first so many tasks of data.evaluate; default: all")
+    samples: int = Field(1, ge=1, description="episodes per task; the result is their mean")
     temperature: float = Field(0.0, ge=0, description="0: greedy")
 
 

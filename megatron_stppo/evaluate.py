@@ -51,7 +51,7 @@ def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0)
     config = parts.config
     chosen = tasks.read(config.data.evaluate)[: config.evaluate.tasks]
     settings = rollout_settings(config, config.evaluate.temperature)
-    played = parts.play(chosen, 1, settings, HELD_OUT_SEED)
+    played = parts.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED)
     if log is not None:
         log.write(iteration, played)
     counted = outcomes(played)
@@ -60,5 +60,5 @@ def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0)
         "evaluate/searched": statistics.mean(t.searches > 0 for t in played),
         "evaluate/turns": statistics.mean(len(t.turns) for t in played),
         "evaluate/failed": counted["error"] + counted["timeout"],
-        "evaluate/tasks": len(played),
+        "evaluate/episodes": len(played),
     }

@@ -32,9 +32,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     pipes, processes = [], []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(rank, world, port, timeout, send, function, args)
-        )
+        process = context.Process(target=_rank, args=(rank, world, port, timeout, send, function, args))
         process.start()
         send.close()  # the child holds the only writing end, so its death is seen as end of file
         pipes.append(receive)

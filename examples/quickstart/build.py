@@ -1,6 +1,6 @@
 """Builds what the quickstart needs from installed packages: corpus, index, model, tasks, demonstrations.
 
-    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 2000000]
+    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 2400000]
 
 DIR/corpus.jsonl  index/  model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.json
 The same seed gives the same files. A folder whose manifest matches is left as it is.
@@ -28,14 +28,15 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
-VERSION = 2  # raise it when the same arguments would give other files
+VERSION = 4  # raise it when the same arguments would give other files
+MAX_PIECES = 5  # tokens of a name or an answer that is asked about
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of demonstrations")
+    parser.add_argument("--tokens", type=int, default=2_400_000, help="tokens of demonstrations")
     arguments = parser.parse_args(argv)
     wanted = {"version": VERSION, "seed": arguments.seed, "tokens": arguments.tokens}
     if is_built(arguments.output, wanted):
@@ -58,11 +59,11 @@ def build(folder: Path, seed: int, tokens: int) -> None:
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
         steps = progress.add_task("corpus and index", total=4)
         retriever = write_corpus(known, folder)
-        found = [entity for entity in (retrievable(entity, retriever) for entity in known) if entity.facts]
-        parts = split(found, seed)
         progress.update(steps, advance=1, description="tokenizer and model")
         tokenizer = train_tokenizer(tokenizer_texts(known, seed))
         write_model(folder / "model", tokenizer, seed)
+        asked = (askable(entity, retriever, tokenizer) for entity in known)
+        parts = split([entity for entity in asked if entity.facts], seed)
         progress.update(steps, advance=1, description="tasks")
         for name in ("train", "evaluate"):
             questions = ask(parts[name], TWO_HOP_SHARE, seed)
@@ -85,9 +86,16 @@ def write_corpus(known: Sequence[Entity], folder: Path) -> BM25Retriever:
     return BM25Retriever(folder / "index")
 
 
-def retrievable(entity: Entity, retriever: BM25Retriever) -> Entity:
-    """With the facts that their own query finds: BM25 cannot tell, say, the two Congos apart."""
-    hops = [Hop(entity, fact) for fact in entity.facts]
+def askable(entity: Entity, retriever: BM25Retriever, tokenizer: PreTrainedTokenizerFast) -> Entity:
+    """With the facts worth asking: short enough to copy, and found by their own query.
+
+    BM25 cannot tell, say, the two Congos apart; a name of seven tokens asks much of a model this small.
+    """
+
+    def short(text: str) -> bool:
+        return len(tokenizer.tokenize(f" {text}")) <= MAX_PIECES
+
+    hops = [Hop(entity, fact) for fact in entity.facts if short(entity.name) and short(fact.value)]
     found = [hop.fact for hop in hops if retriever.lookup(hop.query, 1)[0].text == hop.passage]
     return replace(entity, facts=tuple(found))
 

@@ -198,7 +198,7 @@ def finish(config: Config, ledger: Ledger) -> None:
         "exact_match_after": after["evaluate/exact_match"],
         "seed": config.run.seed,
         "iterations": config.run.iterations,
-        "tasks": config.evaluate.tasks,
+        "episodes": after["evaluate/episodes"],
         "seconds": round(sum(ledger.seconds(name) for name in ledger.stages), 1),
         "stage_seconds": {name: round(ledger.seconds(name), 1) for name in ledger.stages},
         "install_seconds": float(installed.read_text()) if installed.exists() else None,
