@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -40,7 +41,7 @@ def cold_start(config: Config) -> None:
         raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
     settings = config.cold_start
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens)
+    scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
     place, shape = launch.start(config), read_shape(config.model.path)
     steps = list(_steps(scripts, settings.batch_tokens, place.data_size))
     model = build.data_parallel(

@@ -194,7 +194,7 @@ class EvaluateConfig(Section):
 
 
 class ColdStartConfig(Section):
-    tokens: int = Field(2_000_000, ge=1, description="trajectory tokens to train on, in the file's order")
+    tokens: int | None = Field(None, ge=1, description="stop after so many tokens of the file; default: all")
     batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
     lr: float = Field(1e-3, gt=0)
     warmup_fraction: float = Field(0.05, ge=0, le=1)

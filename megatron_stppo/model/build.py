@@ -6,8 +6,6 @@ action tokens only, and only this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from typing import Any, Literal
 
 import torch
@@ -23,7 +21,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import PackedAttention
 from megatron_stppo.model.hf_checkpoint import load_hf
@@ -88,10 +86,7 @@ class TokenModel(GPTModel):
 def transformer_config(
     shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron's configuration of a model of this shape; `megatron:` fields of the run come last and win.
-
-    Raises ConfigError for a field that TransformerConfig does not have.
-    """
+    """megatron's configuration of a model of this shape; `megatron:` fields of the run come last and win."""
     on_cpu = not torch.cuda.is_available()
     recompute = {
         "none": {},
@@ -138,12 +133,6 @@ def transformer_config(
         "persist_layer_norm": False,
         **recompute,
     }
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in config.megatron:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
-            raise ConfigError(f"megatron.{name}: no such field; {remedy}")
     return TransformerConfig(**(fields | config.megatron))
 
 

@@ -91,8 +91,10 @@ def build_vllm(
 
 @contextlib.contextmanager
 def _llvmlite_hidden() -> Iterator[None]:
-    """vLLM reads the __dict__ of every global of every module. llvmlite's library handle answers any name with
-    a function, that one too, and the read fails. (numba, which bm25s uses where it is installed, brings it.)
+    """Keeps llvmlite (which numba brings, which bm25s uses where it is installed) out of vLLM's sight.
+
+    vLLM reads the __dict__ of every global of every module; llvmlite's library handle answers any name with a
+    function, that one too, and the read fails.
     """
     hidden = {name: module for name, module in sys.modules.items() if name.startswith("llvmlite.binding")}
     for name in hidden:
