@@ -28,7 +28,7 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
-VERSION = 4  # raise it when the same arguments would give other files
+VERSION = 5  # raise it when the same arguments would give other files
 MAX_PIECES = 5  # tokens of a name or an answer that is asked about
 
 

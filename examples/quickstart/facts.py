@@ -23,11 +23,7 @@ LEFT_OUT = {"Serbia and Montenegro", "Burma", "Vatican City State", "Holy See (V
 
 @dataclass(frozen=True)
 class Fact:
-    """What a passage says, and every accepted answer. Example: Fact("capital", "Rome", ("Rome",)).
-
-    Values are names. Codes and numbers are cut into single characters by a small tokenizer, and a small model
-    takes far longer to learn to copy those.
-    """
+    """Example: Fact("currency", "USD", ("USD", "USN")): what the passage says, and every accepted answer."""
 
     relation: str
     value: str
@@ -68,9 +64,11 @@ def _countries() -> Iterator[Entity]:
     countries = [country for country in all_countries() if country.name() not in LEFT_OUT]
     by_code = {country.iso(3): country for country in countries if country.iso(3)}
     for country in countries:
+        currencies, codes = country.currencies(), country.calling_codes()
         facts = [
             *_fact("capital", country.capital()),
-            *_fact("demonym", country.demonym()),
+            *_fact("currency", *(currencies or [None])),
+            *_fact("calling code", codes[0] if codes else None),
             *_fact("largest neighbour", _largest_neighbour(country, by_code)),
         ]
         if facts and len(country.name()) <= MAX_NAME:
@@ -89,12 +87,15 @@ def _elements() -> Iterator[Entity]:
     assert spec is not None and spec.origin is not None
     database = sqlite3.connect(f"file:{Path(spec.origin).with_name('elements.db')}?mode=ro", uri=True)
     rows = database.execute(
-        "select name, discoverers, discovery_location from elements order by atomic_number"
+        "select name, atomic_number, discoverers, discovery_year, discovery_location from elements "
+        "order by atomic_number"
     ).fetchall()
     database.close()
-    for name, discoverers, place in rows:
+    for name, number, discoverers, year, place in rows:
         facts = [
+            *_fact("atomic number", number),
             *_fact("discoverer", _one_discoverer(discoverers)),
+            *_fact("discovery year", year),
             *_fact("discovery place", None if place and "/" in place else place),
         ]
         yield Entity("element", name, tuple(facts))

@@ -11,7 +11,7 @@ from facts import Entity, Fact
 
 # First hops of two-hop questions: relations whose value names another entity.
 BRIDGES = ("largest neighbour", "discovery place")
-SECOND_HOP = ("capital", "demonym")
+SECOND_HOP = ("capital", "currency", "calling code")
 SHARES = {"cold_start": 0.4, "train": 0.4, "evaluate": 0.2}
 
 

@@ -19,7 +19,7 @@ from megatron_stppo.environments.retrieval import Document
 from megatron_stppo.environments.search import render
 
 MADE_UP_SHARE = 0.8
-TWO_HOP_SHARE = 0.15
+TWO_HOP_SHARE = 0.1
 # Stages in training order and the share of all tokens after which each ends.
 STAGES = {"skill": 0.8, "policy": 1.0}
 GUESS_SHARE = 0.6  # of the policy stage's rows

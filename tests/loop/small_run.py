@@ -58,11 +58,15 @@ def write(root: Path) -> Path:
     return path
 
 
-def run(command: str, config: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def run(command: str, config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command((command, str(config), *arguments))
+
+
+def run_command(arguments: tuple[str, ...], ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """The door under torchrun, as a user starts it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [*torchrun, "-m", "megatron_stppo", command, str(config), *arguments],
+        [*torchrun, "-m", "megatron_stppo", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
