@@ -52,7 +52,7 @@ def plot(metrics: Path, output: Path) -> None:
     _phases(axes[len(panels)], rows)
     for axis in axes[len(panels) + 1 :]:
         axis.set_axis_off()
-    figure.suptitle(f"{metrics.parent.name}: {len({row['iteration'] for row in rows})} iterations")
+    figure.suptitle(f"{metrics.parent.name}: {rows[-1]['iteration']} iterations")
     scratch = output.with_suffix(".tmp")
     figure.savefig(scratch, format="png", dpi=100)
     scratch.replace(output)
