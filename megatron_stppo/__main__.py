@@ -46,7 +46,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="continue from the run's newest checkpoint")] = False,
 ) -> None:
-    """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
+    """Train with reinforcement learning; one process, or one per device under torchrun."""
     settings = _open(config, overrides, "train", resume)
     _record(settings)
     from megatron_stppo.runtime import launch
@@ -68,6 +68,7 @@ def evaluate(
 ) -> None:
     """Measure exact match on data.evaluate."""
     settings = _open(config, overrides, "evaluate")
+    _check_checkpoint(settings, checkpoint)
     from megatron_stppo.runtime import launch
 
     launch.prepare()
@@ -97,6 +98,7 @@ def to_hf(
 ) -> None:
     """Write a checkpoint's actor as a Hugging Face folder."""
     settings = _open(config, overrides, "convert")
+    _check_checkpoint(settings, checkpoint)
     from megatron_stppo.runtime import launch
 
     launch.prepare(engine=False)
@@ -158,11 +160,27 @@ def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = 
     checks.check(config, int(os.environ.get("WORLD_SIZE", "1")), command)
     if command == "train":
         checks.check_resume(config, resume)
+    _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments.search import open_retriever
 
         open_retriever(config.environment.retrieval)  # reachable and not empty, or a ConfigError
     return config
+
+
+def _check_checkpoint(config: Config, checkpoint: str | None) -> None:
+    from megatron_stppo.runtime import checks
+
+    checks.check_checkpoint(config, checkpoint)
+
+
+def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
+    """Every row, so that a malformed one is found before anything is written."""
+    if {"train", "evaluate"} & set(fields):
+        from megatron_stppo.data import tasks
+
+        for field in fields:
+            tasks.read(getattr(config.data, field))
 
 
 def _record(config: Config) -> None:

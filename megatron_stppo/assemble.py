@@ -21,7 +21,7 @@ from megatron_stppo.model.spans import check_layout, row_widths, serving_layouts
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.reshard.state import Resharder
-from megatron_stppo.rollout.collect import RolloutSettings, collect
+from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.runtime import launch
@@ -35,8 +35,9 @@ class Parts:
     config: Config
     place: Place
     shape: ModelShape
-    actor: Trainer
-    critic: Trainer | None  # None for group-normalised advantages
+    policy: build.TokenModel  # what the engine serves
+    actor: Trainer | None  # the policy with its optimizer; None for evaluation
+    critic: Trainer | None  # None for group-normalised advantages, and for evaluation
     reference: torch.nn.Module | None  # None without a KL penalty
     engine: Engine
     reshard: Resharder
@@ -45,23 +46,29 @@ class Parts:
 
     @property
     def trainers(self) -> dict[str, Trainer]:
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        given = {"actor": self.actor, "critic": self.critic}
+        return {role: trainer for role, trainer in given.items() if trainer is not None}
 
     def close(self) -> None:
         dist.barrier()  # a rank that left early would break the others' last messages
         self.engine.close()
         launch.stop()
 
-    def serve(self, version: int) -> float:
-        """Wakes the engine and brings it to the actor's weights; seconds spent moving them."""
+    def serve(self, version: int) -> None:
+        """Wakes the engine and brings it to the policy's weights."""
+        torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
         self.engine.wake_weights()
-        report = self.reshard.sync(version)
+        self.reshard.sync(version)
         self.engine.wake()
         self.engine.refresh()
-        return report.seconds
 
     def play(
-        self, tasks: Sequence[Task], samples: int, settings: RolloutSettings, seed: int
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None = None,
     ) -> list[Trajectory]:
         """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank."""
         engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
@@ -76,6 +83,7 @@ class Parts:
             settings,
             seed,
             engine.group,
+            progress,
             first_index=first,
             groups=[group for _, group in mine],
         )
@@ -99,7 +107,7 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
 
 
 def assemble(config: Config, training: bool = True) -> Parts:
-    """Collective. `training=False` leaves critic and reference out.
+    """Collective. `training=False` leaves optimizers, critic and reference out.
 
     Raises ConfigError for what does not fit, before anything large is built.
     """
@@ -109,14 +117,19 @@ def assemble(config: Config, training: bool = True) -> Parts:
     make_environment = search.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
     engine = _engine(config, dtype)
-    actor = build.trainer("actor", shape, config, place, dtype)
-    critic = reference = None
+    engine.sleep()  # its memory is the trainer's until the first reshard
+    actor = critic = reference = None
+    if training:
+        actor = build.trainer("actor", shape, config, place, dtype)
+        policy = actor.model.module
+    else:
+        policy = build.from_hf("actor", shape, config, place, dtype)
     if training and config.needs_critic:
         critic = build.trainer("critic", shape, config, place, dtype)
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, place, dtype)
     reshard = Resharder(
-        dict(actor.model.module.named_parameters()),
+        dict(policy.named_parameters()),
         engine.parameters(),
         training_layouts(shape, place.layout),
         serving_layouts(shape, place.world, config.engine_tensor),
@@ -124,7 +137,9 @@ def assemble(config: Config, training: bool = True) -> Parts:
     )
     engine.published = reshard.published
     packer = Packer.of(config, place)
-    return Parts(config, place, shape, actor, critic, reference, engine, reshard, packer, make_environment)
+    return Parts(
+        config, place, shape, policy, actor, critic, reference, engine, reshard, packer, make_environment
+    )
 
 
 def _engine(config: Config, dtype: torch.dtype) -> Engine:

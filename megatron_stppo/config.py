@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_stppo.algorithm.variants import VARIANTS
 
-NAME = r"^[A-Za-z0-9._-]{1,64}$"
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
 
 class ConfigError(ValueError):
@@ -75,6 +75,16 @@ class OptimizerConfig(Section):
     )
 
 
+class ActorOptimizerConfig(OptimizerConfig):
+    lr: float = Field(1e-6, gt=0)
+    warmup_fraction: float = Field(0.285, ge=0, le=1)
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = Field(1e-5, gt=0)
+    warmup_fraction: float = Field(0.015, ge=0, le=1)
+
+
 class DataConfig(Section):
     train: Path | None = Field(None, description="tasks, .jsonl or .parquet in the verl schema")
     evaluate: Path | None = None
@@ -85,7 +95,7 @@ class DataConfig(Section):
 
 class RetrievalConfig(Section):
     kind: Literal["bm25", "http"] = "bm25"
-    index: Path | None = Field(None, description="bm25: folder written by tools or serve-retriever's builder")
+    index: Path | None = Field(None, description="bm25: a folder that BM25Retriever.build wrote")
     url: str | None = Field(None, description="http: a /retrieve endpoint")
     topk: int = Field(3, ge=1, le=100)
     timeout: float = Field(10.0, gt=0, description="seconds per request")
@@ -136,8 +146,8 @@ class UpdateConfig(Section):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
     tokens_per_microbatch: int = Field(16384, ge=1)
-    actor: OptimizerConfig = OptimizerConfig(lr=1e-6, warmup_fraction=0.285)
-    critic: OptimizerConfig = OptimizerConfig(lr=1e-5, warmup_fraction=0.015)
+    actor: ActorOptimizerConfig = ActorOptimizerConfig()
+    critic: CriticOptimizerConfig = CriticOptimizerConfig()
 
 
 class AlgorithmConfig(Section):
@@ -186,9 +196,17 @@ class AlgorithmConfig(Section):
             raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
 
+    @model_validator(mode="after")
+    def _kl_has_a_gradient(self) -> AlgorithmConfig:
+        if self.kl_in == "loss" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
+            raise ValueError(
+                "kl_estimator='k1' has no expected gradient as a loss; choose k2 or k3, or kl_in=reward"
+            )
+        return self
+
 
 class EvaluateConfig(Section):
-    tasks: int | None = Field(None, ge=1, description="first so many tasks of data.evaluate; default: all")
+    tasks: int | None = Field(None, ge=1, description="a fixed sample of so many tasks; default: all")
     samples: int = Field(1, ge=1, description="episodes per task; the result is their mean")
     temperature: float = Field(0.0, ge=0, description="0: greedy")
 

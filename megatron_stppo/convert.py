@@ -135,7 +135,12 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
 
 
 def to_megatron(config: Config, output: Path) -> None:
-    """Writes model.path as step_0 of a checkpoints folder, with fresh optimizers: a run starts from it."""
+    """Writes model.path as step_0 of a new checkpoints folder, with fresh optimizers: a run resumes from it.
+
+    Raises ConfigError if the folder holds anything.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"output={output}: is not empty; name a new folder")
     place, shape = launch.start(config), read_shape(config.model.path)
     roles = ("actor", "critic") if config.needs_critic else ("actor",)
     trainers = {role: build.trainer(role, shape, config, place, launch.dtype(config)) for role in roles}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from megatron_stppo.data import tasks
 from megatron_stppo.describe import outcomes
 from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
+from megatron_stppo.types import Task
 
 HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
 
@@ -29,7 +32,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     iteration = 0
     if checkpoint is not None:
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
-        state = checkpoints.load_weights(folder, "actor", parts.actor.model.module, step)
+        state = checkpoints.load_weights(folder, "actor", parts.policy, step)
         iteration = state["iteration"]
     parts.serve(version=iteration)
     folder = output.parent if output else config.run.folder
@@ -46,10 +49,18 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     parts.close()
 
 
+def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
+    """`count` of them, always the same ones, in their order: files are often sorted by data set."""
+    if count is None or count >= len(given):
+        return given
+    chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(given)), count))
+    return [given[i] for i in chosen]
+
+
 def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0) -> dict[str, Any]:
     """evaluate/* of the weights that the engine serves now. Collective; equal on all ranks."""
     config = parts.config
-    chosen = tasks.read(config.data.evaluate)[: config.evaluate.tasks]
+    chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)
     played = parts.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED)
     if log is not None:

@@ -64,27 +64,30 @@ def train(config: Config, resume: bool = True) -> None:
         with metrics.phase("update"):
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
+        row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
         _check(parts, row)
-        done = iteration + 1
-        with metrics.phase("checkpoint"):
-            log.write(done, played)
-            if done % run.checkpoint_every == 0 or done == run.iterations:
-                state = {"iteration": done, "cursor": cursor.state()}
-                folder = run.folder / "checkpoints"
-                checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
         # reshard: the engine takes over the actor's weights
+        done = iteration + 1
         with metrics.phase("reshard"):
             parts.serve(version=done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
             with metrics.phase("evaluate"):
                 row |= held_out(parts)
+        log.write(done, played)
         metrics.log(done, row)
+        # last, so that all it resumes after has been reported; its seconds count to the next row
+        if done % run.checkpoint_every == 0 or done == run.iterations:
+            with metrics.phase("checkpoint"):
+                state = {"iteration": done, "cursor": cursor.state()}
+                folder = run.folder / "checkpoints"
+                checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
     metrics.close()
     parts.close()
 
 
 def _score(parts: Parts, batch: Batch) -> Batch:
     config, place, packer = parts.config, parts.place, parts.packer
+    assert parts.actor is not None
     policy = (batch, place, packer, parts.shape.vocab, config.rollout.temperature)
     return replace(
         batch,
@@ -96,14 +99,15 @@ def _score(parts: Parts, batch: Batch) -> Batch:
 
 def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
     """Every minibatch of every epoch: one step of the actor, one of the critic."""
-    config, a = parts.config, parts.config.algorithm
+    config, a, actor = parts.config, parts.config.algorithm, parts.actor
+    assert actor is not None
     for epoch in range(config.update.epochs):
         for chosen in minibatches(
             len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
         ):
             weight_T = minibatch_weights(batch, chosen, a)
             loss = ActorLoss(batch, weight_T, a, parts.place, parts.shape.vocab, config.rollout.temperature)
-            step = actor_step(parts.actor, loss, chosen, parts.packer)
+            step = actor_step(actor, loss, chosen, parts.packer)
             if parts.critic is not None:
                 step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.place, parts.packer)
             yield step
@@ -114,7 +118,8 @@ def _restore(parts: Parts, cursor: tasks.TaskCursor) -> int:
     state = checkpoint.load(parts.config.run.folder / "checkpoints", parts.trainers)
     if state is None:
         return 0
-    cursor.restore(state["cursor"])
+    if "cursor" in state:  # a converted model has none
+        cursor.restore(state["cursor"])
     return int(state["iteration"])
 
 
@@ -124,7 +129,7 @@ def _check(parts: Parts, row: dict[str, Any]) -> None:
     if skipped > budget:
         raise DoNotRestart(f"{skipped} steps were not finite, run.nonfinite_budget={budget}; lower the rates")
     difference, limit = row["mismatch/mean_abs"], parts.config.rollout.max_mismatch
-    if difference > limit:
+    if not difference <= limit:  # NaN too
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
             "the engine does not serve the trainer's weights, or in another precision"

@@ -26,10 +26,12 @@ def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage == "group":
-        outcome_N = outcomes(reward_T, batch.action_offsets)
+        # The environment's outcomes alone are normalised: in a group where they are equal, normalising the KL
+        # penalty would blow its noise up to advantages of size 1. The penalty is subtracted afterwards.
+        outcome_N = outcomes(batch.reward_T, batch.action_offsets)
         advantage_N = group_normalised(outcome_N, group_N, batch.live_N)
-        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T))
-        return replace(batch, advantage_T=advantage_T.float())
+        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + reward_T - batch.reward_T
+        return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
     advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)

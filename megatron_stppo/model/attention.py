@@ -1,9 +1,7 @@
-"""Core attention over packed sequences (THD), for the local layer spec: no padding, no attention across
-sequences.
+"""Core attention over packed sequences (THD), for the local layer spec: no padding, none across sequences.
 
-TransformerEngine brings its own where it is installed. Without it: torch's variable-length attention on
-CUDA, and scaled_dot_product_attention sequence by sequence on a CPU, so that a token's result does not
-depend on its neighbours in the pack.
+torch's variable-length attention on CUDA; on a CPU scaled_dot_product_attention sequence by sequence, so that
+a token's result does not depend on its neighbours in the pack.
 """
 
 from __future__ import annotations

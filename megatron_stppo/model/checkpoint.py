@@ -55,7 +55,7 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
     if dist.get_rank() == 0:
         (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers)}))
         _publish(scratch, final)
-        _retire(folder, keep)
+        _retire(folder, step, keep)
     dist.barrier()
     return final
 
@@ -116,8 +116,8 @@ def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int]]:
-    return {role: (trainer.updates, trainer.skipped) for role, trainer in trainers.items()}
+def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int]]:
+    return {role: (trainer.updates, trainer.skipped, trainer.warmup) for role, trainer in trainers.items()}
 
 
 def _publish(scratch: Path, final: Path) -> None:
@@ -170,9 +170,13 @@ def _steps(folder: Path) -> list[int]:
     return [int(match[1]) for p in folder.iterdir() if (match := STEP.match(p.name))]
 
 
-def _retire(folder: Path, keep: int) -> None:
-    for n in sorted(_steps(folder))[:-keep]:
+def _retire(folder: Path, step: int, keep: int) -> None:
+    """Keeps `step` and the newest before it, `keep` in all; what is beyond or half-written was abandoned."""
+    older = sorted(n for n in _steps(folder) if n <= step)
+    for n in set(_steps(folder)) - set(older[-keep:]):
         shutil.rmtree(folder / f"step_{n}")
+    for scratch in folder.glob("step_*.tmp-*"):
+        shutil.rmtree(scratch)
 
 
 def _sha256(path: Path) -> str:

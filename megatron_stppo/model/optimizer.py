@@ -30,6 +30,8 @@ class Trainer:
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps refused because something was not finite
         self.optimizer = get_megatron_optimizer(_megatron_settings(model, settings), [model])
+        for group in self.optimizer.param_groups:  # megatron leaves this to its scheduler: no decay on norms
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._set_adam_steps(0)
 
     def zero(self) -> None:
@@ -67,7 +69,7 @@ class Trainer:
         for gradient, before in zip(self._gradients(), kept, strict=True):
             gradient.copy_(before)
 
-    def restore(self, state: dict[str, Any], updates: int, skipped: int) -> None:
+    def restore(self, state: dict[str, Any], updates: int, skipped: int, warmup: int) -> None:
         """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and
         the counters."""
         moments = state.pop("param_state", None)  # the distributed optimizer's
@@ -78,6 +80,7 @@ class Trainer:
                 parameter_state.pop("step", None)  # megatron would look for it among the moments
             wrapped.load_parameter_state_from_fully_reshardable(moments)
         self.updates, self.skipped = updates, skipped
+        self.warmup = warmup  # of the run as it was planned: more iterations do not warm up again
         self._set_adam_steps(updates)
 
     def _set_adam_steps(self, updates: int) -> None:

@@ -62,6 +62,9 @@ class Episode:
         self.prompt_ids, self.context = tuple(ids), list(ids)
         longest = min(self.limits.max_prompt_tokens, self.limits.max_context - 1)
         if len(ids) > longest:
+            self.prompt_ids = self.prompt_ids[
+                :longest
+            ]  # it is not played, and must not swamp a microbatch either
             self.end("error", f"prompt of {len(ids)} tokens exceeds max_prompt_tokens={longest}")
 
     @property

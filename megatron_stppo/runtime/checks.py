@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.util
 import ipaddress
+import json
 import os
 from pathlib import Path
 
@@ -28,19 +29,37 @@ ROLLS_OUT = ("train", "evaluate")
 
 def check(config: Config, world_size: int, command: str) -> None:
     """Everything below, for one command: train, evaluate, cold-start or convert."""
+    _launcher()
     _model(config)
-    for field in DATA[command]:
+    for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
-    if command == "train" and config.run.evaluate_every:
-        _data_file("data.evaluate", config.data.evaluate)
     if command == "cold-start" and config.cold_start.output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
     layout = _layout(config, world_size)
     if command in ROLLS_OUT:
         _engine(config, world_size)
+        _context(config)
     if command == "train":
         _batches(config, layout)
     _megatron_fields(config)
+
+
+def data_files(config: Config, command: str) -> tuple[str, ...]:
+    """The fields of data: that the command reads. Example: ("train", "evaluate")."""
+    during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
+    return DATA[command] + during
+
+
+def check_checkpoint(config: Config, checkpoint: str | None) -> None:
+    """Raises ConfigError unless it is None, latest or step_N, and there."""
+    if checkpoint is None:
+        return
+    folder = config.run.folder / "checkpoints"
+    steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
+    if checkpoint not in (*steps, "latest") or not steps:
+        raise ConfigError(
+            f"checkpoint={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
+        )
 
 
 def check_resume(config: Config, resume: bool) -> None:
@@ -72,6 +91,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: where it leads is not known here
         return False
+
+
+def _launcher() -> None:
+    """srun alone would start as many runs of one rank, all writing to one folder."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
+        raise ConfigError(f"SLURM_NTASKS={tasks} without RANK: start torchrun, one per node")
 
 
 def _model(config: Config) -> None:
@@ -106,6 +132,20 @@ def _data_file(field: str, path: Path | None) -> None:
         raise ConfigError(f"{field}={path}: is empty; give at least one row")
 
 
+def _context(config: Config) -> None:
+    longest = read_shape(config.model.path).max_positions
+    if config.max_context > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.max_context} exceeds model.max_position_embeddings={longest}; "
+            "lower it, or the token limits that it is the sum of"
+        )
+    folder = config.model.path
+    settings = folder / "tokenizer_config.json"
+    inline = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    if not inline and not (folder / "chat_template.jinja").is_file():
+        raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")
+
+
 def _layout(config: Config, world_size: int) -> Layout:
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
@@ -128,6 +168,11 @@ def _engine(config: Config, world_size: int) -> None:
 
 
 def _batches(config: Config, layout: Layout) -> None:
+    if config.algorithm.advantage == "group" and config.rollout.samples_per_task == 1:
+        raise ConfigError(
+            "rollout.samples_per_task=1: a group of one teaches nothing with algorithm.advantage=group; "
+            "choose 4 or more"
+        )
     tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
     if tasks % replicas:
         raise ConfigError(
@@ -146,6 +191,12 @@ def _batches(config: Config, layout: Layout) -> None:
 
 
 def _megatron_fields(config: Config) -> None:
+    for name in ("attention_dropout", "hidden_dropout"):
+        if config.megatron.get(name):
+            raise ConfigError(
+                f"megatron.{name}={config.megatron[name]}: importance ratios need the same network twice; "
+                "set it to 0"
+            )
     for name in config.megatron:
         known = megatron_field_names()
         if name not in known:

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,8 @@ def dtype(config: Config) -> torch.dtype:
     name = config.model.dtype
     if name == "auto":
         name = "bfloat16" if torch.cuda.is_available() else "float32"
+    if name == "float32" and torch.cuda.is_available():
+        raise ConfigError("model.dtype=float32: packed attention on CUDA takes bfloat16; choose auto")
     return getattr(torch, name)
 
 

@@ -60,6 +60,10 @@ class Metrics:
         finally:
             self._switch(outer)
 
+    def seconds(self, phase: str) -> float:
+        """Charged to a phase since the last row."""
+        return self._seconds[phase]
+
     def log(self, iteration: int, values: Mapping[str, float | int | str | bool | None]) -> dict[str, Any]:
         """Writes the iteration's row and starts the next one's clock; returns the row (on every rank)."""
         self._switch(self._phase)

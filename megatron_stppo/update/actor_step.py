@@ -119,7 +119,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
         bias_norm = _bias_norm(actor, loss, microbatches, sums, norm)
         bias_norm = in_unit(bias_norm, a.correction_unit, tokens)
         scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
-    finite = all(map(math.isfinite, sums.values()))
+    finite = all(map(math.isfinite, (*sums.values(), bias_norm)))
     on_gradient = a.correction_apply == "gradient"
     stepped = actor.step(
         norm if finite else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale

@@ -37,6 +37,14 @@ def groups(batch):
     return torch.zeros(len(batch.live_N), dtype=torch.int64)
 
 
+def test_equal_outcomes_in_a_group_leave_only_the_kl_penalty_not_its_noise_blown_up():
+    batch = scored([trajectory([0.0]), trajectory([0.0])])
+    batch = replace(batch, reference_logprob_T=torch.tensor([-1.1, -0.9, -1.2, -1.0]))
+    advantage_T = estimate(batch, settings(preset="grpo", kl_coefficient=0.1), groups(batch)).advantage_T
+    # old - reference = 0.1, -0.1, 0.2, 0: times -0.1
+    assert advantage_T.tolist() == pytest.approx([-0.01, 0.01, -0.02, 0.0], abs=1e-7)
+
+
 def test_kl_penalty_is_taken_from_every_action_token():
     # k1 = -1 - -3 = 2 at coefficient 0.1: 0.2 off each token; the outcome sits on the last action token.
     batch = scored([trajectory([0.0, 1.0])])

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError, load
-from megatron_stppo.runtime.checks import check, check_resume, listener_token, megatron_field_names
+from megatron_stppo.runtime.checks import check, check_checkpoint,
+    check_resume, listener_token, megatron_field_names
 
 SHAPE = {
     "model_type": "qwen3",
@@ -27,6 +28,7 @@ def path(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     for name in ("train", "evaluate", "demonstrations"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "run.yaml").write_text(
@@ -128,6 +130,35 @@ def test_a_megatron_field_with_a_typo_gets_the_nearest_name(path: Path) -> None:
 
 def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
     assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(megatron_field_names())
+
+
+def test_the_context_must_fit_the_model_and_the_tokenizer_must_know_chats(path: Path) -> None:
+    assert "max_position_embeddings=32768" in refusal(path, ["rollout.max_context=40000"])
+    (path.parent / "model" / "chat_template.jinja").unlink()
+    assert "no chat_template" in refusal(path, [])
+
+
+def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
+    assert "megatron.hidden_dropout=0.1" in refusal(path, ["megatron.hidden_dropout=0.1"])
+    assert "rollout.samples_per_task=1" in refusal(path, ["algorithm.preset=grpo"])
+
+
+def test_srun_without_torchrun_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.delenv("RANK", raising=False)
+    assert "start torchrun" in refusal(path, [])
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Path) -> None:
+    config = load(path)
+    check_checkpoint(config, None)
+    with pytest.raises(ConfigError, match="train first"):
+        check_checkpoint(config, "latest")
+    (config.run.folder / "checkpoints" / "step_4").mkdir(parents=True)
+    check_checkpoint(config, "step_4")
+    with pytest.raises(ConfigError, match="step_4"):
+        check_checkpoint(config, "step_5")
 
 
 def test_a_run_is_continued_only_on_purpose(path: Path) -> None:

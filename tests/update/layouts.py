@@ -8,28 +8,42 @@ from typing import Any
 
 from megatron_stppo.runtime import launch
 
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "distributed": True}
+# No clipping by norm: the gradients that remain after the step are those of the loss.
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
+HEAD_SCALE = 0.2  # of the critic's head in these tests: at its initial zero the trunk would get no gradient
 
 
-def write_model(folder: Path) -> None:
-    """A tiny random Qwen3: odd vocabulary, 2 layers, tied embeddings."""
+def write_model(folder: Path, family: str = "qwen3") -> None:
+    """A tiny random model: odd vocabulary, 2 layers. Qwen3: tied, q and k norms; Qwen2: untied, biases."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    shape = Qwen3Config(
+    name = family.capitalize()
+    shape = getattr(transformers, f"{name}Config")(
         vocab_size=301,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        **({"head_dim": 16} if family == "qwen3" else {}),
         max_position_embeddings=128,
-        tie_word_embeddings=True,
+        tie_word_embeddings=family == "qwen3",
         initializer_range=0.1,
     )
-    Qwen3ForCausalLM(shape).float().save_pretrained(folder)
+    model = getattr(transformers, f"{name}ForCausalLM")(shape).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases off their initial ones and zeros
+                parameter.add_(0.1 * torch.sin(torch.arange(len(parameter)) + len(key)))
+    model.save_pretrained(folder)
+
+
+def value_head(hidden: int) -> Any:
+    import torch
+
+    return HEAD_SCALE * torch.cos(torch.arange(hidden, dtype=torch.float64))[None]
 
 
 def batch() -> Any:
@@ -77,12 +91,13 @@ def steps(
     layout: tuple[int, int, int],
     budgets: tuple[int, ...],
     sequence: bool,
+    distributed: bool,
     algorithm: dict,
     out: str,
 ) -> Any:
-    """Per budget (tokens per microbatch): the actor's numbers, the critic's, the actor's log-probs.
+    """Per budget (tokens per microbatch): both steps' numbers and the actor's log-probs.
 
-    The updated actor of the last budget is written to `out` as a Hugging Face folder.
+    Of the last budget, the updated actor and its gradients go to `out`, as Hugging Face folders.
     """
     launch.prepare(engine=False)
     import torch
@@ -105,7 +120,7 @@ def steps(
         {
             "model": {"path": model},
             "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence},
-            "update": {"actor": SETTINGS, "critic": SETTINGS},
+            "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
         }
     )
@@ -116,13 +131,19 @@ def steps(
     for budget in budgets:
         actor, critic = (build.trainer(r, shape, config, place, torch.float32) for r in ("actor", "critic"))
         packer = replace(Packer.of(config, place), budget=budget)
+        if place.is_last_stage:
+            critic.model.module.output_layer.weight.data.copy_(value_head(shape.hidden))
         own_T = logprobs(actor.model, batch(), place, packer, shape.vocab, 1.0)
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, place, shape.vocab, 1.0)
         numbers = actor_step(actor, loss, chosen, packer)
         critic_numbers = critic_step(critic, given, chosen, a.value_clip, place, packer)
-        results.append((numbers, critic_numbers, own_T.tolist()))
+        results.append((numbers | critic_numbers, own_T.tolist()))
+    layouts = training_layouts(shape, place.layout)
     weights = dict(actor.model.module.named_parameters())
-    export_hf(Path(out), weights, training_layouts(shape, place.layout), shape, Path(model))
+    export_hf(Path(out) / "weights", weights, layouts, shape, Path(model))
+    if not distributed:
+        gradients = {name: parameter.main_grad for name, parameter in weights.items()}
+        export_hf(Path(out) / "gradients", gradients, layouts, shape, Path(model))
     return results

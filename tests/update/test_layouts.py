@@ -28,31 +28,42 @@ ST_PPO = {
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
 
 
+FAMILIES = ("qwen3", "qwen2")
+CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", (2, 1, 1))]
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "hf"
-    layouts.write_model(folder)
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        layouts.write_model(root / family, family)
+    return {family: root / family for family in FAMILIES}
 
 
 @cache
 def reference(folder: Path) -> dict[str, Any]:
-    """Loss, gradient norm and log-probs of the actor step in float64: transformers and the formulas of the
-    paper."""
-    from transformers import Qwen3ForCausalLM
+    """What both steps must report, in float64: transformers and the formulas of the paper."""
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder).double()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     given = layouts.batch()
-    logprobs, entropies = [], []
+    logprobs, entropies, hidden = [], [], []
     for n in range(len(given.live_N)):
         start, end = given.sequence_offsets[n : n + 2].tolist()
         ids = given.tokens_P[start:end]
-        table = torch.log_softmax(model(ids[None]).logits[0], -1)
+        states = model.model(ids[None]).last_hidden_state[0]
+        table = torch.log_softmax(model.lm_head(states), -1)
         first, last = given.action_offsets[n : n + 2].tolist()
         at = given.action_index_T[first:last] - start
         logprobs.append(table[at - 1, ids[at]])
         entropies.append(-(table.exp() * table).sum(-1)[at - 1])
-    logprob_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
+        hidden.append(states[at - 1])
+    actor = _actor(model, given, torch.cat(logprobs), torch.cat(entropies))
+    model.zero_grad()
+    return actor | _critic(model, given, torch.cat(hidden))
+
+
+def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> dict[str, Any]:
     old_T = logprob_T.detach() + given.old_logprob_T.double()
     live_T, turns = given.live_T, given.turn_offsets.tolist()
     count = int(live_T.sum())
@@ -63,78 +74,98 @@ def reference(folder: Path) -> dict[str, Any]:
             continue
         ratio = torch.exp((logprob_T[first:last] - old_T[first:last]).mean())  # one per turn
         advantage = given.advantage_T[first:last].double()
-        objective = (
-            objective + torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
-        )
+        objective += torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
         outside = (advantage > 0) & (ratio > 1.2) | (advantage < 0) & (ratio < 0.8)
         clipped += int(outside.sum())
-        lost = lost + (ratio * advantage[outside]).sum() / count
+        lost += (ratio * advantage[outside]).sum() / count
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
     entropy = entropy_T[live_T].sum() / count
-    bias_norm = norm_of(torch.autograd.grad(lost, list(model.parameters()), retain_graph=True))
-    (-objective + 0.1 * kl - 0.01 * entropy).backward()
-    norm = norm_of([p.grad for p in model.parameters()])
+    parameters = list(model.parameters())
+    bias_norm = norm_of(torch.autograd.grad(lost, parameters, retain_graph=True))
+    (-objective + 0.1 * kl - 0.01 * entropy).backward(retain_graph=True)
     return {
-        "actor/objective": float(objective),
-        "actor/kl_loss": float(kl),
-        "actor/entropy": float(entropy),
-        "actor/gradient_norm": norm,
+        "actor/objective": objective.item(),
+        "actor/kl_loss": kl.item(),
+        "actor/entropy": entropy.item(),
+        "actor/gradient_norm": norm_of([p.grad for p in parameters]),
         "actor/clip_fraction": clipped / count,
         "actor/clipping_bias": bias_norm,
         "logprob_T": logprob_T.detach(),
+        "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
     }
+
+
+def _critic(model: Any, given: Any, hidden_T: torch.Tensor) -> dict[str, Any]:
+    head = layouts.value_head(hidden_T.shape[1]).requires_grad_()
+    bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    value_T = (hidden_T @ head.t()).squeeze(1) + bias
+    old_T, return_T = given.value_T.double(), given.return_T.double()
+    near_T = old_T + (value_T - old_T).clamp(-0.5, 0.5)
+    error_T = torch.maximum((value_T - return_T) ** 2, (near_T - return_T) ** 2) / 2
+    loss = error_T[given.live_T].mean()
+    loss.backward()
+    gradients = [p.grad for p in model.model.parameters()] + [head.grad, bias.grad]
+    return {"critic/loss": loss.item(), "critic/gradient_norm": norm_of(gradients)}
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
     return math.sqrt(sum(float(g.square().sum()) for g in gradients))
 
 
-def test_reference_batch_has_clipped_and_unclipped_tokens(model: Path) -> None:
-    assert 0.1 < reference(model)["actor/clip_fraction"] < 0.9
+def test_reference_batch_has_clipped_and_unclipped_tokens(models: dict[str, Path]) -> None:
+    for folder in models.values():
+        assert 0.1 < reference(folder)["actor/clip_fraction"] < 0.9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_step_equals_float64_reference_under_every_layout(
-    model: Path, tmp_path: Path, layout: tuple[int, int, int]
+    models: dict[str, Path], tmp_path: Path, family: str, layout: tuple[int, int, int]
 ) -> None:
-    out = tmp_path / "updated"
-    world = math.prod(layout)
+    model, world = models[family], math.prod(layout)
     sequence = layout == (2, 2, 1)  # one of them under sequence parallelism too
+    distributed = layout == (1, 1, 2)  # one with sharded optimizer states, whose gradients are in pieces
     small, large = zip(
-        *run_ranks(layouts.steps, world, str(model), layout, (24, 1000), sequence, ST_PPO, str(out)),
+        *run_ranks(
+            layouts.steps, world, str(model), layout, (24, 1000), sequence, distributed, ST_PPO, str(tmp_path)
+        ),
         strict=True,
     )
     for results in (small, large):
-        _same_as_reference(model, results)
-    _same_as_first_layout(model, out, small[0][1])
+        _same_numbers(model, results)
+    if not distributed:
+        _same_gradients(model, tmp_path / "gradients")
+    _same_weights(model, tmp_path / "weights")
 
 
-def _same_as_reference(model: Path, results: tuple[Any, ...]) -> None:
-    numbers, critic, own = results[0]
+def _same_numbers(model: Path, results: tuple[Any, ...]) -> None:
+    numbers, own = results[0]
     expected = reference(model)
     torch.testing.assert_close(torch.tensor(own).double(), expected["logprob_T"], atol=2e-5, rtol=0)
-    for name, value in expected.items():
-        if name != "logprob_T":
-            assert numbers[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
-    assert all(r[0] == numbers and r[1] == critic for r in results), "every rank reports the same numbers"
+    for name in expected.keys() - {"logprob_T", "gradients"}:
+        assert numbers[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
+    assert all(other == numbers for other, _ in results), "every rank reports the same numbers"
 
 
-FIRST: dict[str, Any] = {}
+def _same_gradients(model: Path, folder: Path) -> None:
+    ours = load_file(folder / "model.safetensors")
+    for name, gradient in reference(model)["gradients"].items():
+        if name == "lm_head.weight" and name not in ours:  # tied: the embedding holds both
+            continue
+        apart = (ours[name].double() - gradient).norm() / gradient.norm()
+        assert apart < 1e-4, (name, float(apart))
 
 
-def _same_as_first_layout(model: Path, out: Path, critic: dict[str, float]) -> None:
-    """Updated weights and the critic's numbers, against those of the layout that ran first."""
-    weights = load_file(out / "model.safetensors")
-    before = load_file(model / "model.safetensors")
+FIRST: dict[Path, dict[str, torch.Tensor]] = {}
+
+
+def _same_weights(model: Path, folder: Path) -> None:
+    """The updated weights, against those of the layout that ran first."""
+    weights, before = (load_file(f / "model.safetensors") for f in (folder, model))
     moved = sum(float((weights[k] - before[k]).abs().sum()) for k in weights)
     assert moved > 0
-    if not FIRST:
-        FIRST.update(weights=weights, critic=critic)
-        return
-    for name, value in critic.items():
-        assert value == pytest.approx(FIRST["critic"][name], rel=1e-4), name
+    first = FIRST.setdefault(model, weights)
     # Adam's first step is lr * sign(g) wherever |g| is well above its epsilon: a difference in a gradient's
     # rounding near zero moves a weight by up to 2 lr, so the bound is on the mean.
-    apart = sum(float((weights[k] - FIRST["weights"][k]).abs().sum()) for k in weights)
+    apart = sum(float((weights[k] - first[k]).abs().sum()) for k in weights)
     assert apart < 2e-3 * moved
