@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import yaml
 
 from megatron_stppo.environments.retrieval import BM25Retriever
 from tests.rollout.tiny import build_model
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
 
 
@@ -34,7 +39,7 @@ def write(root: Path) -> Path:
     ]
     (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
-        "run": {"name": "small", "root": str(root / "runs"), "iterations": 4, "checkpoint_every": 2},
+        "run": {"name": "small", "root": str(root / "runs"), "iterations": 6, "checkpoint_every": 3},
         "model": {"path": str(root / "model")},
         "parallel": {"tensor": 2},
         "data": {"train": str(root / "tasks.jsonl"), "evaluate": str(root / "tasks.jsonl")},
@@ -62,14 +67,29 @@ def run(command: str, config: Path, *arguments: str) -> subprocess.CompletedProc
     return run_command((command, str(config), *arguments))
 
 
+def train_until(path: Path, config: Path, *arguments: str) -> None:
+    """Kills the training, all ranks at once and without warning, as soon as `path` exists."""
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "megatron_stppo", "train", str(config), *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 240
+        while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # torchrun gives each rank a session of its own: killing its group would leave them alive
+        ranks = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        for pid in (process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+    assert path.exists()
+
+
 def run_command(arguments: tuple[str, ...], ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """The door under torchrun, as a user starts it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [*torchrun, "-m", "megatron_stppo", *arguments],
+        [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_stppo", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         check=False,
     )

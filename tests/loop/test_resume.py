@@ -1,4 +1,4 @@
-"""The whole program, twice: straight through, and stopped and resumed. The same bits must come out."""
+"""The whole program, twice: straight through, and killed and resumed. The same bits must come out."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import pytest
 
 from tests.loop import small_run
 
-TIMES = ("seconds", "share")
+TIMES = ("seconds", "share", "rollout/tokens_per_second")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(4 iterations in one go, 2 iterations + restart + 2 more)."""
+    """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6)."""
     root = tmp_path_factory.mktemp("run")
     config = small_run.write(root)
-    for arguments in (
-        ("run.name=straight",),
-        ("run.name=resumed", "run.iterations=2"),
-        ("run.name=resumed", "--resume"),
-    ):
-        done = small_run.run("train", config, *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
-    return root / "runs" / "straight", root / "runs" / "resumed"
+    straight, resumed = root / "runs" / "straight", root / "runs" / "resumed"
+    done = small_run.run("train", config, "run.name=straight")
+    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
+    assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
+    done = small_run.run("train", config, "run.name=resumed", "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return straight, resumed
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if k.split("/")[0] not in TIMES} for x in lines]
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMES)} for x in lines]
 
 
 def test_resumed_run_reports_the_same_numbers(runs: tuple[Path, Path]) -> None:
     straight, resumed = map(rows, runs)
-    assert [row["iteration"] for row in straight] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in straight] == [1, 2, 3, 4, 5, 6]
     assert resumed == straight
     assert straight[-1]["actor/gradient_norm"] > 0
 
 
 def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
-    for iteration in range(1, 5):
+    for iteration in range(1, 7):
         name = f"trajectories/iteration-{iteration:05d}.jsonl"
         assert (runs[1] / name).read_text() == (runs[0] / name).read_text()
 
@@ -49,7 +49,7 @@ def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
 def test_resumed_run_ends_at_the_same_weights_and_optimizer_state_bitwise(runs: tuple[Path, Path]) -> None:
     """Every tensor file of both models' checkpoints: weights, Adam's moments, both models."""
     straight, resumed = (
-        json.loads((run / "checkpoints/step_4/MANIFEST.json").read_text())["files"] for run in runs
+        json.loads((run / "checkpoints/step_6/MANIFEST.json").read_text())["files"] for run in runs
     )
     tensors = [name for name in straight if name.endswith(".distcp")]
     assert {name.split("/")[0] for name in tensors} == {"actor", "critic"}

@@ -7,8 +7,13 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError, load
-from megatron_stppo.runtime.checks import check, check_checkpoint,
-    check_resume, listener_token, megatron_field_names
+from megatron_stppo.runtime.checks import (
+    check,
+    check_checkpoint,
+    check_resume,
+    listener_token,
+    megatron_field_names,
+)
 
 SHAPE = {
     "model_type": "qwen3",
