@@ -123,6 +123,21 @@ def to_megatron(
     convert.to_megatron(settings, output)
 
 
+@app.command("build-index")
+def build_index(
+    corpus: Annotated[Path, typer.Argument(help='.jsonl rows {"id", "contents"}; contents: "Title"\\ntext')],
+    index: Annotated[Path, typer.Argument(help="new folder for the BM25 index")],
+) -> None:
+    """Index a corpus for environment.retrieval.index and serve-retriever."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.environments.retrieval import BM25Retriever, read_corpus
+
+    if index.exists():
+        raise ConfigError(f"index={index}: exists; name a new folder")
+    BM25Retriever.build(read_corpus(corpus), index)
+    typer.echo(f"{len(BM25Retriever(index))} documents in {index}", err=True)
+
+
 @app.command("serve-retriever")
 def serve_retriever(
     index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],

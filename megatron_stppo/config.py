@@ -95,7 +95,7 @@ class DataConfig(Section):
 
 class RetrievalConfig(Section):
     kind: Literal["bm25", "http"] = "bm25"
-    index: Path | None = Field(None, description="bm25: a folder that BM25Retriever.build wrote")
+    index: Path | None = Field(None, description="bm25: a folder that build-index wrote")
     url: str | None = Field(None, description="http: a /retrieve endpoint")
     topk: int = Field(3, ge=1, le=100)
     timeout: float = Field(10.0, gt=0, description="seconds per request")

@@ -60,7 +60,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
-        intermediate_size=384,
+        intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

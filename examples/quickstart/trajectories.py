@@ -1,6 +1,6 @@
 """Scripted trajectories that teach the skill: copy a name into a query, and an answer out of a document.
 
-Made-up entities in 80 % of them, because names that recur are memorised instead of copied. In the last fifth
+Made-up entities in 80 % of them, because names that recur are memorised instead of copied. In the last 15 %
 60 % answer without searching, and wrongly: how to search is taught here, when to is left to reinforcement
 learning.
 """
@@ -21,7 +21,7 @@ from megatron_stppo.environments.search import render
 MADE_UP_SHARE = 0.8
 TWO_HOP_SHARE = 0.1
 # Stages in training order and the share of all tokens after which each ends.
-STAGES = {"skill": 0.8, "policy": 1.0}
+STAGES = {"skill": 0.85, "policy": 1.0}
 GUESS_SHARE = 0.6  # of the policy stage's rows
 MAX_CHARACTERS = 4000
 

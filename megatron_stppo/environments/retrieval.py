@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +58,21 @@ class Retriever(Protocol):
 def words(text: str) -> list[str]:
     """Lower-cased words. Example: words("Port-au-Prince") == ["port", "au", "prince"]."""
     return _WORD.findall(text.lower())
+
+
+def read_corpus(path: Path) -> Iterator[dict[str, str]]:
+    """Rows of a .jsonl corpus, {"id", "contents"} each. Raises ConfigError naming file, row (from 1), field."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
+                    raise ConfigError(f"{path} row {number}: give an id and contents, a text")
+                yield row
+    except OSError as error:
+        raise ConfigError(f"corpus={path}: cannot be read ({error.strerror}); give a .jsonl file") from None
+    except ValueError:
+        raise ConfigError(f"{path} row {number}: is not JSON in UTF-8; mend or remove the line") from None
 
 
 class BM25Retriever:

@@ -19,6 +19,7 @@ from megatron_stppo.environments.retrieval import (
     HttpRetriever,
     RetrievalError,
     RetrievalTimeout,
+    read_corpus,
     read_result,
     words,
 )
@@ -275,3 +276,14 @@ def test_a_wrong_token_is_found_before_the_run(address):
 def test_the_server_refuses_a_missing_index(tmp_path):
     with pytest.raises(ConfigError, match="no BM25 index"):
         create_app(tmp_path / "nowhere")
+
+
+def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 1, "contents": "\\"Gabon\\"\\nThe capital is Libreville."}\n')
+    BM25Retriever.build(read_corpus(corpus), tmp_path / "index")
+    assert BM25Retriever(tmp_path / "index").lookup("Libreville", 1)[0].title == "Gabon"
+    for bad, said in (('{"id": 2}', "row 2: give an id"), ("{", "row 2: is not JSON")):
+        corpus.write_text(corpus.read_text().splitlines()[0] + f"\n{bad}\n")
+        with pytest.raises(ConfigError, match=said):
+            list(read_corpus(corpus))

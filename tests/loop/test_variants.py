@@ -17,6 +17,7 @@ CASES = {
         "parallel.pipeline=2",
         "rollout.engine_tensor=2",
         "algorithm.preset=so_grpo",
+        "model.recompute=selective",
         "rollout.samples_per_task=2",
         "algorithm.kl_coefficient=0",
     ),
