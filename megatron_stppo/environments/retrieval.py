@@ -61,7 +61,7 @@ def words(text: str) -> list[str]:
 
 
 def read_corpus(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a .jsonl corpus, {"id", "contents"} each. Raises ConfigError naming file, row (from 1), field."""
+    """Rows {"id", "contents"} of a .jsonl corpus. Raises ConfigError naming file, row (from 1) and remedy."""
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -71,7 +71,7 @@ def read_corpus(path: Path) -> Iterator[dict[str, str]]:
                 yield row
     except OSError as error:
         raise ConfigError(f"corpus={path}: cannot be read ({error.strerror}); give a .jsonl file") from None
-    except ValueError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         raise ConfigError(f"{path} row {number}: is not JSON in UTF-8; mend or remove the line") from None
 
 
