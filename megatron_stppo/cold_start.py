@@ -17,7 +17,6 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_stppo import ops
 from megatron_stppo.config import Config, ConfigError, OptimizerConfig
 from megatron_stppo.convert import export_hf
 from megatron_stppo.data import demonstrations
@@ -27,6 +26,7 @@ from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
 from megatron_stppo.model.spans import training_layouts
+from megatron_stppo.model.token_logprob import token_logprob
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.metrics import progress
@@ -104,13 +104,7 @@ def _step(
 def _loss(
     logits: Tensor, microbatch: Microbatch, place: Place, vocab_size: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    logprob_T, _, _ = ops.vocab_logprob(
-        logits,
-        microbatch.target_T,
-        vocab_start=place.tensor_rank * logits.shape[1],
-        vocab_size=vocab_size,
-        group=place.tensor_group,
-    )
+    logprob_T, _, _ = token_logprob(logits, microbatch, place, vocab_size)
     loss = -logprob_T.sum() / tokens
     return loss, loss.detach().reshape(1)
 

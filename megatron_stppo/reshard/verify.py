@@ -1,4 +1,4 @@
-"""Did every row arrive? A checksum per copy, and a comparison of what the two sides compute."""
+"""Did every row arrive? A checksum per copy, on both sides."""
 
 from __future__ import annotations
 
@@ -92,20 +92,3 @@ class Checks:
 
     def _stack(self, totals: list[Tensor]) -> Tensor:
         return torch.stack(totals) if totals else torch.empty(0, dtype=torch.int64, device=self._device)
-
-
-def compare(engine_logprob: Tensor, trainer_logprob: Tensor, tolerance: float) -> float:
-    """The largest difference between log-probs of the same tokens from the engine and from the trainer.
-
-    The two compute with different kernels, so they agree to rounding, not bitwise: a tolerance of 1e-3 suits
-    float32, 0.2 bfloat16. Raises ReshardError above it, or where either is not finite.
-    """
-    assert engine_logprob.shape == trainer_logprob.shape, (engine_logprob.shape, trainer_logprob.shape)
-    difference = (engine_logprob.float() - trainer_logprob.float().to(engine_logprob.device)).abs()
-    largest = difference.max().item() if difference.numel() else 0.0
-    if not largest <= tolerance:  # also true for NaN
-        raise ReshardError(
-            f"engine and trainer log-probs of the same tokens differ by {largest:.3g}, "
-            f"more than {tolerance:.3g}"
-        )
-    return largest

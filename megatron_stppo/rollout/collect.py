@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -41,37 +41,6 @@ class RolloutSettings:
     concurrency: int = 64  # environment calls under way
     deadline: float = 30.0  # seconds per environment call
     max_failure_rate: float = 0.2  # of error and timeout episodes, over all ranks
-
-
-@dataclass(frozen=True)
-class RolloutStatistics:
-    """Example: 2 trajectories of 3 and 5 action tokens in 0.5 s -> tokens_per_second 16.0."""
-
-    trajectories: int
-    tokens: int  # action tokens
-    seconds: float
-    tokens_per_second: float
-    turns: int
-    searches: int
-    failures: int
-    outcomes: dict[str, int] = field(default_factory=dict)
-
-
-def summarise(trajectories: Sequence[Trajectory], seconds: float) -> RolloutStatistics:
-    tokens = sum(len(turn.token_ids) for t in trajectories for turn in t.turns)
-    outcomes: dict[str, int] = {}
-    for trajectory in trajectories:
-        outcomes[trajectory.outcome] = outcomes.get(trajectory.outcome, 0) + 1
-    return RolloutStatistics(
-        trajectories=len(trajectories),
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
-        turns=sum(len(t.turns) for t in trajectories),
-        searches=sum(t.searches for t in trajectories),
-        failures=sum(t.outcome in FAILED for t in trajectories),
-        outcomes=dict(sorted(outcomes.items())),
-    )
 
 
 def collect(

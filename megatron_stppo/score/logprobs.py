@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo import ops
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.pipeline import Packer, score
+from megatron_stppo.model.token_logprob import token_logprob
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 
@@ -18,14 +18,6 @@ def logprobs(
     """log pi(token) at the sampling temperature: float32 [T] on the host, equal on every rank."""
 
     def answer(logits: Tensor, microbatch: Microbatch) -> Tensor:
-        logprob_T, _, _ = ops.vocab_logprob(
-            logits,
-            microbatch.target_T,
-            vocab_start=place.tensor_rank * logits.shape[1],
-            vocab_size=vocab_size,
-            group=place.tensor_group,
-            temperature=temperature,
-        )
-        return logprob_T
+        return token_logprob(logits, microbatch, place, vocab_size, temperature)[0]
 
     return score(model, batch, place, packer, answer)

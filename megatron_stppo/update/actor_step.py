@@ -24,6 +24,7 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.model.token_logprob import token_logprob
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
@@ -76,14 +77,7 @@ class ActorLoss:
         return loss, loss.detach().reshape(1)
 
     def logprob(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.vocab_logprob(
-            logits,
-            microbatch.target_T,
-            vocab_start=self.place.tensor_rank * logits.shape[1],
-            vocab_size=self.vocab_size,
-            group=self.place.tensor_group,
-            temperature=self.temperature,
-        )
+        return token_logprob(logits, microbatch, self.place, self.vocab_size, self.temperature)
 
     def surrogate(self, logprob_T: Tensor, microbatch: Microbatch) -> ClippedSurrogate:
         a, segments = self.algorithm, self.algorithm.segments

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.rollout.collect import RolloutSettings, collect, request_seed, summarise
+from megatron_stppo.rollout.collect import RolloutSettings, collect, request_seed
 from megatron_stppo.rollout.episode import Limits
-from megatron_stppo.types import Task, Trajectory, Turn
+from megatron_stppo.types import Task, Trajectory
 from tests.ranks import run_ranks
 from tests.rollout.tiny import CONTEXT, Game, fill, reference_logprobs, task
 
@@ -170,13 +170,3 @@ def test_request_seed_is_stable_and_depends_on_all_its_parts() -> None:
         == 4
     )
     assert request_seed(1, 12, 3) != request_seed(11, 2, 3)
-
-
-def test_summary_counts_action_tokens_per_second() -> None:
-    played = [
-        Trajectory(task(0), (1,), (Turn((5, 6, 7), (-1.0,) * 3, (9,), 0.0, 0),), "ok", searches=2),
-        Trajectory(task(1), (1,), (Turn((5,) * 5, (-1.0,) * 5, (), 0.0, 0),), "timeout"),
-    ]
-    summary = summarise(played, seconds=0.5)
-    assert (summary.tokens, summary.tokens_per_second, summary.turns, summary.searches) == (8, 16.0, 2, 2)
-    assert (summary.failures, summary.outcomes) == (1, {"ok": 1, "timeout": 1})
