@@ -158,7 +158,7 @@ def perform(stage: Stage, ledger: Ledger, folder: Path) -> int:
         command = prepare_training(command, ledger.was_begun(stage), folder)
     log, started = folder / "logs" / f"{stage.name}.log", time.monotonic()
     ledger.record(stage, 0.0, done=False)
-    status = forward(command, log, os.environ | {"OMP_NUM_THREADS": "1"})
+    status = forward(command, log, os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
     ledger.record(stage, time.monotonic() - started, done=status == 0)
     if status:
         console.rule(f"{stage.name} failed with exit code {status}; {log} ends so:", style="red")

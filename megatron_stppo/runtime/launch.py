@@ -33,6 +33,7 @@ def prepare(engine: bool = True) -> None:
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no triton is known
     if engine:
         from megatron_stppo.runtime.vllm_environment import prepare_environment
 
