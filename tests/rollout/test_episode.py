@@ -74,7 +74,9 @@ def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTraine
 def test_prompt_beyond_its_limit_is_an_error_that_says_so(tokenizer: PreTrainedTokenizerFast) -> None:
     episode = started(tokenizer, Limits(5, 8, 20, 100))
     assert episode.outcome == "error"
-    assert episode.detail == f"prompt of {len(episode.prompt_ids)} tokens exceeds max_prompt_tokens=5"
+    whole = started(tokenizer).prompt_ids
+    assert episode.detail == f"prompt of {len(whole)} tokens exceeds max_prompt_tokens=5"
+    assert episode.prompt_ids == whole[:5], "cut, so that it cannot swamp a microbatch"
 
 
 def test_turn_cut_by_its_own_limit_still_goes_to_the_environment(tokenizer: PreTrainedTokenizerFast) -> None:
