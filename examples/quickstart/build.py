@@ -1,6 +1,6 @@
 """Builds what the quickstart needs from installed packages: corpus, index, model, tasks, demonstrations.
 
-    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 2600000]
+    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 3200000]
 
 DIR/corpus.jsonl  index/  model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.json
 The same seed gives the same files. A folder whose manifest matches is left as it is.
@@ -28,7 +28,7 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
-VERSION = 6  # raise it when the same arguments would give other files
+VERSION = 7  # raise it when the same arguments would give other files
 MAX_PIECES = 5  # tokens of a name or an answer that is asked about
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=2_600_000, help="tokens of demonstrations")
+    parser.add_argument("--tokens", type=int, default=3_200_000, help="tokens of demonstrations")
     arguments = parser.parse_args(argv)
     wanted = {"version": VERSION, "seed": arguments.seed, "tokens": arguments.tokens}
     if is_built(arguments.output, wanted):

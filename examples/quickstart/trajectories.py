@@ -1,7 +1,7 @@
 """Scripted trajectories that teach the skill: copy a name into a query, and an answer out of a document.
 
-Made-up entities in 80 % of them, because names that recur are memorised instead of copied. In the last 15 %
-60 % answer without searching, and wrongly: how to search is taught here, when to is left to reinforcement
+Made-up entities in 80 % of them, because names that recur are memorised instead of copied. In the last tenth
+70 % answer without searching, and wrongly: how to search is taught here, when to is left to reinforcement
 learning.
 """
 
@@ -21,8 +21,8 @@ from megatron_stppo.environments.search import render
 MADE_UP_SHARE = 0.8
 TWO_HOP_SHARE = 0.1
 # Stages in training order and the share of all tokens after which each ends.
-STAGES = {"skill": 0.85, "policy": 1.0}
-GUESS_SHARE = 0.6  # of the policy stage's rows
+STAGES = {"skill": 0.9, "policy": 1.0}
+GUESS_SHARE = 0.7  # of the policy stage's rows
 MAX_CHARACTERS = 4000
 
 
