@@ -177,9 +177,9 @@ def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = 
         checks.check_resume(config, resume)
     _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
-        from megatron_stppo.environments.search import open_retriever
+        from megatron_stppo.environments import choose
 
-        open_retriever(config.environment.retrieval)  # reachable and not empty, or a ConfigError
+        choose.factory(config.environment)  # its retriever reachable and not empty, or a ConfigError
     return config
 
 

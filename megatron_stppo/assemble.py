@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import Config
-from megatron_stppo.environments import search
+from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.spans import check_layout, row_widths, serving_layouts, training_layouts
@@ -114,7 +115,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
     shape = read_shape(config.model.path)
     check_layout(shape, config.parallel.tensor, config.parallel.pipeline)
     check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
-    make_environment = search.factory(config.environment)
+    make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
     engine = _engine(config, dtype)
     engine.sleep()  # its memory is the trainer's until the first reshard
@@ -131,7 +132,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
     reshard = Resharder(
         dict(policy.named_parameters()),
         engine.parameters(),
-        training_layouts(shape, place.layout),
+        training_layouts(shape, place.layout, spec=layer_spec(config)),
         serving_layouts(shape, place.world, config.engine_tensor),
         row_widths(shape),
     )

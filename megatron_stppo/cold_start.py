@@ -23,6 +23,7 @@ from megatron_stppo.data import demonstrations
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
 from megatron_stppo.model.spans import training_layouts
@@ -61,7 +62,7 @@ def cold_start(config: Config) -> None:
     export_hf(
         settings.output,
         source,
-        training_layouts(shape, place.layout),
+        training_layouts(shape, place.layout, spec=layer_spec(config)),
         shape,
         config.model.path,
         overwrite=True,

@@ -53,6 +53,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )
+    layers: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="auto: TransformerEngine's where it is installed and there is a GPU"
+    )
     recompute: Literal["none", "selective", "full"] = "none"
 
 
@@ -106,7 +109,9 @@ class RetrievalConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    kind: Literal["search"] = "search"
+    kind: str = Field(
+        "search", min_length=1, description="search, or MODULE:FACTORY of your own on PYTHONPATH"
+    )
     max_turns: int = Field(4, ge=1)
     max_observation_tokens: int = Field(500, ge=1)
     deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")

@@ -22,6 +22,7 @@ from megatron_stppo.model import build
 from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.model.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.model.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.spans import Spans, hf_spans, row_widths, training_layouts
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.reshard.state import Resharder
@@ -129,7 +130,7 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
     checkpoints.load_weights(
         config.run.folder / "checkpoints", "actor", model, checkpoints.step_of(checkpoint)
     )
-    layouts = training_layouts(shape, place.layout)
+    layouts = training_layouts(shape, place.layout, spec=layer_spec(config))
     export_hf(output, dict(model.named_parameters()), layouts, shape, config.model.path)
     launch.stop()
 

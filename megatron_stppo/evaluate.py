@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.describe import outcomes
 from megatron_stppo.model import checkpoint as checkpoints
+from megatron_stppo.rollout.collect import Progress
+from megatron_stppo.runtime.metrics import counting
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.types import Task
 
@@ -37,7 +40,8 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     parts.serve(version=iteration)
     folder = output.parent if output else config.run.folder
     log = TrajectoryLog(folder / "evaluate", parts.place.rank, parts.engine.tokenizer)
-    row = held_out(parts, log, iteration)
+    with counting("episodes", parts.place.rank == 0) as show:
+        row = held_out(parts, log, iteration, show)
     if parts.place.rank == 0:
         table = Table("held out", "value", title=f"{config.run.name}, iteration {iteration}")
         for name, value in row.items():
@@ -57,12 +61,16 @@ def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
     return [given[i] for i in chosen]
 
 
-def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0) -> dict[str, Any]:
+def held_out(
+    parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
     """evaluate/* of the weights that the engine serves now. Collective; equal on all ranks."""
     config = parts.config
     chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)
-    played = parts.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED)
+    started = time.perf_counter()
+    played = parts.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED, progress)
+    seconds = time.perf_counter() - started
     if log is not None:
         log.write(iteration, played)
     counted = outcomes(played)
@@ -72,4 +80,5 @@ def held_out(parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0)
         "evaluate/turns": statistics.mean(len(t.turns) for t in played),
         "evaluate/failed": counted["error"] + counted["timeout"],
         "evaluate/episodes": len(played),
+        "evaluate/tokens_per_second": sum(len(turn.token_ids) for t in played for turn in t.turns) / seconds,
     }

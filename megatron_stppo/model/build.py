@@ -12,20 +12,15 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.model.attention import PackedAttention
 from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.spans import training_spans
 from megatron_stppo.model.value_head import ValueHead
@@ -33,15 +28,6 @@ from megatron_stppo.parallel.groups import Place
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under megatron's constructor; its weight's gradient is summed over sequence-parallel
-    ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class TokenModel(GPTModel):
@@ -136,17 +122,6 @@ def transformer_config(
     return TransformerConfig(**(fields | config.megatron))
 
 
-def block_spec(settings: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """megatron's local layers with packed attention and a norm that sequence parallelism accepts."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(settings), layer_norm=RMSNorm)
-
-
 def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> TokenModel:
     """This rank's shard of one model, without weights. The critic's embeddings are untied and its head is a
     scalar."""
@@ -154,7 +129,7 @@ def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: to
     is_critic = role == "critic"
     model = TokenModel(
         settings,
-        block_spec(settings, shape),
+        block_spec(layer_spec(config), settings, shape),
         vocab_size=shape.padded_vocab(place.tensor_size),
         max_sequence_length=shape.max_positions,
         pre_process=place.pipeline_rank == 0,
@@ -202,6 +177,13 @@ def from_hf(role: Role, shape: ModelShape, config: Config, place: Place, dtype: 
     """
     model = build(role, shape, config, place, dtype)
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
-    spans = training_spans(shape, place.layout, place.rank, head=role != "critic", tied_copy=True)
+    spans = training_spans(
+        shape,
+        place.layout,
+        place.rank,
+        spec=layer_spec(config),
+        head=role != "critic",
+        tied_copy=True,
+    )
     load_hf(folder, spans, dict(model.named_parameters()), keep=VALUE_HEAD if role == "critic" else ())
     return model

@@ -13,6 +13,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.model.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
 from megatron_stppo.parallel.layout import Layout
 
+LayerSpec = Literal["local", "transformer_engine"]  # whose layers: they name their norms differently
 PADDING = ""  # the hf_key of rows that exist on one side only; they hold zeros and never travel
 
 
@@ -39,7 +40,7 @@ def training_spans(
     layout: Layout,
     rank: int,
     *,
-    spec: Literal["local", "te"] = "local",
+    spec: LayerSpec = "local",
     head: bool = True,
     tied_copy: bool = False,
 ) -> dict[str, tuple[Span, ...]]:
@@ -69,12 +70,15 @@ def training_spans(
 
 
 def _training_layer(
-    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: Literal["local", "te"]
+    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: LayerSpec
 ) -> dict[str, tuple[Span, ...]]:
     heads, ffn = shape.heads * shape.head_dim // size, shape.ffn // size
     norms = {
         "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-        "te": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+        "transformer_engine": (
+            "self_attention.linear_qkv.layer_norm_weight",
+            "mlp.linear_fc1.layer_norm_weight",
+        ),
     }[spec]
     spans = {
         target + "self_attention.linear_proj.weight": _tile(
@@ -152,9 +156,7 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
     return spans
 
 
-def training_layouts(
-    shape: ModelShape, layout: Layout, *, spec: Literal["local", "te"] = "local"
-) -> dict[int, Spans]:
+def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:
     """{rank: training_spans} of every rank, as a reshard's or an export's source."""
     return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
 

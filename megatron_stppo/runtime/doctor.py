@@ -114,15 +114,18 @@ def _engine() -> Finding:
     return Finding(name, number or "", "ok")
 
 
+def missing() -> list[tuple[str, str]]:
+    """Optional packages that are not there, and what a GPU run loses without each."""
+    return [(name, cost) for name, cost in OPTIONAL.items() if version(name) is None]
+
+
 def _optional() -> list[Finding]:
+    lost = dict(missing())
     return [
-        Finding(
-            name,
-            version(name) or "missing",
-            "ok" if version(name) else "optional",
-            "" if version(name) else f"without it {cost}",
-        )
-        for name, cost in OPTIONAL.items()
+        Finding(name, "missing", "optional", f"without it {lost[name]}")
+        if name in lost
+        else Finding(name, version(name) or "", "ok")
+        for name in OPTIONAL
     ]
 
 

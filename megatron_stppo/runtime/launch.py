@@ -10,6 +10,7 @@ import datetime
 import logging
 import os
 import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,27 @@ def start(config: Config) -> Place:
     from megatron.core import tensor_parallel
 
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+    if place.rank == 0:
+        print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)
     return place
+
+
+def _opening(config: Config, place: Place) -> str:
+    """One line: the layout, the arithmetic, and what the run does without."""
+    import torch
+
+    from megatron_stppo.model.layers import layer_spec
+    from megatron_stppo.runtime import doctor
+
+    gpu, layout = torch.cuda.is_available(), place.layout
+    parts = [
+        f"{place.world} ranks (tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data})",
+        f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, torch.cuda answers for the CPU",
+        str(dtype(config)).removeprefix("torch."),
+        f"{layer_spec(config)} layers",
+        *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
+    ]
+    return "; ".join(parts)
 
 
 def log_to(folder: Path, rank: int) -> None:

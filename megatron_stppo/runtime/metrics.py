@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -107,23 +107,38 @@ def _json_number(value: Any) -> Any:
 def progress(
     items: Sequence[Item], description: str, enabled: bool = True, every: float = QUIET_SECONDS
 ) -> Iterator[Item]:
-    """Yields the items: a bar on a terminal, else a plain line now and then; ranks > 0 pass enabled=False."""
+    """Yields the items and shows how many are done; ranks > 0 pass enabled=False."""
+    with counting(description, enabled, every) as show:
+        for done, item in enumerate(items, 1):
+            yield item
+            show(done, len(items))
+
+
+@contextmanager
+def counting(
+    description: str, enabled: bool = True, every: float = QUIET_SECONDS
+) -> Iterator[Callable[[int, int], None]]:
+    """A function to be called with (done, total): a bar on a terminal, else a plain line now and then."""
     console = Console(stderr=True)
     if not enabled:
-        yield from items
+        yield lambda done, total: None
     elif console.is_terminal:
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as bar:
-            yield from bar.track(items, description=description)
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
-        yield from _plain(items, description, every, console)
+        yield _plain(description, every, console)
 
 
-def _plain(items: Sequence[Item], description: str, every: float, console: Console) -> Iterator[Item]:
+def _plain(description: str, every: float, console: Console) -> Callable[[int, int], None]:
     started = shown = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if now - shown >= every or done == len(items):
-            console.print(f"{description} {done}/{len(items)}, {now - started:.0f} s", highlight=False)
+        if now - shown >= every or done == total:
+            console.print(f"{description} {done}/{total}, {now - started:.0f} s", highlight=False)
             shown = now
+
+    return show

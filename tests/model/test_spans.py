@@ -71,7 +71,7 @@ def test_a_critic_brings_its_own_head():
 
 
 def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
-    spans = training_spans(model_shape(), Layout(), 0, spec="te")
+    spans = training_spans(model_shape(), Layout(), 0, spec="transformer_engine")
     norm = spans["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
     assert norm[0].hf_key == "model.layers.0.input_layernorm.weight"
     assert "decoder.layers.0.input_layernorm.weight" not in spans

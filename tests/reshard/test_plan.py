@@ -46,16 +46,17 @@ def models_and_layouts(draw):
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
-    return shape, Layout(tensor, pipeline, data), serving
+    spec = draw(st.sampled_from(["local", "transformer_engine"]))
+    return shape, Layout(tensor, pipeline, data), spec, serving
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models_and_layouts())
 def test_every_element_is_written_once_and_a_detour_over_the_checkpoint_changes_nothing(case):
-    shape, layout, serving = case
+    shape, layout, spec, serving = case
     widths, held = row_widths(shape), checkpoint(shape)
     train, engine, whole = (
-        training_layouts(shape, layout),
+        training_layouts(shape, layout, spec=spec),
         serving_layouts(shape, layout.world, serving),
         hf_spans(shape),
     )

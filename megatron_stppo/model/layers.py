@@ -1,0 +1,68 @@
+"""What the models' layers are made of: TransformerEngine, or megatron's local modules with packed attention.
+
+They differ in kernels and in the names of the norms' weights (spans.py). megatron's checkpoints use one set
+of names for both, so a run may change from one to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model.attention import PackedAttention
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.spans import LayerSpec
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under megatron's constructor; its weight's gradient is summed over sequence-parallel
+    ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(config: Config) -> LayerSpec:
+    """model.layers with `auto` decided: TransformerEngine where it can be imported, which takes a GPU.
+
+    Raises ConfigError if it is asked for and cannot be had.
+    """
+    wanted, present = config.model.layers, gpt_layer_specs.HAVE_TE and torch.cuda.is_available()
+    if wanted == "transformer_engine" and not present:
+        raise ConfigError(
+            "model.layers=transformer_engine: TransformerEngine cannot be imported, or there is no GPU; "
+            "install it (see Dockerfile), or choose local or auto"
+        )
+    if wanted == "auto":
+        return "transformer_engine" if present else "local"
+    return wanted
+
+
+def block_spec(spec: LayerSpec, settings: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage, and the norm after the last of all."""
+    if spec == "transformer_engine":
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+        norm = gpt_layer_specs.TENorm
+    else:
+        layer, norm = _local_layer(shape), RMSNorm
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings), layer_norm=norm)
+
+
+def _local_layer(shape: ModelShape) -> Any:
+    """megatron's local layer with packed attention and a norm that sequence parallelism accepts."""
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
