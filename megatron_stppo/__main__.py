@@ -48,10 +48,11 @@ def train(
 ) -> None:
     """Train with reinforcement learning; one process, or one per device under torchrun."""
     settings = _open(config, overrides, "train", resume)
-    _record(settings)
     from megatron_stppo.runtime import launch
 
     launch.prepare()
+    launch.check(settings)
+    _record(settings)
     from megatron_stppo import loop
 
     loop.train(settings, resume)
@@ -179,7 +180,7 @@ def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = 
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose
 
-        choose.factory(config.environment)  # its retriever reachable and not empty, or a ConfigError
+        choose.check(config.environment)
     return config
 
 

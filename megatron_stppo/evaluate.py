@@ -64,7 +64,7 @@ def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
 def held_out(
     parts: Parts, log: TrajectoryLog | None = None, iteration: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """evaluate/* of the weights that the engine serves now. Collective; equal on all ranks."""
+    """evaluate/* of the weights that the engine serves. Collective; equal on all ranks but for the clock."""
     config = parts.config
     chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)

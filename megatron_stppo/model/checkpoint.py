@@ -25,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.spans import LayerSpec
 from megatron_stppo.parallel.collectives import broadcast_bytes
 
 # Every optimizer state in the shape of its parameter: loadable under another data-parallel size.
@@ -53,7 +54,8 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
         dist.barrier()
         dist_checkpointing.save(_tensors(trainer, is_loading=False), str(part))
     if dist.get_rank() == 0:
-        (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers)}))
+        made_of = layers_of(next(iter(trainers.values())).model.module)
+        (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers), "layers": made_of}))
         _publish(scratch, final)
         _retire(folder, step, keep)
     dist.barrier()
@@ -70,6 +72,7 @@ def load(folder: Path, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
         return None
     state = json.loads((path / STATE).read_text())
     for role, trainer in trainers.items():
+        _check_layers(path, state, trainer.model.module)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
         loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
@@ -86,9 +89,25 @@ def load_weights(folder: Path, role: str, model: MegatronModule, step: int | Non
     path = _agree(folder, step)
     if path is None:
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or leave the checkpoint out")
+    state = json.loads((path / STATE).read_text())
+    _check_layers(path, state, model)
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path / role))
     model.load_state_dict(loaded["model"])
-    return dict(json.loads((path / STATE).read_text()))
+    return dict(state)
+
+
+def layers_of(model: torch.nn.Module) -> LayerSpec:
+    """What a model's layers are made of, as its parameters' names tell."""
+    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in model.named_parameters())
+    return "transformer_engine" if fused else "local"
+
+
+def _check_layers(path: Path, state: dict[str, Any], model: torch.nn.Module) -> None:
+    if state["layers"] != layers_of(model):
+        raise ConfigError(
+            f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
+            f"model.layers={state['layers']}, or go over a Hugging Face folder with `convert to-hf`"
+        )
 
 
 def step_of(text: str) -> int | None:
@@ -126,10 +145,12 @@ def _publish(scratch: Path, final: Path) -> None:
     (scratch / MANIFEST).write_text(json.dumps({"files": manifest, "torch": torch.__version__}, indent=1))
     for path in [*files, scratch / MANIFEST, *(p for p in scratch.rglob("*") if p.is_dir()), scratch]:
         _flush(path)
+    older = final.with_name(f"{final.name}.tmp-older")
     if final.exists():
-        shutil.rmtree(final)  # the same step, written again after a resume from an older one
+        final.rename(older)  # the same step, written again after a resume from an earlier one
     scratch.rename(final)
     _flush(final.parent)
+    shutil.rmtree(older, ignore_errors=True)
     pointer = final.parent / f"{LATEST}.tmp"
     pointer.write_text(final.name)
     _flush(pointer)

@@ -1,7 +1,7 @@
 """What the models' layers are made of: TransformerEngine, or megatron's local modules with packed attention.
 
-They differ in kernels and in the names of the norms' weights (spans.py). megatron's checkpoints use one set
-of names for both, so a run may change from one to the other.
+They differ in kernels and in the names of the norms' weights (spans.py). A checkpoint is resumed with the
+layers that wrote it (checkpoint.py); Hugging Face folders fit both.
 """
 
 from __future__ import annotations

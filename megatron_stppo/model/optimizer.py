@@ -84,18 +84,21 @@ class Trainer:
         self._set_adam_steps(updates)
 
     def _set_adam_steps(self, updates: int) -> None:
-        # Without apex or TransformerEngine megatron uses torch's AdamW, whose state has a step per
-        # parameter. megatron's state_dict expects it before the first step, and its load_state_dict gives
-        # all parameters one shared tensor, which torch would then increment once per parameter.
+        # megatron's state_dict expects moments before the first step. Without apex or TransformerEngine it
+        # uses torch's AdamW, whose state has a step per parameter; megatron's load_state_dict gives all
+        # parameters one shared tensor, which torch would then increment once per parameter. The fused Adams
+        # count in the group.
         for wrapped in self.optimizer.chained_optimizers:
-            if not isinstance(wrapped.optimizer, torch.optim.AdamW):
-                continue
+            plain = isinstance(wrapped.optimizer, torch.optim.AdamW)
             for group in wrapped.optimizer.param_groups:
+                if not plain:
+                    group["step"] = updates
                 for parameter in group["params"]:
                     state = wrapped.optimizer.state[parameter]
                     for moment in ("exp_avg", "exp_avg_sq"):
                         state.setdefault(moment, torch.zeros_like(parameter))
-                    state["step"] = torch.tensor(float(updates))
+                    if plain:
+                        state["step"] = torch.tensor(float(updates))
 
     @property
     def learning_rate(self) -> float:

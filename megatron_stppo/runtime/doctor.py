@@ -139,6 +139,9 @@ def _known_bad() -> list[Finding]:
     if apex and importlib.util.find_spec("amp_C") is None:
         remark = "PyPI's apex is another project; pip uninstall apex, build NVIDIA's from git"
         found.append(Finding("apex", apex, "broken", remark))
+    if version("transformer-engine") and not version("transformer-engine-torch"):
+        remark = "an empty meta package that fails on import; pip install transformer-engine-torch and -cu13"
+        found.append(Finding("transformer-engine", version("transformer-engine") or "", "broken", remark))
     if vision and vision.partition("+")[2] != torch.partition("+")[2]:
         remark = f"not the build of torch {torch}: breaks `import transformers`; pip uninstall torchvision"
         found.append(Finding("torchvision", vision, "broken", remark))

@@ -49,6 +49,14 @@ def prepare(engine: bool = True) -> None:
         cpu_platform.install()
 
 
+def check(config: Config) -> None:
+    """What only an imported torch and megatron can tell, alike on every rank. Raises ConfigError."""
+    from megatron_stppo.model.layers import layer_spec
+
+    layer_spec(config)
+    dtype(config)
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -62,6 +70,7 @@ def start(config: Config) -> Place:
 
     from megatron_stppo.parallel import groups
 
+    check(config)
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()

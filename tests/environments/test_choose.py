@@ -27,7 +27,10 @@ def test_an_own_environment_is_made_from_its_section(own, kind):
     assert first is not second
 
 
-@pytest.mark.parametrize("kind", ["serach", "own_environment:missing", "a.b.c:factory", ":factory"])
+@pytest.mark.parametrize(
+    "kind",
+    ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"],
+)
 def test_what_cannot_be_imported_is_one_line(own, kind):
     with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, or MODULE:FACTORY"):
         choose.factory(EnvironmentConfig(kind=kind))

@@ -35,6 +35,7 @@ def test_what_only_costs_speed_does_not_fail(monkeypatch: pytest.MonkeyPatch) ->
         ({"vllm": "0.32.0"}, "vllm"),
         ({"torchvision": "0.28.0", "torch": "2.13.0+cpu"}, "torchvision"),
         ({"apex": "0.9.10"}, "apex"),
+        ({"transformer-engine": "2.17.1"}, "transformer-engine"),
     ],
 )
 def test_what_breaks_the_quickstart_is_named(
