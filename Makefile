@@ -22,7 +22,9 @@ help: ## this list
 
 .venv: $(STAMP) ## the environment, pinned by tools/lock-cpu.txt; redone when that changes
 
-$(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py
+CSRC := $(wildcard csrc/*)
+
+$(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 	@start=$$(date +%s); \
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv; \
 	$(BIN)/python tools/install.py tools/lock-cpu.txt; \
@@ -41,5 +43,5 @@ test: lint ## lint, then every test; needs no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 clean: ## everything that make made; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

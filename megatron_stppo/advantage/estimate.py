@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_stppo import ops
 from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
-from megatron_stppo.algorithm.gae import token_level, turn_level
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.types import Batch
@@ -72,16 +72,14 @@ def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
-    if algorithm.gae_level == "turn":
-        return turn_level(
-            reward_T,
-            batch.value_T,
-            batch.turn_offsets,
-            batch.action_offsets,
-            algorithm.gamma,
-            algorithm.lam,
-        )
-    return token_level(reward_T, batch.value_T, batch.action_offsets, algorithm.gamma, algorithm.lam)
+    return ops.gae(
+        reward_T.float(),
+        batch.value_T,
+        batch.action_offsets,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        turn_offsets=batch.turn_offsets if algorithm.gae_level == "turn" else None,
+    )
 
 
 def _rewards_vary(batch: Batch) -> bool:

@@ -23,4 +23,5 @@ def token_logprob(
         vocab_size=vocab_size,
         group=place.tensor_group,
         temperature=temperature,
+        overwrite=True,  # the output layer does not look at its logits again
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.algorithm import penalties
+from megatron_stppo.algorithm.correction import squared_estimate
 from megatron_stppo.algorithm.ratio import Pooling, check_offsets
 from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
 INTEGERS = (torch.int32, torch.int64)
+MAX_BLOCKS = 2**31 - 1  # of a GPU kernel; tests set it, no result depends on it
 
 
 class ClippedSurrogate(NamedTuple):
@@ -32,8 +36,10 @@ class ClippedSurrogate(NamedTuple):
     kl_k3: Tensor  # mean over tokens of exp(delta) - 1 - delta, delta = logprob - old_logprob
     clipped: Tensor  # number of clipped tokens
     tokens: Tensor  # number of tokens
-    bias_T: Tensor  # [T] b_u
+    logit_bias_sq: Tensor  # sum b_u^2 (1 - 2 p_u + sum p^2); 0 without sum_p_sq
+    logit_grad_sq: Tensor  # the same of g_u
     grad_T: Tensor  # [T] g_u
+    bias_T: Tensor | None  # [T] b_u where asked for
 
 
 def clipped_surrogate(
@@ -47,83 +53,140 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     weight: float | Tensor | None = None,
     pooling: Pooling = "mean",
+    sum_p_sq: Tensor | None = None,
+    with_bias: bool = False,
 ) -> ClippedSurrogate:
     """J = sum_t c_t min(w A_t, clip(w, 1-clip_low, 1+clip_high) A_t), w being the ratio of t's segment.
 
     logprob, old_logprob, advantage: float32 [T]. segment_offsets: int32 or int64 [S+1] from 0 to T, never
     decreasing; None: every token its own segment. weight c: a number, float32 [T], or None for 1/T.
+    sum_p_sq: float32 [T] of vocab_logprob, for the logit_* norms. with_bias: whether bias_T is wanted.
     Definitions, NaN handling and the derivative: megatron_stppo/algorithm/surrogate.py.
-    Raises ValueError naming the argument that does not fit.
+    Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
+    back to the host, makes every output NaN for offsets that are not in order.
     """
     total = logprob.shape[0] if logprob.dim() == 1 else None
-    for name, tensor in (("logprob", logprob), ("old_logprob", old_logprob), ("advantage", advantage)):
-        check(name, tensor, logprob.device, (torch.float32,), (total,))
-    weight_T = _weights(weight, logprob)
+    floats = {"logprob": logprob, "old_logprob": old_logprob, "advantage": advantage, "sum_p_sq": sum_p_sq}
+    if isinstance(weight, Tensor):
+        floats["weight"] = weight
+    for name, tensor in floats.items():
+        if tensor is not None:
+            check(name, tensor, logprob.device, (torch.float32,), (total,))
     if segment_offsets is not None:
         check("segment_offsets", segment_offsets, logprob.device, INTEGERS, (None,))
-        check_offsets("segment_offsets", segment_offsets, len(logprob))
+    if weight is None:
+        weight = 1 / max(1, len(logprob))
     _check_bounds(clip_low, clip_high, dual_clip)
-    out: tuple[Tensor, ...] = _Surrogate.apply(  # type: ignore[no-untyped-call]
-        logprob,
-        old_logprob,
-        advantage,
-        weight_T,
-        segment_offsets,
-        {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "pooling": pooling},
-    )
-    return ClippedSurrogate(*out)
-
-
-class _Surrogate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        advantage: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None,
-        settings: dict[str, Any],
-    ) -> tuple[Tensor, ...]:
-        result = surrogate(logprob, old_logprob, advantage, weight, offsets, **settings)
-        live = weight != 0
-        tokens = live.sum().double()
-        clipped = result.clipped_T.sum().double()
-
-        def mean(value_T: Tensor) -> Tensor:
-            return value_T.double().masked_fill(~live, 0).sum() / tokens.clamp(min=1)
-
-        parts = (
-            result.objective,
-            result.ratio_S,
-            clipped / tokens.clamp(min=1),
-            result.bias_T.square().sum(),
-            result.gradient_T.square().sum(),
-            mean(penalties.k1(old_logprob, logprob)),
-            mean(penalties.k3(old_logprob, logprob)),
-            clipped,
-            tokens,
-            result.bias_T,
-            result.gradient_T,
+    if pooling not in ("mean", "sum"):
+        raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
+    compute = _extension if extension.serves(logprob.device) else _twin
+    with torch.no_grad():
+        settings = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "pooling": pooling}
+        out = compute(
+            logprob, old_logprob, advantage, weight, segment_offsets, sum_p_sq, with_bias, **settings
         )
-        out = tuple(tensor.float() for tensor in parts)
-        ctx.save_for_backward(out[-1])
-        ctx.mark_non_differentiable(*out[1:])
-        return out
+    objective: Tensor = _WithGradient.apply(logprob, out.objective, out.grad_T)  # type: ignore[no-untyped-call]
+    return out._replace(objective=objective)
+
+
+class _WithGradient(torch.autograd.Function):
+    """objective, with gradient_T as its derivative by logprob."""
+
+    @staticmethod
+    def forward(ctx: Any, logprob: Tensor, objective: Tensor, gradient_T: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_T)
+        return objective.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_T,) = ctx.saved_tensors
-        return cotangent * gradient_T, None, None, None, None, None
+        return cotangent * gradient_T, None, None
 
 
-def _weights(weight: float | Tensor | None, logprob: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):
-        check("weight", weight, logprob.device, (torch.float32,), logprob.shape)
-        return weight
-    value = 1 / max(1, len(logprob)) if weight is None else float(weight)
-    return torch.full_like(logprob, value, requires_grad=False)
+def _extension(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: float | Tensor,
+    offsets: Tensor | None,
+    sum_p_sq: Tensor | None,
+    with_bias: bool,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    pooling: Pooling,
+) -> ClippedSurrogate:
+    """csrc/clipped_surrogate_cpu.cpp or .cu."""
+    total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
+    if segments < 0:
+        check_offsets("segment_offsets", offsets, total)  # an empty one: raises
+    wide = None if offsets is None else offsets.long()
+    uniform = 0.0 if isinstance(weight, Tensor) else float(weight)
+    ratio, gradient = logprob.new_empty(segments), torch.empty_like(logprob)
+    bias = torch.empty_like(logprob) if with_bias else None
+    totals = logprob.new_empty(extension.SURROGATE_TOTALS)
+    tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
+    workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
+    tickets = extension.tickets(logprob.device, 1 + tiles)
+    status = extension.run(
+        "clipped_surrogate",
+        logprob.device,
+        *(logprob, old_logprob, advantage, weight if isinstance(weight, Tensor) else None, sum_p_sq, wide),
+        *(total, segments, uniform, 1 - clip_low, 1 + clip_high),
+        math.inf if dual_clip is None else dual_clip,
+        pooling == "sum",
+        *(ratio, gradient, bias, totals, workspace, tickets, MAX_BLOCKS),
+    )
+    if status == extension.BAD_OFFSETS:
+        check_offsets("segment_offsets", offsets, total)  # finds the same, and says it
+    objective, *rest = totals.unbind()
+    return ClippedSurrogate(objective, ratio, *rest, gradient, bias)
+
+
+def _twin(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: float | Tensor,
+    offsets: Tensor | None,
+    sum_p_sq: Tensor | None,
+    with_bias: bool,
+    **settings: Any,
+) -> ClippedSurrogate:
+    """algorithm/, in plain torch."""
+    if offsets is not None:
+        check_offsets("segment_offsets", offsets, len(logprob))
+    weight_T = weight if isinstance(weight, Tensor) else torch.full_like(logprob, float(weight))
+    result = surrogate(logprob, old_logprob, advantage, weight_T, offsets, **settings)
+    live = weight_T != 0
+    tokens, clipped = live.sum().double(), result.clipped_T.sum().double()
+
+    def mean(value_T: Tensor) -> Tensor:
+        return value_T.double().masked_fill(~live, 0).sum() / tokens.clamp(min=1)
+
+    def in_logits(coefficient_T: Tensor) -> Tensor:
+        if sum_p_sq is None:
+            return tokens.new_zeros(())
+        return squared_estimate("logit", coefficient_T, logprob, sum_p_sq)
+
+    parts = (
+        result.objective,
+        result.ratio_S,
+        clipped / tokens.clamp(min=1),
+        result.bias_T.square().sum(),
+        result.gradient_T.square().sum(),
+        mean(penalties.k1(old_logprob, logprob)),
+        mean(penalties.k3(old_logprob, logprob)),
+        clipped,
+        tokens,
+        in_logits(result.bias_T),
+        in_logits(result.gradient_T),
+        result.gradient_T,
+    )
+    bias_T = result.bias_T.float() if with_bias else None
+    return ClippedSurrogate(*(tensor.float() for tensor in parts), bias_T)
 
 
 def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:

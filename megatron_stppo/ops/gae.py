@@ -5,27 +5,58 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.gae import token_level
+from megatron_stppo.algorithm.gae import token_level, turn_level
 from megatron_stppo.algorithm.ratio import check_offsets
+from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
 
 def gae(
-    reward: Tensor, value: Tensor, trajectory_offsets: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    reward: Tensor,
+    value: Tensor,
+    trajectory_offsets: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    turn_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(advantage, returns), float32 [T]; nothing here is recorded by autograd.
 
     reward, value: float32 [T] over action tokens, observations left out; trajectory_offsets: int32 or int64
-    [N+1] from 0 to T, non-decreasing. Definition: megatron_stppo/algorithm/gae.py.
+    [N+1] from 0 to T, non-decreasing. turn_offsets [S+1] of the same kind: turns are the steps, not tokens,
+    and every trajectory starts with a turn. Definition: megatron_stppo/algorithm/gae.py.
     Raises ValueError naming the argument that does not fit.
     """
     total = reward.shape[0] if reward.dim() == 1 else None
     for name, tensor in (("reward", reward), ("value", value)):
         check(name, tensor, reward.device, (torch.float32,), (total,))
-    check("trajectory_offsets", trajectory_offsets, reward.device, (torch.int32, torch.int64), (None,))
-    check_offsets("trajectory_offsets", trajectory_offsets, len(reward))
+    offsets = {"trajectory_offsets": trajectory_offsets, "turn_offsets": turn_offsets}
+    for name, given in offsets.items():
+        if given is not None:
+            check(name, given, reward.device, (torch.int32, torch.int64), (None,))
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}={number} is a discount; choose a number in [0, 1]")
-    advantage_T, return_T = token_level(reward.detach(), value.detach(), trajectory_offsets, gamma, lam)
-    return advantage_T.float(), return_T.float()
+    if not extension.serves(reward.device):
+        _check(offsets, len(reward))
+        settings = (reward.detach(), value.detach())
+        if turn_offsets is None:
+            advantage_T, return_T = token_level(*settings, trajectory_offsets, gamma, lam)
+        else:
+            advantage_T, return_T = turn_level(*settings, turn_offsets, trajectory_offsets, gamma, lam)
+        return advantage_T.float(), return_T.float()
+    counts = [max(0, 0 if given is None else len(given) - 1) for given in offsets.values()]
+    wide = [None if given is None else given.long() for given in offsets.values()]
+    advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    status = extension.run(
+        "gae", reward.device, reward, value, *wide, len(reward), *counts, gamma, lam, advantage, returns
+    )
+    if status == extension.BAD_OFFSETS:
+        _check(offsets, len(reward))  # finds the same, and says it
+    return advantage, returns
+
+
+def _check(offsets: dict[str, Tensor | None], total: int) -> None:
+    for name, given in offsets.items():
+        if given is not None:
+            check_offsets(name, given, total)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,14 +12,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.algorithm.vocabulary import Merged, logits_gradient, merge, shard_statistics
+from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
 
-class _Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
+    """Which columns of the vocabulary these logits are, and what else their rows' numbers depend on."""
+
+    target: Tensor  # int64 [T], global ids
+    temperature: float | Tensor  # float32 [T] if a tensor
     vocab_start: int
     valid: int  # columns of true vocabulary; what follows is padding
-    group: dist.ProcessGroup | None
     ignore_index: int
+
+    @property
+    def ignored_T(self) -> Tensor:
+        return self.target == self.ignore_index
+
+    @property
+    def temperature_T(self) -> Tensor:
+        if isinstance(self.temperature, Tensor):
+            return self.temperature
+        return torch.full(self.target.shape, float(self.temperature), device=self.target.device)
 
 
 def vocab_logprob(
@@ -29,6 +46,7 @@ def vocab_logprob(
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, entropy, sum_p_sq), float32 [T], of softmax(logits / temperature); all three differentiable.
 
@@ -38,20 +56,23 @@ def vocab_logprob(
     Rows whose target is ignore_index give 0 and receive no gradient, whatever they hold.
     Over a group of several ranks: one all-gather of [5, T] float32 forward, nothing backward; each rank's
     logits get their own columns' gradient, so every rank must pass the same cotangents.
-    Raises ValueError naming the argument; a target that no shard holds raises on every rank of the group.
+    overwrite: the backward writes the gradient over the logits instead of into new memory, for a producer
+    that does not look at its output again, such as a linear layer.
+    Raises ValueError naming the argument; a target that no shard holds raises on every rank of the group, but
+    for the extension on a GPU, which reads nothing back: there the row is NaN.
     """
     check("logits", logits, logits.device, (torch.float32, torch.bfloat16), (None, None))
     check("target", target, logits.device, (torch.int64,), (len(logits),))
-    temperature_T = _temperature(temperature, logits)
+    _check_temperature(temperature, logits)
     if vocab_start < 0 or (vocab_size is not None and vocab_size < 1):
         raise ValueError(
             f"vocab_start={vocab_start}, vocab_size={vocab_size}: give the first column's id and the size"
         )
     columns = logits.shape[1]
     valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
-    shard = _Shard(vocab_start, valid, group, ignore_index)
+    shard = Shard(target, temperature, vocab_start, valid, ignore_index)
     out: tuple[Tensor, Tensor, Tensor] = _VocabLogprob.apply(  # type: ignore[no-untyped-call]
-        logits, target, temperature_T, shard
+        logits, shard, group, overwrite
     )
     return out
 
@@ -59,49 +80,84 @@ def vocab_logprob(
 class _VocabLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, temperature_T: Tensor, shard: _Shard
+        ctx: Any, logits: Tensor, shard: Shard, group: dist.ProcessGroup | None, overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        local = shard_statistics(logits, target, temperature_T, shard.vocab_start, shard.valid)
-        merged = merge(_all_gather(local, shard.group))
-        ignored_T = target == shard.ignore_index
-        _check_targets(target, merged.missing_T & ~ignored_T)
-        ctx.shard = shard
-        ctx.save_for_backward(
-            logits,
-            target,
-            temperature_T,
-            ignored_T,
-            merged.logprob_T,
-            merged.entropy_T,
-            merged.sum_p_sq_T,
-            merged.max_T,
-            merged.log_sum_T,
-            merged.missing_T,
-        )
+        merged = merge_shards(_all_gather(local_statistics(logits, shard), group), shard)
+        ctx.shard, ctx.overwrite, ctx.overwritten = shard, overwrite, False
+        ctx.save_for_backward(logits, merged)
         ctx.set_materialize_grads(False)
-        logprob, entropy, sum_p_sq = (
-            value.masked_fill(ignored_T, 0)
-            for value in (merged.logprob_T, merged.entropy_T, merged.sum_p_sq_T)
-        )
+        logprob, entropy, sum_p_sq = merged[:3].clone().unbind()
         return logprob, entropy, sum_p_sq
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, target, temperature_T, ignored_T, *merged = ctx.saved_tensors
-        g, h, c = cotangents
-        # The logits are not overwritten: their producer may have saved them, and nothing here can tell.
-        gradient = logits_gradient(
-            logits,
-            target,
-            temperature_T,
-            ctx.shard.vocab_start,
-            ctx.shard.valid,
-            Merged(*merged),
-            ignored_T,
-            (g, h, c),
+        if ctx.overwritten:
+            raise RuntimeError("overwrite=True: the first backward wrote over the logits; there is no second")
+        ctx.overwritten = ctx.overwrite
+        logits, merged = ctx.saved_tensors
+        out = logits if ctx.overwrite else torch.empty_like(logits)
+        return write_gradient(logits, ctx.shard, merged, cotangents, out), None, None, None
+
+
+def local_statistics(logits: Tensor, shard: Shard) -> Tensor:
+    """float32 [5, T] of this rank's columns: algorithm/vocabulary.py, shard_statistics."""
+    if not extension.serves(logits.device):
+        return shard_statistics(logits, shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
+    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    extension.run("vocab_statistics", logits.device, extension.logits(logits, shard), out)
+    return out
+
+
+def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
+    """[W, 5, T] -> float32 [6, T]: logprob, entropy, sum p^2 (0 on ignored rows), max, log sum, a flag.
+
+    Raises ValueError for a target that is nowhere: decided on gathered numbers, so that all ranks raise
+    together and none waits for another.
+    """
+    _, _, rows = statistics.shape
+    ignored_T = shard.ignored_T
+    if extension.serves(statistics.device):
+        out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
+        settings = (len(statistics), rows, shard.target, shard.ignore_index)
+        extension.run("vocab_merge", statistics.device, statistics, *settings, out)
+        missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
+    else:
+        m = merge(statistics)
+        values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
+        out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
+        missing_T = m.missing_T & ~ignored_T
+    if missing_T is not None and bool(missing_T.any()):
+        row = int(missing_T.nonzero()[0])
+        raise ValueError(
+            f"target[{row}]={int(shard.target[row])} lies outside every shard's columns; "
+            "pass global ids below vocab_size, or ignore_index"
         )
-        return gradient, None, None, None
+    return out
+
+
+def write_gradient(
+    logits: Tensor, shard: Shard, merged: Tensor, cotangents: Sequence[Tensor | None], out: Tensor
+) -> Tensor:
+    """The logits' gradient for cotangents of the first three rows of `merged`, written into `out`."""
+    if extension.serves(logits.device):
+        dense = [None if x is None else x.contiguous() for x in cotangents]
+        record = extension.logits(logits, shard)
+        extension.run("vocab_gradient", logits.device, record, merged, *dense, out)
+        return out
+    logprob_T, entropy_T, sum_p_sq_T, max_T, log_sum_T, missing_T = merged
+    g_T, h_T, c_T = cotangents
+    gradient = logits_gradient(
+        logits,
+        shard.target,
+        shard.temperature_T,
+        shard.vocab_start,
+        shard.valid,
+        Merged(logprob_T, entropy_T, sum_p_sq_T, max_T, log_sum_T, missing_T),
+        shard.ignored_T,
+        (g_T, h_T, c_T),
+    )
+    return out.copy_(gradient)
 
 
 def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -114,24 +170,11 @@ def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out.view(world, *local.shape)
 
 
-def _check_targets(target: Tensor, missing_T: Tensor) -> None:
-    """Decided on gathered numbers, so that all ranks raise together and none waits for another."""
-    if not bool(missing_T.any()):
+def _check_temperature(temperature: float | Tensor, logits: Tensor) -> None:
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} divides the logits; choose a number > 0")
         return
-    row = int(missing_T.nonzero()[0])
-    raise ValueError(
-        f"target[{row}]={int(target[row])} lies outside every shard's columns; "
-        "pass global ids below vocab_size, or ignore_index"
-    )
-
-
-def _temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    if isinstance(temperature, Tensor):
-        check("temperature", temperature, logits.device, (torch.float32,), (len(logits),))
-    elif not temperature > 0:
-        raise ValueError(f"temperature={temperature} divides the logits; choose a number > 0")
-    else:
-        return torch.full((len(logits),), float(temperature), device=logits.device)
-    if not bool((temperature > 0).all()):
+    check("temperature", temperature, logits.device, (torch.float32,), (len(logits),))
+    if not temperature.is_cuda and not bool((temperature > 0).all()):
         raise ValueError("temperature holds a row that is not above 0; it divides the logits")
-    return temperature

@@ -48,7 +48,7 @@ class Finding:
 
 def doctor(console: Console | None = None) -> int:
     """Prints a table; 0 if the CPU quickstart can run, else 1."""
-    findings = [*_machine(), *_needed(), _engine(), *_optional(), *_known_bad(), *_devices()]
+    findings = [*_machine(), *_needed(), _engine(), *_extension(), *_optional(), *_known_bad(), *_devices()]
     table = Table("", "version", "state", "remark", title="megatron-stppo doctor", title_justify="left")
     for finding in findings:
         state = f"[{COLOUR[finding.state]}]{finding.state}[/]"
@@ -112,6 +112,26 @@ def _engine() -> Finding:
         remark = f"the engine writes weights in place, which only {TESTED_ENGINE} was tested for"
         return Finding(name, number or "", "broken", remark)
     return Finding(name, number or "", "ok")
+
+
+def _extension() -> list[Finding]:
+    """What of csrc/ was built. The module is loaded on its own: megatron_stppo.ops would load torch."""
+    name = "megatron_stppo._csrc"
+    found = importlib.util.find_spec(name)
+    if found is None:
+        remark = (
+            "without it the ops are plain torch, many times slower; pip install --no-build-isolation -e ."
+        )
+        return [Finding("extension", "missing", "optional", remark)]
+    archs = importlib.import_module(name).cuda_archs
+    cuda = (
+        Finding("extension, cuda", f"sm_{archs}", "ok")
+        if archs
+        else Finding(
+            "extension, cuda", "missing", "optional", "needed on a GPU only; build where nvcc is on PATH"
+        )
+    )
+    return [Finding("extension, cpu", "built", "ok"), cuda]
 
 
 def missing() -> list[tuple[str, str]]:

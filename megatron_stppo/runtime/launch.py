@@ -99,6 +99,7 @@ def _opening(config: Config, place: Place) -> str:
     import torch
 
     from megatron_stppo.model.layers import layer_spec
+    from megatron_stppo.ops import extension
     from megatron_stppo.runtime import doctor
 
     gpu, layout = torch.cuda.is_available(), place.layout
@@ -107,6 +108,7 @@ def _opening(config: Config, place: Place) -> str:
         f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, torch.cuda answers for the CPU",
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",
+        f"ops of {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
     ]
     return "; ".join(parts)

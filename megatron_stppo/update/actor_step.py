@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.aggregation import token_weights
-from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit, squared_estimate
+from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.config import AlgorithmConfig
@@ -53,7 +53,7 @@ class ActorLoss:
         a = self.algorithm
         logprob_T, entropy_T, sum_p_sq_T = self.logprob(logits, microbatch)
         weight_T = self.rows(self.weight_T, microbatch)
-        out = self.surrogate(logprob_T, microbatch)
+        out = self.surrogate(logprob_T, microbatch, sum_p_sq_T)
         entropy = weighted_sum(entropy_T, weight_T)
         loss = -out.objective - a.entropy_coefficient * entropy
         kl_loss = torch.zeros_like(loss)
@@ -61,25 +61,28 @@ class ActorLoss:
             reference_T = self.rows(self.batch.reference_logprob_T, microbatch)
             kl_loss = weighted_sum(kl(a.kl_estimator, logprob_T, reference_T), weight_T)
             loss = loss + a.kl_coefficient * kl_loss
-        with torch.no_grad():
-            sizes = [
-                squared_estimate(estimator, coefficient_T, logprob_T, sum_p_sq_T)
-                for estimator in ("coefficient", "logit")
-                for coefficient_T in (out.bias_T, out.grad_T)
-            ]
-            record = [out.objective, kl_loss, entropy, out.kl_k3 * out.tokens, out.clipped, *sizes]
+        sizes = (out.bias_sq, out.grad_sq, out.logit_bias_sq, out.logit_grad_sq)
+        record = [out.objective, kl_loss, entropy, out.kl_k3 * out.tokens, out.clipped, *sizes]
         return loss, torch.stack([value.detach().double() for value in record])
 
     def bias(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """A loss whose gradient is -C: the clipped terms alone."""
         logprob_T, _, _ = self.logprob(logits, microbatch)
-        loss = -(self.surrogate(logprob_T.detach(), microbatch).bias_T * logprob_T).sum()
+        bias_T = self.surrogate(logprob_T.detach(), microbatch, with_bias=True).bias_T
+        assert bias_T is not None
+        loss = -(bias_T * logprob_T).sum()
         return loss, loss.detach().reshape(1)
 
     def logprob(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
         return token_logprob(logits, microbatch, self.place, self.vocab_size, self.temperature)
 
-    def surrogate(self, logprob_T: Tensor, microbatch: Microbatch) -> ClippedSurrogate:
+    def surrogate(
+        self,
+        logprob_T: Tensor,
+        microbatch: Microbatch,
+        sum_p_sq_T: Tensor | None = None,
+        with_bias: bool = False,
+    ) -> ClippedSurrogate:
         a, segments = self.algorithm, self.algorithm.segments
         offsets = {"token": None, "turn": microbatch.turn_offsets, "sequence": microbatch.action_offsets}
         return ops.clipped_surrogate(
@@ -92,6 +95,8 @@ class ActorLoss:
             dual_clip=a.dual_clip,
             weight=self.rows(self.weight_T, microbatch),
             pooling=a.pooling,
+            sum_p_sq=None if sum_p_sq_T is None else sum_p_sq_T.detach(),
+            with_bias=with_bias,
         )
 
     @staticmethod

@@ -1,0 +1,108 @@
+// Python's side of the extension: pointers and sizes in, a status out. The GIL is released while an op runs.
+// Callers are megatron_stppo/ops/*.py, which check device, dtype, shape and contiguity first.
+#include <pybind11/pybind11.h>
+
+#include "ops.h"
+
+namespace py = pybind11;
+using namespace stppo;
+using Pointer = uintptr_t;
+
+namespace {
+
+template <class T>
+T *to(Pointer address) {
+  return reinterpret_cast<T *>(address);
+}
+
+// `where`: the number of threads on the CPU, the stream's handle on a GPU.
+template <class Arguments, auto cpu, auto cuda>
+int call(const Arguments &arguments, bool on_gpu, Pointer where) {
+  py::gil_scoped_release release;
+#ifdef STPPO_CUDA
+  if (on_gpu) return cuda(arguments, to<void>(where));
+#else
+  if (on_gpu) return NOT_BUILT;
+#endif
+  return cpu(arguments, int(where));
+}
+#ifdef STPPO_CUDA
+#define STPPO_CALL(Arguments, name) call<Arguments, name##_cpu, name##_cuda>
+#else
+#define STPPO_CALL(Arguments, name) call<Arguments, name##_cpu, nullptr>
+#endif
+
+Logits logits(Pointer data, int dtype, int64_t rows, int64_t columns, int64_t valid, int64_t vocab_start, Pointer target,
+              Pointer temperature, float uniform_temperature, int64_t ignore_index) {
+  return {to<void>(data), Dtype(dtype), rows, columns, valid, vocab_start, to<int64_t>(target), to<float>(temperature),
+          uniform_temperature, ignore_index};
+}
+
+// [6, T] float32 in the order of VocabMerged; the last row holds `missing` as bytes.
+VocabMerged merged(Pointer at, int64_t rows) {
+  float *m = to<float>(at);
+  return {m, m + rows, m + 2 * rows, m + 3 * rows, m + 4 * rows, reinterpret_cast<uint8_t *>(m + 5 * rows)};
+}
+
+int clipped_surrogate(Pointer logprob, Pointer old_logprob, Pointer advantage, Pointer weight, Pointer sum_p_sq,
+                      Pointer offsets, int64_t tokens, int64_t segments, float uniform_weight, float low, float high,
+                      float dual, bool by_sum, Pointer ratio, Pointer gradient, Pointer bias, Pointer totals,
+                      Pointer workspace, Pointer tickets, int64_t max_blocks, bool on_gpu, Pointer where) {
+  const Surrogate a{to<float>(logprob), to<float>(old_logprob), to<float>(advantage), to<float>(weight),
+                    to<float>(sum_p_sq), to<int64_t>(offsets),  tokens,               segments,
+                    uniform_weight,      low,                   high,                 dual,
+                    by_sum,              to<float>(ratio),      to<float>(gradient),  to<float>(bias),
+                    to<float>(totals),   to<double>(workspace),
+                    to<unsigned>(tickets), max_blocks};
+  return STPPO_CALL(Surrogate, clipped_surrogate)(a, on_gpu, where);
+}
+
+int vocab_statistics(const Logits &l, Pointer out, bool on_gpu, Pointer where) {
+  return STPPO_CALL(VocabStatistics, vocab_statistics)({l, to<float>(out)}, on_gpu, where);
+}
+
+int vocab_merge(Pointer statistics, int64_t shards, int64_t rows, Pointer target, int64_t ignore_index, Pointer out,
+                bool on_gpu, Pointer where) {
+  const VocabMerge a{to<float>(statistics), shards, rows, to<int64_t>(target), ignore_index, merged(out, rows)};
+  return STPPO_CALL(VocabMerge, vocab_merge)(a, on_gpu, where);
+}
+
+int vocab_gradient(const Logits &l, Pointer statistics, Pointer g, Pointer h, Pointer c, Pointer out, bool on_gpu,
+                   Pointer where) {
+  const VocabGradient a{l, merged(statistics, l.rows), to<float>(g), to<float>(h), to<float>(c), to<void>(out)};
+  return STPPO_CALL(VocabGradient, vocab_gradient)(a, on_gpu, where);
+}
+
+int gae(Pointer reward, Pointer value, Pointer trajectories, Pointer turns, int64_t tokens, int64_t trajectory_count,
+        int64_t turn_count, double gamma, double lam, Pointer advantage, Pointer returns, bool on_gpu, Pointer where) {
+  const Gae a{to<float>(reward), to<float>(value), to<int64_t>(trajectories), to<int64_t>(turns), tokens,
+              trajectory_count,  turn_count,       gamma,                     lam,                to<float>(advantage),
+              to<float>(returns)};
+  return STPPO_CALL(Gae, gae)(a, on_gpu, where);
+}
+
+int bucket_copy(Pointer slices, int64_t count, int source, int target, bool on_gpu, Pointer where) {
+  const BucketCopy a{to<Slice>(slices), count, Dtype(source), Dtype(target)};
+  return STPPO_CALL(BucketCopy, bucket_copy)(a, on_gpu, where);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_csrc, m) {
+  m.doc() = "Kernels of megatron_stppo; call them through megatron_stppo.ops.";
+#ifdef STPPO_CUDA
+  m.attr("cuda_archs") = STPPO_CUDA;  // such as "90a"
+#else
+  m.attr("cuda_archs") = "";
+#endif
+  m.attr("surrogate_tile") = SURROGATE_TILE;
+  m.attr("surrogate_row") = int(SURROGATE_ROWS * SURROGATE_SUMS);
+  m.attr("surrogate_totals") = SURROGATE_TOTALS;
+  py::class_<Logits>(m, "Logits").def(py::init(&logits));
+  m.def("clipped_surrogate", &clipped_surrogate);  // objective, ratios and coefficients in one pass
+  m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of a shard of logits
+  m.def("vocab_merge", &vocab_merge);              // the shards' numbers -> log-prob, entropy, sum p^2
+  m.def("vocab_gradient", &vocab_gradient);        // cotangents of the three -> logits
+  m.def("gae", &gae);                              // advantages and returns, per token or per turn
+  m.def("bucket_copy", &bucket_copy);              // many strided slices, cast on the way
+}

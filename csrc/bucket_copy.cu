@@ -1,0 +1,72 @@
+// Gathers, casts and scatters many two-dimensional slices in one launch: block (i, j) copies every gridDim.y-th
+// piece of slice i.
+#include <cuda_bf16.h>
+
+#include "ops.h"
+
+namespace stppo {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int64_t PIECE = 16384;  // elements that a block copies between two strides
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ void from_float(float x, float &out) { out = x; }
+__device__ __forceinline__ void from_float(float x, __nv_bfloat16 &out) { out = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void convert(float x, float &out) { out = x; }
+__device__ __forceinline__ void convert(__nv_bfloat16 x, __nv_bfloat16 &out) { out = x; }  // NaN keeps its bits
+template <class S, class T>
+__device__ __forceinline__ void convert(S x, T &out) {
+  from_float(to_float(x), out);
+}
+
+template <class T>
+__device__ bool aligned(const T *pointer, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(pointer) % (4 * sizeof(T)) == 0 && stride % 4 == 0;
+}
+
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+  T value[4];
+};
+
+template <class S, class T>
+__global__ void __launch_bounds__(THREADS) copy_kernel(const Slice *slices) {
+  const Slice s = slices[blockIdx.x];
+  const S *source = static_cast<const S *>(s.source);
+  T *target = static_cast<T *>(s.target);
+  const bool wide = s.width % 4 == 0 && aligned(source, s.source_stride) && aligned(target, s.target_stride);
+  const int64_t step = wide ? 4 : 1, per_row = s.width / step, total = s.rows * per_row;
+  for (int64_t start = blockIdx.y * PIECE; start < total; start += gridDim.y * PIECE) {
+    const int64_t end = min(start + PIECE, total);
+    for (int64_t i = start + threadIdx.x; i < end; i += THREADS) {
+      const int64_t row = i / per_row, column = (i - row * per_row) * step;
+      const S *from = source + row * s.source_stride + column;
+      T *to = target + row * s.target_stride + column;
+      if (wide) {
+        const Four<S> in = *reinterpret_cast<const Four<S> *>(from);
+        Four<T> out;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) convert(in.value[k], out.value[k]);
+        *reinterpret_cast<Four<T> *>(to) = out;
+      } else {
+        convert(*from, *to);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status bucket_copy_cuda(const BucketCopy &a, void *stream) {
+  if (a.count == 0) return OK;
+  const dim3 grid(unsigned(a.count), 64);
+  const auto kernel = a.source == FLOAT32 ? a.target == FLOAT32 ? copy_kernel<float, float> : copy_kernel<float, __nv_bfloat16>
+                      : a.target == FLOAT32 ? copy_kernel<__nv_bfloat16, float>
+                                            : copy_kernel<__nv_bfloat16, __nv_bfloat16>;
+  kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.slices);
+  return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
+}
+
+}  // namespace stppo

@@ -1,0 +1,63 @@
+// What the sums over one segment mean: ratio, coefficients, clipping. The CPU and the CUDA kernels share it.
+// Specification: megatron_stppo/algorithm/surrogate.py, ratio.py, penalties.py.
+#pragma once
+#include "ops.h"
+
+#ifdef __CUDACC__
+#define STPPO_BOTH __host__ __device__ __forceinline__
+#else
+#define STPPO_BOTH inline __attribute__((always_inline))
+#endif
+
+namespace stppo {
+
+constexpr double MAX_LOG_RATIO = 20.0;
+
+struct SegmentSums {
+  double delta;       // sum of logprob - old_logprob
+  double gain, loss;  // S+ and S-: sums of c A over A > 0 and over A < 0
+};
+
+struct Coefficients {
+  float ratio;
+  double objective, gradient, bias;
+  bool too_high, too_low;  // which tokens are clipped: those with A > 0, those with A < 0
+};
+
+// The mean or the sum of the log ratios, within what exp can take. NaN stays NaN.
+STPPO_BOTH double exponent(double delta, double divisor) {
+  const double x = delta / divisor;
+  return x > MAX_LOG_RATIO ? MAX_LOG_RATIO : x < -MAX_LOG_RATIO ? -MAX_LOG_RATIO : x;
+}
+
+// The product where `sum` is not zero, else 0: an unused factor may be NaN.
+STPPO_BOTH double times(double factor, double sum) { return sum == 0 ? 0 : factor * sum; }
+
+// `ratio` = exp(exponent(..)) rounded to float32: a ratio that equals a bound there is on it.
+STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, double loss, float low, float high,
+                                     float dual) {
+  const double w = ratio, slope = w / divisor;
+  // a NaN ratio is not clipped and reaches the gradient, where it is noticed
+  const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low || ratio > dual;
+  const double floor = too_low ? double(low) : w, bounded = ratio > dual ? double(dual) : floor;
+  const double kept = (too_high ? 0 : gain) + (dropped ? 0 : loss);
+  const double removed = (too_high ? gain : 0) + (too_low ? loss : 0);
+  return {ratio,
+          times(too_high ? double(high) : w, gain) + times(bounded, loss),
+          times(slope, kept),
+          times(slope, removed),
+          too_high,
+          too_low};
+}
+
+// What the caller gets of the sums, in the order of ops/clipped_surrogate.py: means are over live tokens.
+STPPO_BOTH void surrogate_totals(const double *sums, float *totals) {
+  const double live = sums[LIVE] < 1 ? 1 : sums[LIVE];
+  const double values[SURROGATE_TOTALS] = {sums[OBJECTIVE],     sums[CLIPPED] / live, sums[BIAS_SQ],
+                                           sums[GRAD_SQ],       sums[K1] / live,      sums[K3] / live,
+                                           sums[CLIPPED],       sums[LIVE],           sums[LOGIT_BIAS_SQ],
+                                           sums[LOGIT_GRAD_SQ]};
+  for (int i = 0; i < SURROGATE_TOTALS; ++i) totals[i] = float(values[i]);
+}
+
+}  // namespace stppo

@@ -1,0 +1,240 @@
+// CPU twin of clipped_surrogate.cu: one pass over the tokens for the sums, one for what a segment's tokens get.
+//
+// Threads share out tiles of about SURROGATE_TILE tokens, cut by the offsets alone; each tile leaves its own
+// partial sums, which are added in order: the same bits for any number of threads.
+#include <algorithm>
+
+#include "clipped_surrogate.h"
+#include "simd.h"
+
+namespace stppo {
+namespace {
+
+struct Range {
+  int64_t first, last;
+};
+
+// The inputs as a loop sees them. By value: GCC does not vectorise where it has to load the pointers again.
+template <bool WEIGHTED>
+struct Tokens {
+  const float *logprob, *old_logprob, *advantage, *weight;
+  float uniform_weight;
+
+  explicit STPPO_INLINE Tokens(const Surrogate &a)
+      : logprob(a.logprob), old_logprob(a.old_logprob), advantage(a.advantage), weight(a.weight),
+        uniform_weight(a.uniform_weight) {}
+  STPPO_INLINE float weight_of(int64_t i) const { return WEIGHTED ? weight[i] : uniform_weight; }
+  STPPO_INLINE bool dead(int64_t i) const { return WEIGHTED && weight[i] == 0; }
+  STPPO_INLINE double delta(int64_t i) const { return double(logprob[i]) - double(old_logprob[i]); }
+  // c A of an advantage that is below 0, and of any other; a dead token may hold any advantage.
+  STPPO_INLINE double loss(int64_t i) const { return product(i, advantage[i] < 0 ? advantage[i] : 0.f); }
+  STPPO_INLINE double gain(int64_t i) const { return product(i, advantage[i] < 0 ? 0.f : advantage[i]); }
+  STPPO_INLINE double product(int64_t i, float factor) const {
+    return double(weight_of(i)) * double(dead(i) ? 0.f : factor);
+  }
+};
+
+// Sums over one segment. A token of weight 0 counts in the ratio only.
+template <bool WEIGHTED>
+STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
+  const Tokens<WEIGHTED> x(a);
+  double delta = 0, gain = 0, loss = 0;
+  if (t.last - t.first < 4) {  // not worth a vector's horizontal sum
+    for (int64_t i = t.first; i < t.last; ++i) delta += x.delta(i), gain += x.gain(i), loss += x.loss(i);
+    return {delta, gain, loss};
+  }
+#pragma omp simd reduction(+ : delta, gain, loss)
+  for (int64_t i = t.first; i < t.last; ++i) {
+    delta += x.delta(i);
+    gain += x.gain(i);
+    loss += x.loss(i);
+  }
+  return {delta, gain, loss};
+}
+
+// Tokens with a weight whose advantage is above or below 0.
+template <bool WEIGHTED>
+STPPO_INLINE double clipped_tokens(const Surrogate &a, Range t, bool too_high, bool too_low) {
+  const Tokens<WEIGHTED> x(a);
+  double count = 0;
+#pragma omp simd reduction(+ : count)
+  for (int64_t i = t.first; i < t.last; ++i) {
+    const bool clipped = (too_high && x.advantage[i] > 0) || (too_low && x.advantage[i] < 0);
+    count += clipped && x.weight_of(i) != 0 ? 1.0 : 0.0;
+  }
+  return count;
+}
+
+// |d logprob / d logits|^2 = 1 - 2p + sum p^2, never below 0 but for rounding.
+STPPO_INLINE double slope(float logprob, float sum_p_sq) {
+  const double x = logprob < -700.f ? -700.0 : double(logprob), value = 1 - 2 * exp_of(x) + double(sum_p_sq);
+  return value < 0 ? 0 : value;
+}
+
+STPPO_INLINE double slopes(const Surrogate &a, Range t) {
+  const float *logprob = a.logprob, *sum_p_sq = a.sum_p_sq;
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = t.first; i < t.last; ++i) sum += slope(logprob[i], sum_p_sq[i]);
+  return sum;
+}
+
+// What does not depend on segments: live tokens, and the KL to the old policy over them.
+template <bool WEIGHTED>
+STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
+  const Tokens<WEIGHTED> x(a);
+  double live = 0, k1 = 0, k3 = 0;
+#pragma omp simd reduction(+ : live, k1, k3)
+  for (int64_t i = t.first; i < t.last; ++i) {
+    const float delta = x.logprob[i] - x.old_logprob[i], held = x.dead(i) ? 0.f : delta;
+    live += x.dead(i) ? 0.0 : 1.0;
+    k1 -= double(held);
+    k3 += double(expm1_minus(held));
+  }
+  sums[LIVE] += live, sums[K1] += k1, sums[K3] += k3;
+}
+
+// Coefficients of a handful of segments at once: an exp each, side by side in vector lanes.
+constexpr int64_t GROUP = 32;
+struct Group {
+  double delta[GROUP], gain[GROUP], loss[GROUP], divisor[GROUP];
+  double objective[GROUP], gradient[GROUP], bias[GROUP];
+  float ratio[GROUP];
+};
+
+STPPO_INLINE void group_coefficients(Group &g, const Surrogate &a) {
+  const float low = a.low, high = a.high, dual = a.dual;
+#pragma omp simd
+  for (int64_t k = 0; k < GROUP; ++k) {
+    const float ratio = float(exp_of(exponent(g.delta[k], g.divisor[k])));
+    const Coefficients c = coefficients(ratio, g.divisor[k], g.gain[k], g.loss[k], low, high, dual);
+    g.ratio[k] = ratio;
+    g.objective[k] = c.objective, g.gradient[k] = c.gradient, g.bias[k] = c.bias;
+  }
+}
+
+STPPO_INLINE void fill(float *x, Range t, float value) {
+  for (int64_t i = t.first; i < t.last; ++i) x[i] = value;
+}
+
+template <bool WEIGHTED>
+STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
+  for (int64_t start = s.first; start < s.last; start += GROUP) {
+    Group g{};
+    const int64_t count = s.last - start < GROUP ? s.last - start : GROUP;
+    const auto range = [&a, start](int64_t k) { return Range{a.offsets[start + k], a.offsets[start + k + 1]}; };
+    for (int64_t k = 0; k < GROUP; ++k) {
+      const Range t = k < count ? range(k) : Range{0, 0};
+      const SegmentSums sum = segment_sums<WEIGHTED>(a, t);
+      g.delta[k] = sum.delta, g.gain[k] = sum.gain, g.loss[k] = sum.loss;
+      g.divisor[k] = a.by_sum || t.last == t.first ? 1 : double(t.last - t.first);
+    }
+    group_coefficients(g, a);
+    for (int64_t k = 0; k < count; ++k) {
+      const Range t = range(k);
+      const double tokens = double(t.last - t.first), bias_sq = g.bias[k] * g.bias[k], grad_sq = g.gradient[k] * g.gradient[k];
+      a.ratio[start + k] = g.ratio[k];
+      fill(a.gradient, t, float(g.gradient[k]));
+      if (a.bias) fill(a.bias, t, float(g.bias[k]));
+      sums[OBJECTIVE] += g.objective[k];
+      sums[BIAS_SQ] += tokens * bias_sq;
+      sums[GRAD_SQ] += tokens * grad_sq;
+      const bool too_high = g.ratio[k] > a.high, too_low = g.ratio[k] < a.low;
+      if (too_high || too_low) sums[CLIPPED] += clipped_tokens<WEIGHTED>(a, t, too_high, too_low);
+      if (a.sum_p_sq && (bias_sq != 0 || grad_sq != 0)) {
+        const double steepness = slopes(a, t);
+        sums[LOGIT_BIAS_SQ] += times(steepness, bias_sq);
+        sums[LOGIT_GRAD_SQ] += times(steepness, grad_sq);
+      }
+    }
+  }
+  monitors<WEIGHTED>(a, {a.offsets[s.first], a.offsets[s.last]}, sums);
+}
+
+template <bool WEIGHTED, bool LOGIT>
+STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
+  const Tokens<WEIGHTED> x(a);
+  const float low = a.low, high = a.high, dual = a.dual, *sum_p_sq = a.sum_p_sq;
+  float *ratios = a.ratio, *gradient = a.gradient;
+  double objective = 0, bias_sq = 0, grad_sq = 0, logit_bias_sq = 0, logit_grad_sq = 0, clipped = 0;
+#pragma omp simd reduction(+ : objective, bias_sq, grad_sq, logit_bias_sq, logit_grad_sq, clipped)
+  for (int64_t i = t.first; i < t.last; ++i) {
+    const float ratio = float(exp_of(exponent(x.delta(i), 1)));
+    const Coefficients c = coefficients(ratio, 1, x.gain(i), x.loss(i), low, high, dual);
+    ratios[i] = ratio;
+    gradient[i] = float(c.gradient);
+    objective += c.objective;
+    bias_sq += c.bias * c.bias;
+    grad_sq += c.gradient * c.gradient;
+    const bool beyond = (c.too_high && x.advantage[i] > 0) || (c.too_low && x.advantage[i] < 0);
+    clipped += beyond && x.weight_of(i) != 0 ? 1.0 : 0.0;
+    if (LOGIT) {
+      const double steepness = slope(x.logprob[i], sum_p_sq[i]);
+      logit_bias_sq += times(steepness, c.bias * c.bias);
+      logit_grad_sq += times(steepness, c.gradient * c.gradient);
+    }
+  }
+  if (float *bias = a.bias)
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const Coefficients c = coefficients(ratios[i], 1, x.gain(i), x.loss(i), low, high, dual);
+      bias[i] = float(c.bias);
+    }
+  sums[OBJECTIVE] = objective, sums[BIAS_SQ] = bias_sq, sums[GRAD_SQ] = grad_sq, sums[CLIPPED] = clipped;
+  sums[LOGIT_BIAS_SQ] = logit_bias_sq, sums[LOGIT_GRAD_SQ] = logit_grad_sq;
+  monitors<WEIGHTED>(a, t, sums);
+}
+
+// One function per case, so that each is compiled for every instruction set.
+STPPO_CLONES void segments_weighted(const Surrogate &a, Range s, double *sums) { tile_of_segments<true>(a, s, sums); }
+STPPO_CLONES void segments_uniform(const Surrogate &a, Range s, double *sums) { tile_of_segments<false>(a, s, sums); }
+STPPO_CLONES void tokens_weighted(const Surrogate &a, Range t, double *sums) { tile_of_tokens<true, false>(a, t, sums); }
+STPPO_CLONES void tokens_uniform(const Surrogate &a, Range t, double *sums) { tile_of_tokens<false, false>(a, t, sums); }
+STPPO_CLONES void tokens_weighted_logit(const Surrogate &a, Range t, double *sums) { tile_of_tokens<true, true>(a, t, sums); }
+STPPO_CLONES void tokens_uniform_logit(const Surrogate &a, Range t, double *sums) { tile_of_tokens<false, true>(a, t, sums); }
+
+STPPO_CLONES bool in_order(const int64_t *offsets, int64_t segments) {
+  bool wrong = false;
+  for (int64_t s = 0; s < segments; ++s) wrong |= offsets[s + 1] < offsets[s];
+  return !wrong;
+}
+
+// The first segment s with offsets[s] + s >= at: tiles hold a bounded number of tokens and of segments.
+int64_t first_segment(const Surrogate &a, int64_t at) {
+  int64_t low = 0, high = a.segments;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (a.offsets[middle] + middle < at) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+void one_tile(const Surrogate &a, int64_t tile, double *sums) {
+  const int64_t begin = tile * SURROGATE_TILE, end = begin + SURROGATE_TILE;
+  std::fill(sums, sums + SURROGATE_SUMS, 0.0);
+  if (a.offsets) {
+    const Range s{first_segment(a, begin), first_segment(a, end)};
+    if (s.first < s.last) (a.weight ? segments_weighted : segments_uniform)(a, s, sums);
+  } else {
+    const Range t{std::min(begin, a.tokens), std::min(end, a.tokens)};
+    if (a.sum_p_sq) (a.weight ? tokens_weighted_logit : tokens_uniform_logit)(a, t, sums);
+    else (a.weight ? tokens_weighted : tokens_uniform)(a, t, sums);
+  }
+}
+
+}  // namespace
+
+Status clipped_surrogate_cpu(const Surrogate &a, int threads) {
+  if (a.offsets && (a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens || !in_order(a.offsets, a.segments)))
+    return BAD_OFFSETS;
+  const int64_t tiles = a.tiles();
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (tiles > 1)
+  for (int64_t tile = 0; tile < tiles; ++tile) one_tile(a, tile, a.workspace + tile * SURROGATE_SUMS);
+  double sums[SURROGATE_SUMS] = {};
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    for (int sum = 0; sum < SURROGATE_SUMS; ++sum) sums[sum] += a.workspace[tile * SURROGATE_SUMS + sum];
+  surrogate_totals(sums, a.totals);
+  return OK;
+}
+
+}  // namespace stppo
