@@ -26,8 +26,8 @@ from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.spans import training_layouts
-from megatron_stppo.model.token_logprob import token_logprob
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.metrics import progress
@@ -95,19 +95,20 @@ def _step(
     trainer: Trainer, batch: Batch, place: Place, packer: Packer, vocab_size: int, rate: float
 ) -> float:
     chosen = share(batch, range(len(batch.live_N)), place)
-    loss = partial(_loss, place=place, vocab_size=vocab_size, tokens=len(batch.action_index_T))
+    head = PolicyHead.of(trainer.model, place, vocab_size)
+    loss = partial(_loss, head=head, tokens=len(batch.action_index_T))
     trainer.zero()
     records = forward_backward(trainer.model, packer.pack(batch, chosen), loss)
     trainer.step(trainer.reduce(), rate_scale=rate)
     return float(total(records, 1, place))
 
 
-def _loss(
-    logits: Tensor, microbatch: Microbatch, place: Place, vocab_size: int, tokens: int
-) -> tuple[Tensor, Tensor]:
-    logprob_T, _, _ = token_logprob(logits, microbatch, place, vocab_size)
-    loss = -logprob_T.sum() / tokens
-    return loss, loss.detach().reshape(1)
+def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int) -> tuple[Tensor, Tensor]:
+    def terms(logprob_T: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        loss = -logprob_T.sum() / tokens
+        return loss, loss.detach().reshape(1)
+
+    return head.loss(hidden, microbatch, None, terms)
 
 
 def _cosine(step: int, steps: int, warmup_fraction: float) -> float:

@@ -21,6 +21,7 @@ from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe, mean_of
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
+from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.faults import DoNotRestart
@@ -101,12 +102,13 @@ def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, fl
     """Every minibatch of every epoch: one step of the actor, one of the critic."""
     config, a, actor = parts.config, parts.config.algorithm, parts.actor
     assert actor is not None
+    head = PolicyHead.of(actor.model, parts.place, parts.shape.vocab, config.rollout.temperature)
     for epoch in range(config.update.epochs):
         for chosen in minibatches(
             len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
         ):
             weight_T = minibatch_weights(batch, chosen, a)
-            loss = ActorLoss(batch, weight_T, a, parts.place, parts.shape.vocab, config.rollout.temperature)
+            loss = ActorLoss(batch, weight_T, a, head)
             step = actor_step(actor, loss, chosen, parts.packer)
             if parts.critic is not None:
                 step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.place, parts.packer)

@@ -1,7 +1,7 @@
 """Actor, critic and reference as megatron-core GPT models that answer for action tokens only.
 
-The last pipeline stage selects the hidden states of action tokens before its head, so logits exist for
-action tokens only, and only this rank's part of the vocabulary.
+The last pipeline stage of a policy ends with the hidden states of the action tokens; policy_head.py has what
+follows, so that logits never exist for other tokens, nor for all of these at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Role = Literal["actor", "critic", "reference"]
 
 
 class TokenModel(GPTModel):
-    """A GPT model whose output is logits [T, V/TP] (or values [T]) of a microbatch's action tokens."""
+    """A GPT model whose output is hidden [T, H] of a microbatch's action tokens; a critic's is values [T]."""
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
@@ -61,12 +61,14 @@ class TokenModel(GPTModel):
                 hidden, tensor_parallel_output_grad=False
             )
         selected = hidden[:, 0].index_select(0, index_T)
-        if isinstance(self.output_layer, ValueHead):
-            return self.output_layer(selected)
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
-        return self.output_layer(selected[:, None], weight=weight)[0][:, 0]
+        return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
+
+    def vocabulary_weight(self) -> Tensor | None:
+        """The policy head's [V/TP, H], tied or not; None but on the last pipeline stage."""
+        if not self.post_process:
+            return None
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 def transformer_config(
@@ -138,11 +140,8 @@ def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: to
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,  # type: ignore[arg-type]
     )
-    if place.is_last_stage:
-        if is_critic:
-            model.output_layer = ValueHead(settings)
-        else:
-            model.output_layer.sequence_parallel = False  # TokenModel gathers before it selects
+    if place.is_last_stage and is_critic:
+        model.output_layer = ValueHead(settings)
     # megatron's Float16Module would copy the logits to float32; our log-prob arithmetic is float32 inside
     # anyway
     model = model.to(device=torch.cuda.current_device(), dtype=dtype)

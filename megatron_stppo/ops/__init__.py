@@ -2,6 +2,15 @@
 
 from megatron_stppo.ops.clipped_surrogate import clipped_surrogate
 from megatron_stppo.ops.gae import gae
+from megatron_stppo.ops.linear_logprob import CHUNK, chunk_bounds, linear_logprob, linear_loss
 from megatron_stppo.ops.vocab_logprob import vocab_logprob
 
-__all__ = ["clipped_surrogate", "gae", "vocab_logprob"]
+__all__ = [
+    "CHUNK",
+    "chunk_bounds",
+    "clipped_surrogate",
+    "gae",
+    "linear_logprob",
+    "linear_loss",
+    "vocab_logprob",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,31 @@ class Shard:
     vocab_start: int
     valid: int  # columns of true vocabulary; what follows is padding
     ignore_index: int
+
+    @classmethod
+    def of(
+        cls,
+        target: Tensor,
+        columns: int,
+        vocab_start: int,
+        vocab_size: int | None,
+        temperature: float | Tensor,
+        ignore_index: int,
+    ) -> Shard:
+        """For `columns` columns from id vocab_start on. Raises ValueError naming the argument."""
+        _check_temperature(temperature, target)
+        if vocab_start < 0 or (vocab_size is not None and vocab_size < 1):
+            raise ValueError(
+                f"vocab_start={vocab_start}, vocab_size={vocab_size}: give the first column's id and the size"
+            )
+        valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
+        return cls(target, temperature, vocab_start, valid, ignore_index)
+
+    def rows(self, index: slice | Tensor) -> Shard:
+        """The same for some of the rows."""
+        per_row = isinstance(self.temperature, Tensor)
+        temperature = self.temperature[index] if per_row else self.temperature
+        return replace(self, target=self.target[index], temperature=temperature)
 
     @property
     def ignored_T(self) -> Tensor:
@@ -63,14 +88,7 @@ def vocab_logprob(
     """
     check("logits", logits, logits.device, (torch.float32, torch.bfloat16), (None, None))
     check("target", target, logits.device, (torch.int64,), (len(logits),))
-    _check_temperature(temperature, logits)
-    if vocab_start < 0 or (vocab_size is not None and vocab_size < 1):
-        raise ValueError(
-            f"vocab_start={vocab_start}, vocab_size={vocab_size}: give the first column's id and the size"
-        )
-    columns = logits.shape[1]
-    valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
-    shard = Shard(target, temperature, vocab_start, valid, ignore_index)
+    shard = Shard.of(target, logits.shape[1], vocab_start, vocab_size, temperature, ignore_index)
     out: tuple[Tensor, Tensor, Tensor] = _VocabLogprob.apply(  # type: ignore[no-untyped-call]
         logits, shard, group, overwrite
     )
@@ -82,7 +100,7 @@ class _VocabLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, shard: Shard, group: dist.ProcessGroup | None, overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        merged = merge_shards(_all_gather(local_statistics(logits, shard), group), shard)
+        merged = merge_shards(all_gather(local_statistics(logits, shard), group), shard)
         ctx.shard, ctx.overwrite, ctx.overwritten = shard, overwrite, False
         ctx.save_for_backward(logits, merged)
         ctx.set_materialize_grads(False)
@@ -160,7 +178,7 @@ def write_gradient(
     return out.copy_(gradient)
 
 
-def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[5, T] of this rank -> [W, 5, T] in rank order. T is the same on all ranks of the group."""
     if group is None or dist.get_world_size(group) == 1 or local.shape[1] == 0:
         return local[None]
@@ -170,11 +188,11 @@ def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out.view(world, *local.shape)
 
 
-def _check_temperature(temperature: float | Tensor, logits: Tensor) -> None:
+def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} divides the logits; choose a number > 0")
         return
-    check("temperature", temperature, logits.device, (torch.float32,), (len(logits),))
+    check("temperature", temperature, target.device, (torch.float32,), (len(target),))
     if not temperature.is_cuda and not bool((temperature > 0).all()):
         raise ValueError("temperature holds a row that is not above 0; it divides the logits")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.pipeline import Packer, score
-from megatron_stppo.model.token_logprob import token_logprob
+from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 
@@ -17,7 +16,5 @@ def logprobs(
 ) -> Tensor:
     """log pi(token) at the sampling temperature: float32 [T] on the host, equal on every rank."""
 
-    def answer(logits: Tensor, microbatch: Microbatch) -> Tensor:
-        return token_logprob(logits, microbatch, place, vocab_size, temperature)[0]
-
-    return score(model, batch, place, packer, answer)
+    head = PolicyHead.of(model, place, vocab_size, temperature)
+    return score(model, batch, place, packer, head.logprob)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +26,8 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
-from megatron_stppo.model.token_logprob import token_logprob
+from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
-from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
@@ -44,70 +45,91 @@ class ActorLoss:
     batch: Batch
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
-    place: Place
-    vocab_size: int
-    temperature: float
+    head: PolicyHead
 
-    def __call__(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(loss, record): the part of -J + KL + entropy terms that these tokens make, and SUMS."""
-        a = self.algorithm
-        logprob_T, entropy_T, sum_p_sq_T = self.logprob(logits, microbatch)
-        weight_T = self.rows(self.weight_T, microbatch)
-        out = self.surrogate(logprob_T, microbatch, sum_p_sq_T)
-        entropy = weighted_sum(entropy_T, weight_T)
-        loss = -out.objective - a.entropy_coefficient * entropy
-        kl_loss = torch.zeros_like(loss)
+        return self.head.loss(hidden, microbatch, self.segments(microbatch), partial(self.terms, microbatch))
+
+    def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """A loss whose gradient is -C: the clipped terms alone."""
+        terms = partial(self.bias_terms, microbatch)
+        return self.head.loss(hidden, microbatch, self.segments(microbatch), terms)
+
+    def terms(
+        self,
+        microbatch: Microbatch,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        sum_p_sq_T: Tensor,
+        first: int,
+        last: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of the microbatch's action tokens [first, last), which are whole segments."""
+        a, rows = self.algorithm, microbatch.rows_T[first:last]
+        weight_T = self.at(rows, self.weight_T, logprob_T)
+        out = self.surrogate(microbatch, logprob_T, first, last, sum_p_sq=sum_p_sq_T.detach())
+        entropy, kl_loss = weighted_sum(entropy_T, weight_T), torch.zeros_like(out.objective)
+        loss = -out.objective
+        if a.entropy_coefficient > 0:
+            loss = loss - a.entropy_coefficient * entropy
         if a.kl_in == "loss" and a.kl_coefficient > 0:
-            reference_T = self.rows(self.batch.reference_logprob_T, microbatch)
+            reference_T = self.at(rows, self.batch.reference_logprob_T, logprob_T)
             kl_loss = weighted_sum(kl(a.kl_estimator, logprob_T, reference_T), weight_T)
             loss = loss + a.kl_coefficient * kl_loss
         sizes = (out.bias_sq, out.grad_sq, out.logit_bias_sq, out.logit_grad_sq)
         record = [out.objective, kl_loss, entropy, out.kl_k3 * out.tokens, out.clipped, *sizes]
         return loss, torch.stack([value.detach().double() for value in record])
 
-    def bias(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """A loss whose gradient is -C: the clipped terms alone."""
-        logprob_T, _, _ = self.logprob(logits, microbatch)
-        bias_T = self.surrogate(logprob_T.detach(), microbatch, with_bias=True).bias_T
+    def bias_terms(
+        self, microbatch: Microbatch, logprob_T: Tensor, _: Tensor, __: Tensor, first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        bias_T = self.surrogate(microbatch, logprob_T.detach(), first, last, with_bias=True).bias_T
         assert bias_T is not None
         loss = -(bias_T * logprob_T).sum()
         return loss, loss.detach().reshape(1)
 
-    def logprob(self, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        return token_logprob(logits, microbatch, self.place, self.vocab_size, self.temperature)
-
     def surrogate(
-        self,
-        logprob_T: Tensor,
-        microbatch: Microbatch,
-        sum_p_sq_T: Tensor | None = None,
-        with_bias: bool = False,
+        self, microbatch: Microbatch, logprob_T: Tensor, first: int, last: int, **wanted: Any
     ) -> ClippedSurrogate:
-        a, segments = self.algorithm, self.algorithm.segments
-        offsets = {"token": None, "turn": microbatch.turn_offsets, "sequence": microbatch.action_offsets}
+        a, rows = self.algorithm, microbatch.rows_T[first:last]
         return ops.clipped_surrogate(
             logprob_T,
-            self.rows(self.batch.old_logprob_T, microbatch),
-            self.rows(self.batch.advantage_T, microbatch),
-            offsets[segments],
+            self.at(rows, self.batch.old_logprob_T, logprob_T),
+            self.at(rows, self.batch.advantage_T, logprob_T),
+            within(self.segments(microbatch), first, last, len(microbatch.rows_T)),
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
-            weight=self.rows(self.weight_T, microbatch),
+            weight=self.at(rows, self.weight_T, logprob_T),
             pooling=a.pooling,
-            sum_p_sq=None if sum_p_sq_T is None else sum_p_sq_T.detach(),
-            with_bias=with_bias,
+            **wanted,
         )
 
+    def segments(self, microbatch: Microbatch) -> Tensor | None:
+        """Offsets of the tokens that share a ratio; None: every token has its own."""
+        return segment_offsets(self.algorithm.segments, microbatch.turn_offsets, microbatch.action_offsets)
+
     @staticmethod
-    def rows(value_T: Tensor | None, microbatch: Microbatch) -> Tensor:
+    def at(rows: Tensor, value_T: Tensor | None, like: Tensor) -> Tensor:
+        """These rows of one of the batch's columns, on the device of `like`."""
         assert value_T is not None
-        return value_T[microbatch.rows_T].to(microbatch.target_T.device)
+        return value_T[rows].to(like.device)
+
+
+def within(offsets: Tensor | None, first: int, last: int, total: int) -> Tensor | None:
+    """The offsets of the segments inside [first, last), counted from `first`.
+
+    Example: [0, 3, 5, 9] within 3..9 is [0, 2, 6].
+    """
+    if offsets is None or (first, last) == (0, total):
+        return offsets
+    return offsets[(offsets >= first) & (offsets <= last)] - first
 
 
 def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer) -> dict[str, float]:
     """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite."""
-    a, place, tokens = loss.algorithm, loss.place, int((loss.weight_T != 0).sum())
+    a, place, tokens = loss.algorithm, loss.head.place, int((loss.weight_T != 0).sum())
     microbatches = packer.pack(loss.batch, share(loss.batch, chosen, place))
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)

@@ -44,6 +44,7 @@ def step_on_nan(model: str) -> tuple[float, bool, int]:
     import torch
 
     from megatron_stppo.model.pipeline import Packer, share
+    from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 
     given, chosen, packer = batch(), list(range(8)), Packer.of(config, place)
@@ -52,7 +53,8 @@ def step_on_nan(model: str) -> tuple[float, bool, int]:
     given.advantage_T[given.action_offsets[on_second]] = float("nan")
     before = state_of(actor)
     a = config.algorithm
-    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, place, shape.vocab, 1.0)
+    head = PolicyHead.of(actor.model, place, shape.vocab)
+    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
     numbers = actor_step(actor, loss, chosen, packer)
     untouched = all(torch.equal(x, y) for x, y in zip(before, state_of(actor), strict=True))
     return numbers["actor/skipped"], untouched, actor.skipped

@@ -108,6 +108,7 @@ def steps(
     from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.spans import training_layouts
     from megatron_stppo.parallel import groups
     from megatron_stppo.score.logprobs import logprobs
@@ -136,7 +137,10 @@ def steps(
         own_T = logprobs(actor.model, batch(), place, packer, shape.vocab, 1.0)
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
-        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, place, shape.vocab, 1.0)
+        head = PolicyHead.of(actor.model, place, shape.vocab)
+        if budget != budgets[0]:
+            head = replace(head, chunk=5)  # rows: whole turns only
+        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers = actor_step(actor, loss, chosen, packer)
         critic_numbers = critic_step(critic, given, chosen, a.value_clip, place, packer)
         results.append((numbers | critic_numbers, own_T.tolist()))

@@ -1,0 +1,249 @@
+"""From hidden states to log-probs without ever holding more than a chunk of logits.
+
+`linear_logprob` is an ordinary differentiable op; its backward computes the logits of a chunk again (4 matrix
+products). `linear_loss` is for a loss that is a sum over chunks, such as ST-PPO's over chunks of whole turns:
+the gradient of a chunk's logits is known as soon as they are there, so it takes 3. What is only known later
+(1 / ||C||, 1 / count) are scalars on the whole gradient.
+
+X [T, H], W [V, H]: logits = X W', dX = G W, dW = G' X, G being the logits' gradient, written over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.vocab_logprob import Shard, all_gather, local_statistics, merge_shards, write_gradient
+
+CHUNK = 4096  # rows; fewer make the matrix products slower
+FLOATS = (torch.float32, torch.bfloat16)
+# (loss, record) of rows [first, last), from their logprob, entropy and sum p^2
+ChunkLoss = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """vocab_logprob of the logits hidden [T, H] @ weight [V_local, H].T: (logprob, entropy, sum_p_sq) [T].
+
+    hidden, weight: float32 or bfloat16 alike. Extra memory: `chunk` rows of logits, and in the backward a
+    float32 gradient of the weight if there are several chunks. hidden's gradient is this rank's part: sum it
+    over `group`. Where only the log-prob has a cotangent, rows whose cotangent is 0 are left out of the
+    backward. Everything else is vocab_logprob's. Raises ValueError naming the argument that does not fit.
+    """
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    _check_chunks(_even_chunks(len(hidden), chunk), len(hidden))
+    out: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, shard, group, chunk
+    )
+    return out
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, shard: Shard, group: dist.ProcessGroup | None, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [
+            local_statistics(hidden[a:b] @ weight.t(), shard.rows(slice(a, b)))
+            for a, b in _even_chunks(len(hidden), chunk)
+        ]
+        merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
+        ctx.shard, ctx.chunk = shard, chunk
+        ctx.save_for_backward(hidden, weight, merged)
+        ctx.set_materialize_grads(False)
+        logprob, entropy, sum_p_sq = merged[:3].clone().unbind()
+        return logprob, entropy, sum_p_sq
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, merged = ctx.saved_tensors
+        gradient = _Gradient(hidden, weight)
+        live = _live_rows(cotangents)
+        count = len(hidden) if live is None else len(live)
+        for a, b in _even_chunks(count, ctx.chunk):
+            rows = slice(a, b) if live is None else live[a:b]
+            shard, statistics = ctx.shard.rows(rows), merged[:, rows].contiguous()
+            logits = hidden[rows] @ weight.t()
+            given = [None if x is None else x[rows] for x in cotangents]
+            gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
+            del logits  # before the next chunk's are made
+        return gradient.of_hidden, gradient.of_weight(), None, None, None
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bounds: Sequence[int],
+    loss: ChunkLoss,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """(sum of the chunks' losses, sum of their records) for rows [bounds[i], bounds[i+1]).
+
+    `loss` is called once per chunk, with tensors of that chunk's rows, and must not need any other chunk: cut
+    where whole segments end (chunk_bounds). Its scalar carries its global denominator; the record has no
+    gradient.
+    The gradient is computed in the forward; a backward before the next forward only scales it. A weight with
+    a main_grad (megatron's float32 buffer) gets its gradient there, and none from autograd.
+    Other arguments and errors: linear_logprob.
+    """
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    chunks = list(itertools.pairwise(bounds))
+    _check_chunks(chunks, len(hidden))
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    out: tuple[Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, shard, group, chunks, loss, wanted
+    )
+    return out
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        shard: Shard,
+        group: dist.ProcessGroup | None,
+        chunks: Sequence[tuple[int, int]],
+        loss: ChunkLoss,
+        wanted: bool,
+    ) -> tuple[Tensor, Tensor]:
+        gradient = _Gradient(hidden, weight) if wanted else None
+        losses, records = [], []
+        for a, b in chunks:
+            rows, part = slice(a, b), shard.rows(slice(a, b))
+            logits = hidden[rows] @ weight.t()
+            merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in merged[:3]]
+                value, record = loss(*leaves, a, b)
+            losses.append(value.detach())
+            records.append(record)
+            if gradient is not None:
+                cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
+                gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
+            del logits  # before the next chunk's are made
+        ctx.gradient, ctx.weight = gradient, weight
+        total, record = torch.stack(losses).sum(0), torch.stack(records).sum(0)
+        ctx.mark_non_differentiable(record)
+        return total, record
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradient: _Gradient = ctx.gradient
+        of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight().mul_(cotangent)
+        del ctx.gradient  # written over: a second backward must not find it
+        main = getattr(ctx.weight, "main_grad", None)
+        if main is None:
+            return of_hidden, of_weight, *(None,) * 5
+        main.add_(of_weight)
+        return of_hidden, None, *(None,) * 5
+
+
+class _Gradient:
+    """dX and dW of some chunks; dW in float32 where it is a sum of rounded parts."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._sum: Tensor | None = None
+        self.of_hidden = torch.zeros_like(hidden)
+
+    def add(self, of_logits: Tensor, rows: slice | Tensor) -> None:
+        """of_logits [rows, V_local]: the gradient of these rows' logits."""
+        self.of_hidden[rows] = of_logits @ self._weight
+        hidden = self._hidden[rows]
+        if self._sum is None:
+            self._sum = _product(of_logits.t(), hidden)
+        elif hidden.dtype == torch.float32:
+            self._sum.addmm_(of_logits.t(), hidden)
+        else:
+            self._sum += _product(of_logits.t(), hidden)
+
+    def of_weight(self) -> Tensor:
+        """In the weight's dtype; 0 without any row."""
+        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[int]:
+    """Where to cut rows into chunks of at most `chunk`, no segment [offsets[i], offsets[i+1]) being cut.
+
+    offsets None: every row is a segment. A longer segment makes a longer chunk. Reads the offsets back.
+    Example: offsets [0, 3, 5, 9] and chunk 5 give [0, 5, 9].
+    """
+    if offsets is None:
+        return [*range(0, max(rows, 1), chunk), rows]
+    if rows <= chunk:
+        return [0, rows]
+    bounds, previous = [0], 0
+    for end in offsets.tolist():
+        if end - bounds[-1] > chunk and previous > bounds[-1]:
+            bounds.append(previous)
+        previous = end
+    return [*bounds, rows]
+
+
+def _even_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} rows hold nothing; choose 1 or more, 4096 for speed")
+    return [(a, min(a + chunk, rows)) for a in range(0, max(rows, 1), chunk)]
+
+
+def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
+    if not chunks or chunks[0][0] != 0 or chunks[-1][1] != rows or any(a > b for a, b in chunks):
+        raise ValueError(f"bounds of the chunks {chunks[:4]}.. must rise from 0 to the {rows} rows of hidden")
+
+
+def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows with a cotangent that is not 0, if the log-prob's is the only one and it leaves many out."""
+    g_T, h_T, c_T = cotangents
+    if g_T is None or h_T is not None or c_T is not None:
+        return None
+    live = torch.nonzero(g_T).squeeze(1)
+    return live if len(live) < 0.9 * len(g_T) else None
+
+
+def _shard(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    vocab_size: int | None,
+    temperature: float | Tensor,
+    ignore_index: int,
+) -> Shard:
+    check("hidden", hidden, hidden.device, FLOATS, (None, None))
+    check("weight", weight, hidden.device, (hidden.dtype,), (None, hidden.shape[1]))
+    check("target", target, hidden.device, (torch.int64,), (len(hidden),))
+    return Shard.of(target, len(weight), vocab_start, vocab_size, temperature, ignore_index)

@@ -1,0 +1,159 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stppo import ops
+from tests.ops.memory import Peak
+
+
+def draw(rows, columns, width=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(columns, width, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(columns, (rows,), generator=generator)
+    target[torch.rand(rows, generator=generator) < 0.1] = -100
+    return hidden, weight, target, torch.randn(3, rows, generator=generator)
+
+
+def weighted(outputs, cotangents):
+    return sum((out * c).sum() for out, c in zip(outputs, cotangents, strict=True))
+
+
+def close(actual, expected, dtype=torch.float32):
+    # bfloat16: a chunk's part of the weight's gradient is not rounded before they are added up
+    for a, b in zip(actual, expected, strict=True):
+        tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+        largest = max(b.detach().float().abs().flatten().tolist(), default=0.0)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (largest + 1e-3))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 50),
+    st.integers(1, 45),
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_chunks_change_neither_values_nor_gradients(rows, columns, chunk, seed, dtype):
+    hidden, weight, target, cotangents = draw(rows, columns + 3, dtype=dtype, seed=seed)
+    target.clamp_(max=columns - 1)
+    temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(seed))
+    settings = {"vocab_size": columns, "temperature": temperature}
+    whole = ops.vocab_logprob(hidden @ weight.t(), target, **settings)
+    parts = ops.linear_logprob(hidden, weight, target, chunk=chunk, **settings)
+    close(parts, whole, dtype)
+    expected = torch.autograd.grad(weighted(whole, cotangents), (hidden, weight))
+    close(torch.autograd.grad(weighted(parts, cotangents), (hidden, weight)), expected, dtype)
+
+
+def test_rows_without_a_cotangent_are_left_out_of_the_backward():
+    hidden, weight, target, cotangents = draw(60, 30)
+    cotangent = cotangents[0] * (torch.arange(60) % 5 == 0)
+    whole = ops.vocab_logprob(hidden @ weight.t(), target)[0]
+    parts = ops.linear_logprob(hidden, weight, target, chunk=7)[0]
+    expected = torch.autograd.grad((whole * cotangent).sum(), (hidden, weight))
+    actual = torch.autograd.grad((parts * cotangent).sum(), (hidden, weight))
+    close(actual, expected)
+    assert not actual[0][1:5].any()
+    none = torch.autograd.grad((ops.linear_logprob(hidden, weight, target)[0] * 0).sum(), (hidden, weight))
+    assert not any(gradient.any() for gradient in none)
+
+
+@pytest.mark.parametrize("bounds", [[0, 60], [0, 17, 18, 60], [0, 0, 30, 60]])
+def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
+    hidden, weight, target, cotangents = draw(60, 30)
+    seen = []
+
+    def loss(logprob, entropy, sum_p_sq, first, last):
+        seen.append((first, last))
+        value = weighted((logprob, entropy, sum_p_sq), cotangents[:, first:last])
+        return value, torch.tensor([float(last - first), 1.0])
+
+    total, record = ops.linear_loss(hidden, weight, target, bounds, loss)
+    assert seen == list(itertools.pairwise(bounds))
+    assert record.tolist() == [60.0, len(bounds) - 1]
+    expected = weighted(ops.vocab_logprob(hidden @ weight.t(), target), cotangents)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    actual = torch.autograd.grad(3 * total, (hidden, weight))
+    close(actual, torch.autograd.grad(3 * expected, (hidden, weight)))
+    with torch.no_grad():  # scoring needs no gradient
+        assert ops.linear_loss(hidden, weight, target, bounds, loss)[0].item() == total.item()
+
+
+def test_a_main_gradient_takes_the_weights_gradient_in_float32():
+    hidden, weight, target, cotangents = draw(60, 30, dtype=torch.bfloat16)
+
+    def loss(logprob, entropy, sum_p_sq, first, last):
+        return (logprob * cotangents[0, first:last]).sum(), torch.zeros(1)
+
+    total, _ = ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)
+    (plain,) = torch.autograd.grad(total, weight)
+    weight.main_grad = torch.ones(weight.shape)
+    ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)[0].backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, plain.float(), rtol=2e-2, atol=1e-3)
+
+
+def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation):
+    if implementation == "torch":
+        pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
+    rows, columns, width, chunk = 2048, 4096, 32, 256
+    hidden, weight, target, cotangents = draw(rows, columns, width)
+    gradients = 4 * (hidden.numel() + weight.numel())
+    statistics = 4 * rows * (5 + 6 + 3 + 3)  # of the shards, merged, outputs, cotangents
+    limit = 1.2 * 4 * chunk * columns + gradients + statistics
+
+    def loss(logprob, entropy, sum_p_sq, first, last):
+        return weighted((logprob, entropy, sum_p_sq), cotangents[:, first:last]), torch.zeros(1)
+
+    with Peak() as peak:
+        outputs = ops.linear_logprob(hidden, weight, target, chunk=chunk)
+        torch.autograd.grad(weighted(outputs, cotangents), (hidden, weight))
+    assert 4 * chunk * columns < peak.peak <= limit
+    with Peak() as peak:
+        bounds = ops.chunk_bounds(None, rows, chunk)
+        total, _ = ops.linear_loss(hidden, weight, target, bounds, loss)
+        torch.autograd.grad(total, (hidden, weight))
+    assert 4 * chunk * columns < peak.peak <= limit
+
+
+def test_memory_of_the_log_probs_backward_is_their_statistics(implementation):
+    if implementation == "torch":
+        pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
+    rows, columns = 512, 4096
+    logits = torch.randn(rows, columns).requires_grad_() * 1  # not a leaf: nothing keeps its gradient
+    with Peak() as peak:
+        outputs = ops.vocab_logprob(logits, torch.zeros(rows, dtype=torch.int64), overwrite=True)
+        torch.autograd.grad(weighted(outputs, torch.randn(3, rows)), logits)
+    assert peak.peak <= 4 * rows * 32  # a few numbers per row, none per logit
+
+
+def test_segments_are_not_cut():
+    offsets = torch.tensor([0, 3, 5, 9])
+    assert ops.chunk_bounds(offsets, 9, 5) == [0, 5, 9]
+    assert ops.chunk_bounds(offsets, 9, 2) == [0, 3, 5, 9]  # a longer segment is a longer chunk
+    assert ops.chunk_bounds(offsets, 9, 9) == [0, 9]
+    assert ops.chunk_bounds(None, 10, 4) == [0, 4, 8, 10]
+    assert ops.chunk_bounds(None, 0, 4) == [0, 0]
+    assert ops.chunk_bounds(torch.tensor([0, 0, 4, 4, 8, 8]), 8, 4) == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4, 3, dtype=torch.float64)}, "hidden has dtype float64"),
+        ({"weight": torch.zeros(5, 2)}, r"weight has shape \[5, 2\]; give \[any, 3\]"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, r"target has shape \[3\]; give \[4\]"),
+        ({"target": torch.full((4,), 5)}, r"target\[0\]=5 lies outside"),
+        ({"chunk": 0}, "chunk=0 rows"),
+    ],
+)
+def test_a_wrong_argument_is_named(change, message):
+    arguments = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(5, 3)}
+    arguments |= {"target": torch.zeros(4, dtype=torch.int64)} | change
+    with pytest.raises(ValueError, match=message):
+        ops.linear_logprob(**arguments)
