@@ -108,7 +108,7 @@ def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int)
         loss = -logprob_T.sum() / tokens
         return loss, loss.detach().reshape(1)
 
-    return head.loss(hidden, microbatch, None, terms)
+    return head.loss(hidden, microbatch, terms)
 
 
 def _cosine(step: int, steps: int, warmup_fraction: float) -> float:

@@ -57,7 +57,7 @@ def train(config: Config, resume: bool = True) -> None:
             parts.engine.sleep()
         # score: what actor, reference and critic say about the action tokens
         with metrics.phase("score"):
-            batch = _score(parts, to_batch(played))
+            batch = _score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
@@ -65,6 +65,7 @@ def train(config: Config, resume: bool = True) -> None:
         with metrics.phase("update"):
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
+        row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
         row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
@@ -86,23 +87,30 @@ def train(config: Config, resume: bool = True) -> None:
     parts.close()
 
 
-def _score(parts: Parts, batch: Batch) -> Batch:
-    config, place, packer = parts.config, parts.place, parts.packer
-    assert parts.actor is not None
-    policy = (batch, place, packer, parts.shape.vocab, config.rollout.temperature)
+def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
+    update, actor, reference = parts.config.update, parts.actor, parts.reference
+    assert actor is not None
+    first_epoch = minibatches(len(batch.live_N), update.minibatches, parts.config.run.seed, iteration, 0)
+    given = (batch, parts.place, parts.packer, first_epoch)
     return replace(
         batch,
-        old_logprob_T=logprobs(parts.actor.model, *policy),
-        reference_logprob_T=logprobs(parts.reference, *policy) if parts.reference else None,
-        value_T=values(parts.critic.model, batch, place, packer) if parts.critic else None,
+        old_logprob_T=logprobs(actor.model, _head(parts, actor.model), *given),
+        reference_logprob_T=logprobs(reference, _head(parts, reference), *given) if reference else None,
+        value_T=values(parts.critic.model, *given) if parts.critic else None,
     )
+
+
+def _head(parts: Parts, model: torch.nn.Module) -> PolicyHead:
+    config = parts.config
+    temperature, segments = config.rollout.temperature, config.algorithm.segments
+    return PolicyHead.of(model, parts.place, parts.shape.vocab, temperature, segments)
 
 
 def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
     """Every minibatch of every epoch: one step of the actor, one of the critic."""
     config, a, actor = parts.config, parts.config.algorithm, parts.actor
     assert actor is not None
-    head = PolicyHead.of(actor.model, parts.place, parts.shape.vocab, config.rollout.temperature)
+    head = _head(parts, actor.model)
     for epoch in range(config.update.epochs):
         for chosen in minibatches(
             len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch

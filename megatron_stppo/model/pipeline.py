@@ -111,15 +111,20 @@ def score(
     batch: Batch,
     place: Place,
     packer: Packer,
+    together: Sequence[Sequence[int]],
     answer: Callable[[Tensor, Microbatch], Tensor],
 ) -> Tensor:
     """One number per action token of the whole batch: float32 [T] on the host, equal on every rank.
 
+    together: every trajectory once, those of one list in microbatches of their own. With the lists of an
+    epoch the microbatches are the update's: matrix products of other sizes round differently, and the first
+    minibatch's importance ratios would be 1 only nearly.
     The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
     rows together.
     """
-    chosen = share(batch, range(len(batch.live_N)), place)
-    microbatches = packer.pack(batch, chosen)
+    microbatches = [
+        microbatch for chosen in together for microbatch in packer.pack(batch, share(batch, chosen, place))
+    ]
     total = len(batch.action_index_T)
     answers = forward(model, microbatches, answer)
     out_T = unpack(microbatches, answers, total) if place.is_last_stage else torch.zeros(total)

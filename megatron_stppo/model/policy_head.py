@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_stppo import ops
+from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.parallel.groups import Place
 
@@ -29,31 +30,43 @@ class PolicyHead:
     place: Place
     vocab_size: int
     temperature: float
+    segments: Level  # no chunk ends inside one
     chunk: int = ops.CHUNK  # rows of logits that exist at a time, but for a longer segment
 
     @classmethod
     def of(
-        cls, model: torch.nn.Module, place: Place, vocab_size: int, temperature: float = 1.0
+        cls,
+        model: torch.nn.Module,
+        place: Place,
+        vocab_size: int,
+        temperature: float = 1.0,
+        segments: Level = "token",
     ) -> PolicyHead:
         """Of a TokenModel, or of one in megatron's data-parallel wrapper."""
         weight = getattr(model, "module", model).vocabulary_weight()
-        return cls(weight, place, vocab_size, temperature)
+        return cls(weight, place, vocab_size, temperature, segments)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """float32 [T] of the microbatch's action tokens, from hidden [T, H]."""
+        bounds = self._bounds(hidden, microbatch)  # the loss's: the same bits as there
         logprob_T, _, _ = ops.linear_logprob(
-            hidden, self._weight(), microbatch.target_T, chunk=self.chunk, **self._columns()
+            hidden, self._weight(), microbatch.target_T, bounds=bounds, **self._columns()
         )
         return logprob_T
 
-    def loss(
-        self, hidden: Tensor, microbatch: Microbatch, offsets: Tensor | None, terms: Terms
-    ) -> tuple[Tensor, Tensor]:
-        """(loss, record): the sums of `terms` over chunks that end where segments [offsets] end."""
+    def loss(self, hidden: Tensor, microbatch: Microbatch, terms: Terms) -> tuple[Tensor, Tensor]:
+        """(loss, record): the sums of `terms` over chunks of whole segments."""
         # every rank of the tensor group gets the part of the gradient that its columns make
         hidden = copy_to_tensor_model_parallel_region(hidden)
-        bounds = ops.chunk_bounds(offsets, len(hidden), self.chunk)
+        bounds = self._bounds(hidden, microbatch)
         return ops.linear_loss(hidden, self._weight(), microbatch.target_T, bounds, terms, **self._columns())
+
+    def offsets(self, microbatch: Microbatch) -> Tensor | None:
+        """Of the segments; None: every token is one."""
+        return segment_offsets(self.segments, microbatch.turn_offsets, microbatch.action_offsets)
+
+    def _bounds(self, hidden: Tensor, microbatch: Microbatch) -> list[int]:
+        return ops.chunk_bounds(self.offsets(microbatch), len(hidden), self.chunk)
 
     def _weight(self) -> Tensor:
         assert self.weight is not None, "the last pipeline stage has the head"

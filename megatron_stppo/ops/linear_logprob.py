@@ -39,18 +39,21 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     chunk: int = CHUNK,
+    bounds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """vocab_logprob of the logits hidden [T, H] @ weight [V_local, H].T: (logprob, entropy, sum_p_sq) [T].
 
-    hidden, weight: float32 or bfloat16 alike. Extra memory: `chunk` rows of logits, and in the backward a
-    float32 gradient of the weight if there are several chunks. hidden's gradient is this rank's part: sum it
-    over `group`. Where only the log-prob has a cotangent, rows whose cotangent is 0 are left out of the
-    backward. Everything else is vocab_logprob's. Raises ValueError naming the argument that does not fit.
+    hidden, weight: float32 or bfloat16 alike. The rows are cut every `chunk`, or at `bounds` as in
+    linear_loss. Extra memory: a chunk of logits, and in the backward a float32 gradient of the weight if
+    there are several chunks. hidden's gradient is this rank's part: sum it over `group`. Where only the
+    log-prob has a cotangent, rows whose cotangent is 0 are left out of the backward. Everything else is
+    vocab_logprob's. Raises ValueError naming the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
-    _check_chunks(_even_chunks(len(hidden), chunk), len(hidden))
+    chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
+    _check_chunks(chunks, len(hidden))
     out: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, shard, group, chunk
+        hidden, weight, shard, group, chunks
     )
     return out
 
@@ -58,14 +61,16 @@ def linear_logprob(
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, shard: Shard, group: dist.ProcessGroup | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        shard: Shard,
+        group: dist.ProcessGroup | None,
+        chunks: Sequence[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [
-            local_statistics(hidden[a:b] @ weight.t(), shard.rows(slice(a, b)))
-            for a, b in _even_chunks(len(hidden), chunk)
-        ]
+        parts = [local_statistics(hidden[a:b] @ weight.t(), shard.rows(slice(a, b))) for a, b in chunks]
         merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
-        ctx.shard, ctx.chunk = shard, chunk
+        ctx.shard, ctx.chunk = shard, max(1, *(b - a for a, b in chunks))
         ctx.save_for_backward(hidden, weight, merged)
         ctx.set_materialize_grads(False)
         logprob, entropy, sum_p_sq = merged[:3].clone().unbind()

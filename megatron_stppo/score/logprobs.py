@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,15 @@ from megatron_stppo.types import Batch
 
 
 def logprobs(
-    model: torch.nn.Module, batch: Batch, place: Place, packer: Packer, vocab_size: int, temperature: float
+    model: torch.nn.Module,
+    head: PolicyHead,
+    batch: Batch,
+    place: Place,
+    packer: Packer,
+    together: Sequence[Sequence[int]],
 ) -> Tensor:
-    """log pi(token) at the sampling temperature: float32 [T] on the host, equal on every rank."""
+    """log pi(token) at the head's temperature: float32 [T] on the host, equal on every rank.
 
-    head = PolicyHead.of(model, place, vocab_size, temperature)
-    return score(model, batch, place, packer, head.logprob)
+    together: trajectories that share microbatches, as in the update that these are compared in.
+    """
+    return score(model, batch, place, packer, together, head.logprob)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,9 @@ from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 
 
-def values(model: torch.nn.Module, batch: Batch, place: Place, packer: Packer) -> Tensor:
+def values(
+    model: torch.nn.Module, batch: Batch, place: Place, packer: Packer, together: Sequence[Sequence[int]]
+) -> Tensor:
     """float32 [T] on the host, equal on every rank. Read from the same hidden state that predicts the
     token."""
-    return score(model, batch, place, packer, lambda value_T, microbatch: value_T)
+    return score(model, batch, place, packer, together, lambda value_T, microbatch: value_T)

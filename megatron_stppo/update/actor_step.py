@@ -45,16 +45,15 @@ class ActorLoss:
     batch: Batch
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
-    head: PolicyHead
+    head: PolicyHead  # its segments are those of the ratio
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(loss, record): the part of -J + KL + entropy terms that these tokens make, and SUMS."""
-        return self.head.loss(hidden, microbatch, self.segments(microbatch), partial(self.terms, microbatch))
+        return self.head.loss(hidden, microbatch, partial(self.terms, microbatch))
 
     def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """A loss whose gradient is -C: the clipped terms alone."""
-        terms = partial(self.bias_terms, microbatch)
-        return self.head.loss(hidden, microbatch, self.segments(microbatch), terms)
+        return self.head.loss(hidden, microbatch, partial(self.bias_terms, microbatch))
 
     def terms(
         self,
@@ -97,7 +96,7 @@ class ActorLoss:
             logprob_T,
             self.at(rows, self.batch.old_logprob_T, logprob_T),
             self.at(rows, self.batch.advantage_T, logprob_T),
-            within(self.segments(microbatch), first, last, len(microbatch.rows_T)),
+            within(self.head.offsets(microbatch), first, last, len(microbatch.rows_T)),
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
@@ -105,10 +104,6 @@ class ActorLoss:
             pooling=a.pooling,
             **wanted,
         )
-
-    def segments(self, microbatch: Microbatch) -> Tensor | None:
-        """Offsets of the tokens that share a ratio; None: every token has its own."""
-        return segment_offsets(self.algorithm.segments, microbatch.turn_offsets, microbatch.action_offsets)
 
     @staticmethod
     def at(rows: Tensor, value_T: Tensor | None, like: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ CASES = {
         "algorithm.gae_level=turn",
         "parallel.sequence=true",
         "model.recompute=full",
+        "update.tokens_per_microbatch=80",
         "run.evaluate_every=1",
     ),
 }
@@ -51,6 +52,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(config: Path, name: str)
     assert last["mismatch/mean_abs"] < 1e-5
     assert last["rollout/action_tokens"] > 0
     assert last["actor/skipped"] == 0
+    assert last["actor/first_kl_to_old"] == 0, "every ratio of the first minibatch is exactly 1"
     assert ("critic/loss" in last) == ("s_ppo" in name)
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)
 

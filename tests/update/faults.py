@@ -53,7 +53,7 @@ def step_on_nan(model: str) -> tuple[float, bool, int]:
     given.advantage_T[given.action_offsets[on_second]] = float("nan")
     before = state_of(actor)
     a = config.algorithm
-    head = PolicyHead.of(actor.model, place, shape.vocab)
+    head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
     loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
     numbers = actor_step(actor, loss, chosen, packer)
     untouched = all(torch.equal(x, y) for x, y in zip(before, state_of(actor), strict=True))

@@ -134,12 +134,12 @@ def steps(
         packer = replace(Packer.of(config, place), budget=budget)
         if place.is_last_stage:
             critic.model.module.output_layer.weight.data.copy_(value_head(shape.hidden))
-        own_T = logprobs(actor.model, batch(), place, packer, shape.vocab, 1.0)
-        given = batch()
-        given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
-        head = PolicyHead.of(actor.model, place, shape.vocab)
+        head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
+        own_T = logprobs(actor.model, head, batch(), place, packer, [chosen])
+        given = batch()
+        given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers = actor_step(actor, loss, chosen, packer)
         critic_numbers = critic_step(critic, given, chosen, a.value_clip, place, packer)
