@@ -47,13 +47,14 @@ VocabMerged merged(Pointer at, int64_t rows) {
 int clipped_surrogate(Pointer logprob, Pointer old_logprob, Pointer advantage, Pointer weight, Pointer sum_p_sq,
                       Pointer offsets, int64_t tokens, int64_t segments, float uniform_weight, float low, float high,
                       float dual, bool by_sum, Pointer ratio, Pointer gradient, Pointer bias, Pointer totals,
-                      Pointer workspace, Pointer tickets, int64_t max_blocks, bool on_gpu, Pointer where) {
+                      Pointer workspace, Pointer tickets, int64_t max_blocks, Pointer part,
+                      Pointer whole, bool on_gpu, Pointer where) {
   const Surrogate a{to<float>(logprob), to<float>(old_logprob), to<float>(advantage), to<float>(weight),
                     to<float>(sum_p_sq), to<int64_t>(offsets),  tokens,               segments,
                     uniform_weight,      low,                   high,                 dual,
                     by_sum,              to<float>(ratio),      to<float>(gradient),  to<float>(bias),
                     to<float>(totals),   to<double>(workspace),
-                    to<unsigned>(tickets), max_blocks};
+                    to<unsigned>(tickets), max_blocks,            to<double>(part),     to<double>(whole)};
   return STPPO_CALL(Surrogate, clipped_surrogate)(a, on_gpu, where);
 }
 
@@ -98,6 +99,7 @@ PYBIND11_MODULE(_csrc, m) {
   m.attr("surrogate_tile") = SURROGATE_TILE;
   m.attr("surrogate_row") = int(SURROGATE_ROWS * SURROGATE_SUMS);
   m.attr("surrogate_totals") = SURROGATE_TOTALS;
+  m.attr("segment_sums") = SEGMENT_SUMS;
   py::class_<Logits>(m, "Logits").def(py::init(&logits));
   m.def("clipped_surrogate", &clipped_surrogate);  // objective, ratios and coefficients in one pass
   m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of a shard of logits

@@ -173,11 +173,18 @@ __device__ bool arrives_last(unsigned *ticket, int64_t count, Shared &shared) {
 // A segment's coefficients, its ratio, and what it adds to the tile's sums.
 __device__ __forceinline__ Coefficients finish(const Surrogate &a, int64_t segment, int64_t tokens, const Sums &s,
                                                double *sums) {
-  const double count = double(tokens), divisor = a.by_sum || tokens == 0 ? 1 : count;
-  const float ratio = float(exp_of(exponent(s.delta, divisor)));
-  const Coefficients c = coefficients(ratio, divisor, s.gain, s.loss, a.low, a.high, a.dual);
+  const double count = double(tokens), own[SEGMENT_SUMS] = {count, s.delta, s.gain, s.loss};
+  if (a.part) {
+    for (int k = 0; k < SEGMENT_SUMS; ++k) a.part[segment * SEGMENT_SUMS + k] = own[k];
+    return {};
+  }
+  double of[SEGMENT_SUMS];
+  for (int k = 0; k < SEGMENT_SUMS; ++k) of[k] = a.whole ? a.whole[segment * SEGMENT_SUMS + k] : own[k];
+  const double divisor = a.by_sum || of[0] == 0 ? 1 : of[0];
+  const float ratio = float(exp_of(exponent(of[1], divisor)));
+  const Coefficients c = coefficients(ratio, divisor, of[2], of[3], a.low, a.high, a.dual);
   a.ratio[segment] = ratio;
-  sums[OBJECTIVE] += c.objective;
+  sums[OBJECTIVE] += objective(ratio, s.gain, s.loss, a.low, a.high, a.dual);
   sums[CLIPPED] += (c.too_high ? s.up : 0) + (c.too_low ? s.down : 0);
   sums[BIAS_SQ] += count * c.bias * c.bias;
   sums[GRAD_SQ] += count * c.gradient * c.gradient;
@@ -188,6 +195,7 @@ __device__ __forceinline__ Coefficients finish(const Surrogate &a, int64_t segme
 
 __device__ __forceinline__ void fill(const Surrogate &a, int64_t first, int64_t last, int step, float gradient,
                                      float bias) {
+  if (a.part) return;
   for (int64_t i = first; i < last; i += step) __stcs(a.gradient + i, gradient);
   if (a.bias)
     for (int64_t i = first; i < last; i += step) __stcs(a.bias + i, bias);
@@ -357,7 +365,7 @@ __device__ void write_totals(const Surrogate &a, int64_t tiles, Shared &shared) 
     for (int k = 0; k < SURROGATE_SUMS; ++k) sums[k] += __ldcg(tile_row(a, row) + k);
   }
   block_sum(sums, shared);
-  if (threadIdx.x == 0) surrogate_totals(shared.result, a.totals);
+  if (threadIdx.x == 0 && !a.part) surrogate_totals(shared.result, a.totals);
 }
 
 }  // namespace

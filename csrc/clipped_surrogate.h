@@ -33,17 +33,22 @@ STPPO_BOTH double exponent(double delta, double divisor) {
 // The product where `sum` is not zero, else 0: an unused factor may be NaN.
 STPPO_BOTH double times(double factor, double sum) { return sum == 0 ? 0 : factor * sum; }
 
+// What min(w A, clip(w) A) gives for a ratio w; a NaN ratio stays NaN.
+STPPO_BOTH double objective(float ratio, double gain, double loss, float low, float high, float dual) {
+  const double w = ratio, floor = ratio < low ? double(low) : w;
+  return times(ratio > high ? double(high) : w, gain) + times(ratio > dual ? double(dual) : floor, loss);
+}
+
 // `ratio` = exp(exponent(..)) rounded to float32: a ratio that equals a bound there is on it.
 STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, double loss, float low, float high,
                                      float dual) {
   const double w = ratio, slope = w / divisor;
   // a NaN ratio is not clipped and reaches the gradient, where it is noticed
   const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low || ratio > dual;
-  const double floor = too_low ? double(low) : w, bounded = ratio > dual ? double(dual) : floor;
   const double kept = (too_high ? 0 : gain) + (dropped ? 0 : loss);
   const double removed = (too_high ? gain : 0) + (too_low ? loss : 0);
   return {ratio,
-          times(too_high ? double(high) : w, gain) + times(bounded, loss),
+          objective(ratio, gain, loss, low, high, dual),
           times(slope, kept),
           times(slope, removed),
           too_high,

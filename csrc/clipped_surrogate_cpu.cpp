@@ -121,14 +121,20 @@ template <bool WEIGHTED>
 STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
   for (int64_t start = s.first; start < s.last; start += GROUP) {
     Group g{};
+    double own_gain[GROUP], own_loss[GROUP];
     const int64_t count = s.last - start < GROUP ? s.last - start : GROUP;
     const auto range = [&a, start](int64_t k) { return Range{a.offsets[start + k], a.offsets[start + k + 1]}; };
     for (int64_t k = 0; k < GROUP; ++k) {
       const Range t = k < count ? range(k) : Range{0, 0};
-      const SegmentSums sum = segment_sums<WEIGHTED>(a, t);
-      g.delta[k] = sum.delta, g.gain[k] = sum.gain, g.loss[k] = sum.loss;
-      g.divisor[k] = a.by_sum || t.last == t.first ? 1 : double(t.last - t.first);
+      const SegmentSums own = segment_sums<WEIGHTED>(a, t);
+      const double sums_of_part[SEGMENT_SUMS] = {double(t.last - t.first), own.delta, own.gain, own.loss};
+      if (a.part && k < count) std::copy_n(sums_of_part, SEGMENT_SUMS, a.part + (start + k) * SEGMENT_SUMS);
+      const double *of = a.whole && k < count ? a.whole + (start + k) * SEGMENT_SUMS : sums_of_part;
+      g.delta[k] = of[1], g.gain[k] = of[2], g.loss[k] = of[3];
+      g.divisor[k] = a.by_sum || of[0] == 0 ? 1 : of[0];
+      own_gain[k] = own.gain, own_loss[k] = own.loss;
     }
+    if (a.part) continue;
     group_coefficients(g, a);
     for (int64_t k = 0; k < count; ++k) {
       const Range t = range(k);
@@ -136,7 +142,7 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
       a.ratio[start + k] = g.ratio[k];
       fill(a.gradient, t, float(g.gradient[k]));
       if (a.bias) fill(a.bias, t, float(g.bias[k]));
-      sums[OBJECTIVE] += g.objective[k];
+      sums[OBJECTIVE] += a.whole ? objective(g.ratio[k], own_gain[k], own_loss[k], a.low, a.high, a.dual) : g.objective[k];
       sums[BIAS_SQ] += tokens * bias_sq;
       sums[GRAD_SQ] += tokens * grad_sq;
       const bool too_high = g.ratio[k] > a.high, too_low = g.ratio[k] < a.low;
@@ -148,7 +154,7 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
       }
     }
   }
-  monitors<WEIGHTED>(a, {a.offsets[s.first], a.offsets[s.last]}, sums);
+  if (!a.part) monitors<WEIGHTED>(a, {a.offsets[s.first], a.offsets[s.last]}, sums);
 }
 
 template <bool WEIGHTED, bool LOGIT>
@@ -230,6 +236,7 @@ Status clipped_surrogate_cpu(const Surrogate &a, int threads) {
   const int64_t tiles = a.tiles();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tiles > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) one_tile(a, tile, a.workspace + tile * SURROGATE_SUMS);
+  if (a.part) return OK;
   double sums[SURROGATE_SUMS] = {};
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int sum = 0; sum < SURROGATE_SUMS; ++sum) sums[sum] += a.workspace[tile * SURROGATE_SUMS + sum];

@@ -13,7 +13,7 @@ enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
 // algorithm/surrogate.py
 enum SurrogateSum : int { OBJECTIVE, CLIPPED, LIVE, BIAS_SQ, GRAD_SQ, K1, K3, LOGIT_BIAS_SQ, LOGIT_GRAD_SQ, SURROGATE_SUMS };
-constexpr int SURROGATE_TOTALS = 10;
+constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
 constexpr int64_t SURROGATE_TILE = 4096;  // tokens + segments that one partial sum covers
 constexpr int SURROGATE_ROWS = 4;  // of SURROGATE_SUMS doubles that the workspace has per tile
 
@@ -31,6 +31,10 @@ struct Surrogate {
   double *workspace;                               // [SURROGATE_ROWS, tiles, SURROGATE_SUMS]
   unsigned *tickets;                               // CUDA: [1 + tiles], zero before and after
   int64_t max_blocks;                              // CUDA: no result depends on it
+  // Turns that are split over ranks: first `part` is written and nothing else; then, summed over the ranks, it
+  // is `whole`. Both [S, SEGMENT_SUMS]: tokens, sum of log ratios, S+, S-. Null where segments are whole.
+  double *part;
+  const double *whole;
 
   // `tiles` of the workspace.
   constexpr int64_t tiles() const { return (tokens + (offsets ? segments : 0)) / SURROGATE_TILE + 1; }

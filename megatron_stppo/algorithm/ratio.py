@@ -68,11 +68,18 @@ def segment_ratio(
     the inputs' dtype: a ratio that equals a bound in that dtype is on it, not a rounding error beyond.
     """
     delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
-    if pooling == "mean" and offsets is not None:
-        divisor_S = offsets.diff().clamp(min=1).double()
-    elif pooling in ("mean", "sum"):
-        divisor_S = torch.ones_like(delta_S)
-    else:
+    return ratio_of(delta_S, segment_count(offsets, delta_S), pooling, logprob_T.dtype)
+
+
+def segment_count(offsets: Tensor | None, like_S: Tensor) -> Tensor:
+    """float64 [S]: tokens of each segment."""
+    return torch.ones_like(like_S).double() if offsets is None else offsets.diff().double()
+
+
+def ratio_of(delta_S: Tensor, count_S: Tensor, pooling: Pooling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """segment_ratio from the sums of delta and the numbers of tokens, both float64 [S]."""
+    if pooling not in ("mean", "sum"):
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
+    divisor_S = count_S.clamp(min=1) if pooling == "mean" else torch.ones_like(count_S)
     exponent_S = (delta_S / divisor_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return exponent_S.exp().to(logprob_T.dtype), divisor_S
+    return exponent_S.exp().to(dtype), divisor_S

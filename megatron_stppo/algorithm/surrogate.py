@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import Pooling, segment_ratio, segment_sum, spread
+from megatron_stppo.algorithm.ratio import Pooling, ratio_of, segment_count, segment_sum, spread
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def surrogate(
     clip_high: float,
     dual_clip: float | None = None,
     pooling: Pooling = "mean",
+    whole: Tensor | None = None,
 ) -> Surrogate:
     """Evaluates J, g and b; nothing here is recorded by autograd.
 
@@ -54,15 +55,19 @@ def surrogate(
     part of the gradient without counting as clipped.
     A token of weight 0 takes part in its segment's ratio only; its advantage, and the ratio of a segment
     without any weight, may be NaN: they are selected away, never multiplied by zero.
+    whole: the segment_sums of all ranks added up, where these tokens are parts of segments split over ranks;
+    the objective is then this part's share.
     """
     total = len(logprob_T)
     low, high = _rounded(1 - clip_low, logprob_T.dtype), _rounded(1 + clip_high, logprob_T.dtype)
-    ratio_S, divisor_S = segment_ratio(logprob_T.detach(), old_logprob_T, offsets, pooling)
+    part = segment_sums(logprob_T.detach(), old_logprob_T, advantage_T, weight_T, offsets)
+    _, _, own_gain_S, own_loss_S = part.unbind(1)
+    count_S, delta_S, gain_S, loss_S = (part if whole is None else whole).unbind(1)
+    ratio_S, divisor_S = ratio_of(delta_S, count_S, pooling, logprob_T.dtype)
     w_S = ratio_S.double()
-    gain_S, loss_S = _signed_sums(advantage_T, weight_T, offsets)
 
     bound_S = w_S.clamp(min=low) if dual_clip is None else w_S.clamp(min=low, max=dual_clip)
-    objective = (_times(w_S.clamp(max=high), gain_S) + _times(bound_S, loss_S)).sum()
+    objective = (_times(w_S.clamp(max=high), own_gain_S) + _times(bound_S, own_loss_S)).sum()
 
     # Conditions are written so that a NaN ratio is not clipped and reaches the gradient, where it is noticed.
     too_high_S, too_low_S = w_S > high, w_S < low
@@ -80,6 +85,15 @@ def surrogate(
         bias_T=spread(_times(slope_S, removed_S), offsets, total),
         clipped_T=beyond_T & (weight_T != 0) & ((advantage_T > 0) | (advantage_T < 0)),
     )
+
+
+def segment_sums(
+    logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None
+) -> Tensor:
+    """float64 [S, 4]: tokens, sum of log ratios, S+, S-; added up by ranks that hold parts of segments."""
+    delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
+    gain_S, loss_S = _signed_sums(advantage_T, weight_T, offsets)
+    return torch.stack([segment_count(offsets, delta_S), delta_S, gain_S, loss_S], dim=1)
 
 
 def _signed_sums(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.algorithm import penalties
 from megatron_stppo.algorithm.correction import squared_estimate
 from megatron_stppo.algorithm.ratio import Pooling, check_offsets
-from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
@@ -55,12 +56,16 @@ def clipped_surrogate(
     pooling: Pooling = "mean",
     sum_p_sq: Tensor | None = None,
     with_bias: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> ClippedSurrogate:
     """J = sum_t c_t min(w A_t, clip(w, 1-clip_low, 1+clip_high) A_t), w being the ratio of t's segment.
 
     logprob, old_logprob, advantage: float32 [T]. segment_offsets: int32 or int64 [S+1] from 0 to T, never
     decreasing; None: every token its own segment. weight c: a number, float32 [T], or None for 1/T.
     sum_p_sq: float32 [T] of vocab_logprob, for the logit_* norms. with_bias: whether bias_T is wanted.
+    group: ranks that each hold a part of every segment (context parallel): segment s of one is segment s of
+    all. Their sums over segments are added up (one all-reduce of [S, 4] float64) before the exponential; the
+    objective and all counts are this rank's share. At token level it changes nothing.
     Definitions, NaN handling and the derivative: megatron_stppo/algorithm/surrogate.py.
     Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
     back to the host, makes every output NaN for offsets that are not in order.
@@ -81,10 +86,15 @@ def clipped_surrogate(
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
     compute = _extension if extension.serves(logprob.device) else _twin
     with torch.no_grad():
-        settings = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "pooling": pooling}
-        out = compute(
-            logprob, old_logprob, advantage, weight, segment_offsets, sum_p_sq, with_bias, **settings
-        )
+        if not isinstance(weight, Tensor) and weight == 0:
+            weight = torch.zeros_like(logprob)  # tokens without weight may hold anything, which costs a test
+        inputs = _Inputs(logprob, old_logprob, advantage, weight, segment_offsets)
+        settings = _Settings(clip_low, clip_high, dual_clip, pooling)
+        whole = None
+        if group is not None and segment_offsets is not None and dist.get_world_size(group) > 1:
+            whole = _segment_sums(inputs, settings)
+            dist.all_reduce(whole, group=group)
+        out = compute(inputs, settings, sum_p_sq, with_bias, whole)
     objective: Tensor = _WithGradient.apply(logprob, out.objective, out.grad_T)  # type: ignore[no-untyped-call]
     return out._replace(objective=objective)
 
@@ -104,62 +114,92 @@ class _WithGradient(torch.autograd.Function):
         return cotangent * gradient_T, None, None
 
 
+class _Inputs(NamedTuple):
+    logprob: Tensor
+    old_logprob: Tensor
+    advantage: Tensor
+    weight: float | Tensor
+    offsets: Tensor | None
+
+    @property
+    def weight_T(self) -> Tensor:
+        if isinstance(self.weight, Tensor):
+            return self.weight
+        return torch.full_like(self.logprob, float(self.weight))
+
+
+class _Settings(NamedTuple):
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    pooling: Pooling
+
+
+def _segment_sums(inputs: _Inputs, settings: _Settings) -> Tensor:
+    """float64 [S, 4] of this rank's tokens: algorithm/surrogate.py, segment_sums."""
+    if extension.serves(inputs.logprob.device):
+        assert inputs.offsets is not None
+        shape = (max(0, len(inputs.offsets) - 1), extension.SEGMENT_SUMS)
+        part = torch.empty(shape, dtype=torch.float64, device=inputs.logprob.device)
+        _run(inputs, settings, part=part)
+        return part
+    _check_order(inputs)
+    return segment_sums(*inputs[:3], inputs.weight_T, inputs.offsets)
+
+
 def _extension(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight: float | Tensor,
-    offsets: Tensor | None,
-    sum_p_sq: Tensor | None,
-    with_bias: bool,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    pooling: Pooling,
+    inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
 ) -> ClippedSurrogate:
     """csrc/clipped_surrogate_cpu.cpp or .cu."""
-    total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
-    if segments < 0:
-        check_offsets("segment_offsets", offsets, total)  # an empty one: raises
-    wide = None if offsets is None else offsets.long()
-    uniform = 0.0 if isinstance(weight, Tensor) else float(weight)
+    logprob, offsets = inputs.logprob, inputs.offsets
+    segments = len(logprob) if offsets is None else max(0, len(offsets) - 1)
     ratio, gradient = logprob.new_empty(segments), torch.empty_like(logprob)
     bias = torch.empty_like(logprob) if with_bias else None
     totals = logprob.new_empty(extension.SURROGATE_TOTALS)
-    tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
-    workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
-    tickets = extension.tickets(logprob.device, 1 + tiles)
-    status = extension.run(
-        "clipped_surrogate",
-        logprob.device,
-        *(logprob, old_logprob, advantage, weight if isinstance(weight, Tensor) else None, sum_p_sq, wide),
-        *(total, segments, uniform, 1 - clip_low, 1 + clip_high),
-        math.inf if dual_clip is None else dual_clip,
-        pooling == "sum",
-        *(ratio, gradient, bias, totals, workspace, tickets, MAX_BLOCKS),
-    )
-    if status == extension.BAD_OFFSETS:
-        check_offsets("segment_offsets", offsets, total)  # finds the same, and says it
+    _run(inputs, settings, sum_p_sq, ratio, gradient, bias, totals, whole=whole)
     objective, *rest = totals.unbind()
     return ClippedSurrogate(objective, ratio, *rest, gradient, bias)
 
 
+def _run(
+    inputs: _Inputs,
+    settings: _Settings,
+    sum_p_sq: Tensor | None = None,
+    *outputs: Tensor | None,
+    part: Tensor | None = None,
+    whole: Tensor | None = None,
+) -> None:
+    """`outputs`: ratio, gradient, bias and totals, or none of them with `part`."""
+    logprob, old_logprob, advantage, weight, offsets = inputs
+    total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
+    if segments < 0:
+        _check_order(inputs)  # not even [0]: raises
+    tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
+    workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
+    given = weight if isinstance(weight, Tensor) else None
+    status = extension.run(
+        "clipped_surrogate",
+        logprob.device,
+        *(logprob, old_logprob, advantage, given, sum_p_sq, None if offsets is None else offsets.long()),
+        *(total, segments, 0.0 if given is not None else float(weight)),
+        *(1 - settings.clip_low, 1 + settings.clip_high),
+        math.inf if settings.dual_clip is None else settings.dual_clip,
+        settings.pooling == "sum",
+        *(outputs or (None,) * 4),
+        *(workspace, extension.tickets(logprob.device, 1 + tiles), MAX_BLOCKS, part, whole),
+    )
+    if status == extension.BAD_OFFSETS:
+        _check_order(inputs)  # finds the same, and says it
+
+
 def _twin(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight: float | Tensor,
-    offsets: Tensor | None,
-    sum_p_sq: Tensor | None,
-    with_bias: bool,
-    **settings: Any,
+    inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
 ) -> ClippedSurrogate:
     """algorithm/, in plain torch."""
-    if offsets is not None:
-        check_offsets("segment_offsets", offsets, len(logprob))
-    weight_T = weight if isinstance(weight, Tensor) else torch.full_like(logprob, float(weight))
-    result = surrogate(logprob, old_logprob, advantage, weight_T, offsets, **settings)
+    _check_order(inputs)
+    logprob, old_logprob, advantage, _, offsets = inputs
+    weight_T = inputs.weight_T
+    result = surrogate(logprob, old_logprob, advantage, weight_T, offsets, whole=whole, **settings._asdict())
     live = weight_T != 0
     tokens, clipped = live.sum().double(), result.clipped_T.sum().double()
 
@@ -187,6 +227,11 @@ def _twin(
     )
     bias_T = result.bias_T.float() if with_bias else None
     return ClippedSurrogate(*(tensor.float() for tensor in parts), bias_T)
+
+
+def _check_order(inputs: _Inputs) -> None:
+    if inputs.offsets is not None:
+        check_offsets("segment_offsets", inputs.offsets, len(inputs.logprob))
 
 
 def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:

@@ -29,6 +29,7 @@ DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SURROGATE_TILE = _csrc.surrogate_tile if _csrc else 0
 SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per tile
 SURROGATE_TOTALS = _csrc.surrogate_totals if _csrc else 0
+SEGMENT_SUMS = _csrc.segment_sums if _csrc else 0
 
 
 def parts() -> dict[str, str]:
