@@ -25,7 +25,7 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.faults import DoNotRestart
-from megatron_stppo.runtime.metrics import Metrics, progress
+from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -67,6 +67,7 @@ def train(config: Config, resume: bool = True) -> None:
         row = mean_of(steps) | describe(played, batch)
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
         row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
+        row["memory/peak_gib"] = peak_gib()  # of rank 0
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
         done = iteration + 1

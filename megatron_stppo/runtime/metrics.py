@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch.utils.tensorboard import SummaryWriter
@@ -94,6 +96,13 @@ class Metrics:
         named = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
         shares = {f"share/{phase}": seconds / total for phase, seconds in self._seconds.items()}
         return {name: round(value, 4) for name, value in {"seconds": total, **named, **shares}.items()}
+
+
+def peak_gib() -> float:
+    """Most memory this process has held so far: on the GPU where there is one, else resident on the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def _json_number(value: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.loop import small_run
 
-TIMES = ("seconds", "share", "rollout/tokens_per_second", "evaluate/tokens_per_second")
+TIMES = ("seconds", "share", "memory", "rollout/tokens_per_second", "evaluate/tokens_per_second")
 
 
 @pytest.fixture(scope="module")
