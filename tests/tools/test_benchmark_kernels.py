@@ -1,0 +1,95 @@
+"""tools/benchmark_kernels.py on sizes of a few seconds: what its JSON holds, and whose numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.ops import extension
+
+ROOT = Path(__file__).parents[2]
+# Every turn set, pass and valid fraction, on tensors that fit in a register file.
+TINY = """
+import sys, torch
+from benchmark_kernels import PASSES, TURN_SETS, Sizes, main
+vocab = [(8, 40, torch.float32), (8, 40, torch.bfloat16)]
+linear = [(16, 8, 40, torch.float32)]
+chosen = Sizes(300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), [(2, 8)], 0.0, cold=True)
+sys.exit(main(sys.argv[1:], chosen, scratch=1 << 20))
+"""
+
+pytestmark = pytest.mark.skipif("cpu" not in extension.parts(), reason="the extension is not built")
+
+
+def run(program: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Apart: the tool loads megatron and sets threads and STPPO_OPS."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    return subprocess.run(
+        [sys.executable, *program],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    arguments = ["--quick", "--device", "cpu", "--output", str(folder)]
+    # not even the environment makes what is called fused the twin
+    done = run(["-c", TINY, *arguments], STPPO_OPS="torch")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "kernels.png").stat().st_size > 10_000
+    return done.stdout, json.loads((folder / "kernels.json").read_text())
+
+
+def test_every_op_and_its_opponents_are_timed_or_say_why_not(measured) -> None:
+    rows = measured[1]["rows"]
+    ops = {"clipped_surrogate", "vocab_logprob", "linear_logprob", "gae"}
+    assert {row["section"].split()[0] for row in rows} == ops
+    for row in rows:
+        assert bool(row["missing"]) == (row["warm"] is None), row
+        if not row["missing"]:
+            low, middle, high = row["warm"]
+            assert 0 < low <= middle <= high and row["bytes"] > 0 and row["of_copy"] > 0
+    assert not [
+        row for row in rows if row["missing"] and row["variant"].startswith(("fused", "twin", "linear_"))
+    ]
+
+
+def test_every_variant_computes_what_float64_says(measured) -> None:
+    for row in measured[1]["rows"]:
+        if row["error_rel"] is not None:
+            assert row["error_rel"] < (0.05 if "bfloat16" in row["section"] else 1e-4), row
+
+
+def test_limits_are_ratios_of_medians_with_a_verdict(measured) -> None:
+    text, record = measured
+    times = {(row["section"], row["size"], row["variant"]): row for row in record["rows"]}
+    fused, loop = (times["gae", "2 x 8", name]["warm"][1] for name in ("fused", "Python loop"))
+    assert f"{loop / fused:.3g}x" in text
+    for limit in record["limits"]:
+        assert limit["reached"] == (limit["measured"] >= limit["at least"])
+    assert (
+        len(record["limits"]) == 2 * 8 + 2
+    )  # the surrogate with and without weights on 8 turn sets, 2 dtypes
+
+
+def test_the_machine_is_named(measured) -> None:
+    about = measured[1]["machine"]
+    assert about["device"] == "cpu" and about["threads"] == 2 and about["extension"]["cpu"] == "built"
+    assert about["copy_bandwidth"] > 0 and about["torch"] and about["date"]
+
+
+def test_a_device_without_the_extension_is_refused() -> None:
+    program = (
+        "import sys, benchmark_kernels as b; b.extension._csrc = None; sys.exit(b.main(['--device', 'cpu']))"
+    )
+    done = run(["-c", program])
+    assert done.returncode == 2 and "not built for cpu" in done.stderr

@@ -1,0 +1,218 @@
+"""The sections of benchmark_kernels on log-probabilities: from given logits, and from hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from benchmark_measure import Bench, Row, Variant, implementation
+from benchmark_opponents import (
+    gather_logprob,
+    gather_logprob_entropy,
+    gather_logprob_float32,
+    linear_opponents,
+    vocab_opponents,
+)
+from torch import Tensor
+
+from megatron_stppo import ops
+
+REFERENCE_ROWS = 64  # of logits; float64 of all of them would take longer than the benchmark
+IGNORED = -100
+CHUNK = 4096  # rows of logits, the default of ops.linear_logprob
+
+
+class Produced(torch.autograd.Function):
+    """Logits as a model would have computed them: no leaf, whose gradient somebody keeps and may clone."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None
+
+
+def vocab_rows(
+    bench: Bench,
+    cases: Sequence[tuple[int, int, torch.dtype]],
+    passes: Sequence[str],
+    missing: str,
+    cold: bool,
+) -> Iterator[list[Row]]:
+    """cases: (rows, columns, dtype) of the logits; missing: why nothing is compiled, if so.
+
+    The backward writes over the logits' own memory, where it can; they are put back before every call.
+    """
+    opponents = vocab_opponents(bench.device)
+    leaf = torch.ones((), device=bench.device, requires_grad=True)
+    for rows, columns, dtype in cases:
+        logits = (3 * torch.randn(rows, columns, device=bench.device)).to(dtype)
+        target = torch.randint(0, columns, (rows,), device=bench.device)
+        cotangent = torch.randn(rows, device=bench.device)
+        reference = exact_logprob(logits[:REFERENCE_ROWS], target, cotangent)
+        work, size = torch.empty_like(logits), logits.numel() * logits.element_size()
+        section = f"vocab_logprob [{rows:,}, {columns:,}] {str(dtype).removeprefix('torch.')}"
+
+        def fresh(work: Tensor = work, logits: Tensor = logits) -> Tensor:
+            produced: Tensor = Produced.apply(leaf, work.copy_(logits))
+            return produced
+
+        functions: dict[str, Any] = {
+            "fused": fused_vocab("extension"),
+            "twin": fused_vocab("torch"),
+            "log_softmax + gather": gather_logprob,
+        }
+        if dtype != torch.float32:
+            functions["in float32"] = gather_logprob_float32
+        functions["in float32, with entropy"] = gather_logprob_entropy
+        functions["torch.compile"] = missing or torch.compile(gather_logprob_float32)
+        for name in passes:
+            variants = [
+                vocab_variant(label, function, name, fresh, target, cotangent, reference)
+                for label, function in (functions | opponents).items()
+            ]
+            moved = size * {"forward": 1, "backward": 2, "forward + backward": 3}[name]
+            yield bench.rows(section, name, rows, moved, variants, cold)
+
+
+def fused_vocab(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def logprob(logits: Tensor, target: Tensor) -> Tensor:
+        with implementation(mode):
+            return ops.vocab_logprob(logits, target, overwrite=True)[0]
+
+    return logprob
+
+
+def vocab_variant(
+    label: str,
+    function: Callable[[Tensor, Tensor], Tensor] | str,
+    name: str,
+    fresh: Callable[[], Tensor],
+    target: Tensor,
+    cotangent: Tensor,
+    reference: tuple[Tensor, Tensor],
+) -> Variant:
+    if isinstance(function, str):
+        return Variant(label, missing=function)
+    mode = "torch" if label == "twin" else "extension"  # of the backward
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, function(x, target)
+
+    def backward(state: tuple[Tensor, Tensor]) -> Tensor:
+        x, logprob = state
+        with implementation(mode):
+            return torch.autograd.grad(logprob, x, cotangent.to(logprob.dtype))[0]
+
+    def both(x: Tensor) -> Sequence[Tensor]:
+        state = forward(x)
+        return state[1].detach(), backward(state)
+
+    ours = label in ("fused", "twin")
+    if name == "forward":
+        return Variant(label, lambda x: forward(x)[1:], fresh, reference[:1], ours=ours)
+    if name == "backward":
+        return Variant(
+            label, lambda s: (backward(s),), lambda: forward(fresh()), reference=reference[1:], ours=ours
+        )
+    return Variant(label, both, fresh, reference, ours=ours)
+
+
+def exact_logprob(logits: Tensor, target: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    x = logits.double().requires_grad_()
+    logprob = gather_logprob(x, target[: len(x)])
+    return logprob.detach(), torch.autograd.grad(logprob, x, cotangent[: len(x)].double())[0]
+
+
+def linear_rows(
+    bench: Bench, cases: Sequence[tuple[int, int, int, torch.dtype]], valid: Sequence[float], cold: bool
+) -> Iterator[list[Row]]:
+    """Forward and backward from hidden states, and one X W' of that size; cases: (T, H, V, dtype)."""
+    linear_logprob = getattr(ops, "linear_logprob", None)
+    linear_loss = getattr(ops, "linear_loss", None)
+    missing = "megatron_stppo.ops does not have it"
+    for rows, width, columns, dtype in cases:
+        hidden = torch.randn(rows, width, device=bench.device).to(dtype).requires_grad_()
+        weight = (
+            (torch.randn(columns, width, device=bench.device) * 2 / width**0.5).to(dtype).requires_grad_()
+        )
+        section = f"linear_logprob [{rows:,}, {width:,}] x {columns:,} {str(dtype).removeprefix('torch.')}"
+        chunk = min(rows, CHUNK) * columns * hidden.element_size()
+        for part in valid:
+            dead = torch.rand(rows, device=bench.device) >= part
+            target = torch.randint(0, columns, (rows,), device=bench.device)
+            ignoring = target.masked_fill(dead, IGNORED)
+            cotangent = torch.randn(rows, device=bench.device).masked_fill(dead, 0)
+            reference = exact_linear(hidden, weight, target, cotangent)
+            given = (hidden, weight)
+
+            def op(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
+                with implementation("extension"):
+                    return torch.autograd.grad(linear_logprob(*given, target)[0], given, g)
+
+            def loss(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
+                def of_chunk(logprob: Tensor, _: Tensor, __: Tensor, a: int, b: int) -> tuple[Tensor, Tensor]:
+                    return (g[a:b] * logprob).sum(), logprob.detach().sum()[None]
+
+                bounds = ops.chunk_bounds(None, len(target))
+                with implementation("extension"):
+                    return torch.autograd.grad(linear_loss(*given, target, bounds, of_chunk)[0], given)
+
+            def unfused(
+                _: None,
+                function: Any = lambda x, w, y: gather_logprob_float32(x @ w.t(), y),
+                target: Tensor = target,
+                g: Tensor = cotangent,
+                given: Any = given,
+            ) -> Any:
+                return torch.autograd.grad(function(*given, target), given, g)
+
+            variants = [
+                Variant("one GEMM", lambda _, given=given: (given[0].detach() @ given[1].detach().t(),)),
+                Variant(
+                    "linear_logprob",
+                    op,
+                    reference=reference,
+                    ours=True,
+                    missing="" if linear_logprob else missing,
+                ),
+                Variant(
+                    "linear_loss",
+                    loss,
+                    reference=reference,
+                    ours=True,
+                    missing="" if linear_loss else missing,
+                ),
+                Variant("logits, log_softmax + gather", unfused, reference=reference),
+            ]
+            for name, function in linear_opponents(bench.device).items():
+                if isinstance(function, str):
+                    variants.append(Variant(name, missing=function))
+                else:
+                    run = functools.partial(unfused, function=function)
+                    variants.append(Variant(name, run, reference=reference))
+            moved = hidden.element_size() * (3 * rows * width + 3 * columns * width)
+            found = bench.rows(section, f"valid {part:g}", rows, moved, variants, cold)
+            gradients = hidden.element_size() * (hidden.numel() + weight.numel())
+            yield [with_gemm_times(row, found[0], bench.device, gradients, chunk) for row in found]
+
+
+def with_gemm_times(row: Row, gemm: Row, device: str, gradients: int, chunk: int) -> Row:
+    """Adds the time in GEMMs of the same run, and the memory beside the gradients in chunks of logits."""
+    seconds, unit = row.seconds(device), gemm.seconds(device)
+    extra = {} if seconds is None or unit is None else {"gemm_times": seconds / unit}
+    if row.peak_bytes is not None:
+        extra["chunks"] = (row.peak_bytes - gradients) / chunk
+    return dataclasses.replace(row, extra=extra)
+
+
+def exact_linear(hidden: Tensor, weight: Tensor, target: Tensor, cotangent: Tensor) -> list[Tensor | None]:
+    """[d/d hidden of the first rows, no statement on d/d weight], in float64."""
+    x = hidden[:REFERENCE_ROWS].detach().double().requires_grad_()
+    logprob = gather_logprob(x @ weight.detach().double().t(), target[: len(x)])
+    return [torch.autograd.grad(logprob, x, cotangent[: len(x)].double())[0], None]

@@ -1,0 +1,252 @@
+"""How benchmark_kernels measures: interleaved variants, their error against float64, and copy bandwidth.
+
+Two times per variant, each a median with p10 and p90:
+    warm: one call as its caller sees it, inputs in whatever cache they fit, to the end of the device's work.
+    cold: after the caches were written over. On a GPU this is the device's time alone: the stream is kept
+    busy while the host enqueues the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_ROUNDS = 300
+BUSY_CYCLES = 4_000_000  # about 2 ms of a GPU, longer than the host takes to enqueue any variant
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute one thing. `prepare` runs before every call, untimed; `run` gets what it returned.
+
+    `run` returns tensors in the order of `reference` (float64), where None stands for no comparison.
+    Example: Variant("doubling", lambda _: (x * 2,), reference=(x.double() * 2,))
+    """
+
+    name: str
+    run: Callable[[Any], Sequence[Tensor]] = lambda _: ()
+    prepare: Callable[[], Any] = lambda: None
+    reference: Sequence[Tensor | None] = ()
+    missing: str = ""  # why it cannot run here
+    ours: bool = False  # an error is then an error; an opponent's is its reason to be missing
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant at one size. Times are [p10, median, p90] in seconds; None where it did not run."""
+
+    section: str
+    size: str
+    variant: str
+    tokens: int
+    bytes: int  # the least that must move for this op and size, whoever computes it
+    warm: list[float] | None = None
+    cold: list[float] | None = None
+    error_abs: float | None = None  # largest over outputs and gradients
+    error_rel: float | None = None  # the same, over the largest absolute value of that tensor
+    peak_bytes: int | None = None  # GPU: allocated beyond the inputs, workspaces and outputs included
+    launches: int | None = None  # GPU: kernels per call
+    syncs: int | None = None  # GPU: times the host waited
+    missing: str = ""
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, device: str, at: int = 1) -> float | None:
+        """What ratios are made of: what a caller waits for on a CPU, the device's own time on a GPU.
+
+        at: 0 for p10, which other processes disturb least, 1 for the median, 2 for p90.
+        """
+        times = self.cold if device == "cuda" else self.warm
+        return times[at] if times else None
+
+
+class Bench:
+    """Measures on one device: so many seconds per group of variants, but at least so many rounds."""
+
+    def __init__(self, device: str, budget: float, rounds: int, scratch_bytes: int) -> None:
+        self.device, self.budget, self._rounds = device, budget, rounds
+        self._source = torch.ones(scratch_bytes // 4, device=device)
+        self._target = torch.zeros_like(self._source)
+        self.copies: list[float] = []  # bytes/s
+
+    def copy(self, times: int = 5) -> None:
+        """Bytes read and written per second by copy_ of a buffer several times the last-level cache."""
+        for _ in range(times):
+            seconds = self._once(Variant("copy", lambda _: (self._target.copy_(self._source),)), cold=False)
+            self.copies.append(2 * self._source.numel() * 4 / seconds)
+
+    @property
+    def copy_bandwidth(self) -> float:
+        return statistics.median(self.copies)
+
+    def rows(
+        self, section: str, size: str, tokens: int, moved: int, variants: Sequence[Variant], cold: bool = True
+    ) -> list[Row]:
+        """Every variant called in turn, again and again, so that what disturbs the machine disturbs all."""
+        reasons, first = {}, {}
+        for variant in variants:
+            try:
+                first[variant.name] = {} if variant.missing else self._first(variant)
+                reasons[variant.name] = variant.missing
+            except Exception as error:  # an opponent that does not run here is left out, and says why
+                if variant.ours:
+                    raise
+                reasons[variant.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        able = [variant for variant in variants if not reasons[variant.name]]
+        warm = self._interleaved(able, self.budget, cold=False)
+        often = cold or self.device == "cuda"
+        flushed = self._interleaved(able, self.budget / 2, cold=True) if often else {}
+        common = {"section": section, "size": size, "tokens": tokens, "bytes": moved}
+        return [
+            Row(
+                **common,
+                variant=variant.name,
+                warm=warm.get(variant.name),
+                cold=flushed.get(variant.name),
+                missing=reasons[variant.name],
+                **first.get(variant.name, {}),
+            )
+            for variant in variants
+        ]
+
+    def _first(self, variant: Variant) -> dict[str, Any]:
+        """What one call gets wrong and what it costs beside time; compiles and warms up."""
+        gpu = self.device == "cuda"
+        if gpu:
+            self._once(variant, cold=False)  # what a first call allocates for good is not the variant's
+        state = variant.prepare()
+        if gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        result = variant.run(state)
+        out: dict[str, Any] = {}
+        if gpu:
+            torch.cuda.synchronize()
+            out["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        out["error_abs"], out["error_rel"] = errors(result, variant.reference)
+        del result, state
+        return out | (launches(variant) if gpu else {})
+
+    def _interleaved(self, variants: Sequence[Variant], budget: float, cold: bool) -> dict[str, list[float]]:
+        """Round after round; a variant that has used up its share of the budget sits out, so none starves."""
+        times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        least = min(3, self._rounds) if cold else self._rounds
+        used = dict.fromkeys(times, 0.0)
+        for number in range(MOST_ROUNDS):
+            for name, variant in ((variant.name, variant) for variant in variants):
+                if number < least or used[name] < budget / len(variants):
+                    start = time.perf_counter()
+                    times[name].append(self._once(variant, cold))
+                    used[name] += time.perf_counter() - start
+        return {name: percentiles(values) for name, values in times.items()}
+
+    def _once(self, variant: Variant, cold: bool) -> float:
+        state = variant.prepare()
+        if cold:
+            self._target.zero_()
+        if self.device == "cuda" and cold:
+            return self._device_seconds(variant, state)
+        self._wait()
+        start = time.perf_counter()
+        variant.run(state)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _device_seconds(self, variant: Variant, state: Any) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
+        begin.record()
+        variant.run(state)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """[p10, median, p90]. Example: 1..11 give [2, 6, 10]."""
+    ordered = sorted(values)
+    return [ordered[round((len(ordered) - 1) * part)] for part in (0.1, 0.5, 0.9)]
+
+
+def errors(result: Sequence[Tensor], reference: Sequence[Tensor | None]) -> tuple[float | None, float | None]:
+    """(largest absolute error, largest error relative to the tensor's largest absolute value)."""
+    pairs = [(a, b) for a, b in zip(result, reference, strict=False) if b is not None and b.numel()]
+    differences = [
+        float((a[: len(b)] if b.dim() else a).detach().double().sub(b).abs().max()) for a, b in pairs
+    ]
+    sizes = [max(float(b.abs().max()), 1e-300) for _, b in pairs]
+    if not pairs:
+        return None, None
+    return max(differences), max(d / s for d, s in zip(differences, sizes, strict=True))
+
+
+def launches(variant: Variant) -> dict[str, int]:
+    """Kernels that one call enqueues, and how often the host waits for the device in it."""
+    state = variant.prepare()
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        variant.run(state)
+    names = [event.name for event in profile.events()]
+    waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy ", "Memcpy DtoH")
+    return {
+        "launches": sum("LaunchKernel" in name for name in names),
+        "syncs": sum(name.startswith(waits) for name in names),
+    }
+
+
+@contextlib.contextmanager
+def implementation(mode: str) -> Iterator[None]:
+    """STPPO_OPS for a while: `extension` refuses to run the twin, `torch` is the twin."""
+    before = os.environ.get("STPPO_OPS")
+    os.environ["STPPO_OPS"] = mode
+    try:
+        yield
+    finally:
+        os.environ.pop("STPPO_OPS") if before is None else os.environ.update(STPPO_OPS=before)
+
+
+def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
+    """What a number without would be worth nothing."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(map(str.strip, line.split(":", 1)) for line in text.splitlines() if ":" in line)
+    flags = set(fields.get("flags", "").split())
+    name = torch.cuda.get_device_name() if device == "cuda" else fields.get("model name", platform.machine())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "device": device,
+        "name": name,
+        "cpu_flags": [flag for flag in wanted if flag in flags],
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "extension": parts,
+        "load": [round(x, 1) for x in os.getloadavg()],  # above the threads: others were running too
+        "date": date.today().isoformat(),
+    }
+
+
+def scratch_bytes(device: str) -> int:
+    """Four times the last-level cache, within 256 MiB and 1 GiB."""
+    if device == "cuda":
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+    else:
+        file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+        cache = int(file.read_text().strip().removesuffix("K")) * 1024 if file.exists() else 64 << 20
+    return min(max(4 * cache, 256 << 20), 1 << 30)
