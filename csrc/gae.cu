@@ -2,6 +2,8 @@
 //
 // A_t = delta_t + k A_{t+1} with k = gamma lam is a scan whose every step has the same factor, so lanes exchange
 // sums only. float64 inside. A trajectory's bits do not depend on the others.
+#include <cmath>
+
 #include "ops.h"
 
 namespace stppo {
@@ -122,12 +124,27 @@ __global__ void __launch_bounds__(THREADS) gae_kernel(Gae a) {
   }
 }
 
+__device__ bool is_wrong(const int64_t *offsets, int64_t count, int64_t i, int64_t total) {
+  return i == 0 ? offsets[0] != 0 || offsets[count] != total : i <= count && offsets[i] < offsets[i - 1];
+}
+
+// Offsets that are not in order make every output NaN: nothing is read back to the host to raise an error.
+__global__ void __launch_bounds__(THREADS) check_kernel(Gae a) {
+  const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+  const bool wrong = is_wrong(a.trajectories, a.trajectory_count, i, a.tokens) ||
+                     (a.turns && is_wrong(a.turns, a.turn_count, i, a.tokens));
+  if (!__syncthreads_or(wrong)) return;
+  for (int64_t t = threadIdx.x; t < a.tokens; t += THREADS) a.advantage[t] = a.returns[t] = NAN;
+}
+
 }  // namespace
 
 Status gae_cuda(const Gae &a, void *stream) {
-  if (a.trajectory_count == 0) return OK;
-  const unsigned grid = unsigned(a.trajectory_count < (1 << 20) ? a.trajectory_count : 1 << 20);
+  if (a.tokens == 0) return OK;
+  const int64_t most = 1 << 20, count = max(a.trajectory_count, a.turn_count);
+  const unsigned grid = unsigned(min(max(a.trajectory_count, int64_t(1)), most)), checks = unsigned(count / THREADS + 1);
   gae_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
+  check_kernel<<<checks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
   return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
 }
 

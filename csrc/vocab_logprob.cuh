@@ -31,7 +31,8 @@ __device__ __forceinline__ float finite(float x) { return x == -INFINITY ? 0.f :
 // The same sums relative to `max`, which is not below their own.
 __device__ __forceinline__ Online relative_to(const Online &a, float max) {
   if (a.max == -INFINITY) return {max, a.sum, a.moment, a.squares};  // no terms yet, or NaN
-  const float shift = a.max - max, scale = __expf(shift);
+  // not below -1e30: among logits of -3e38 `shift * sum` would overflow, and 0 * -inf would be NaN
+  const float shift = fmaxf(a.max - max, -1e30f), scale = __expf(shift);
   return {max, a.sum * scale, (a.moment + shift * a.sum) * scale, a.squares * scale * scale};
 }
 

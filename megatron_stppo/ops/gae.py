@@ -25,7 +25,8 @@ def gae(
     reward, value: float32 [T] over action tokens, observations left out; trajectory_offsets: int32 or int64
     [N+1] from 0 to T, non-decreasing. turn_offsets [S+1] of the same kind: turns are the steps, not tokens,
     and every trajectory starts with a turn. Definition: megatron_stppo/algorithm/gae.py.
-    Raises ValueError naming the argument that does not fit.
+    Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
+    back to the host, makes every output NaN for offsets that are not in order.
     """
     total = reward.shape[0] if reward.dim() == 1 else None
     for name, tensor in (("reward", reward), ("value", value)):
@@ -34,6 +35,8 @@ def gae(
     for name, given in offsets.items():
         if given is not None:
             check(name, given, reward.device, (torch.int32, torch.int64), (None,))
+            if len(given) == 0:
+                check_offsets(name, given, len(reward))  # raises; the extension would read an element
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}={number} is a discount; choose a number in [0, 1]")
@@ -45,7 +48,7 @@ def gae(
         else:
             advantage_T, return_T = turn_level(*settings, turn_offsets, trajectory_offsets, gamma, lam)
         return advantage_T.float(), return_T.float()
-    counts = [max(0, 0 if given is None else len(given) - 1) for given in offsets.values()]
+    counts = [0 if given is None else len(given) - 1 for given in offsets.values()]
     wide = [None if given is None else given.long() for given in offsets.values()]
     advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
     status = extension.run(

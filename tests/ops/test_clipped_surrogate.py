@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from megatron_stppo import ops
 from tests.algorithm.reference import objective
+from tests.ops.draws import offsets_of, three
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def logs(*ratios):
@@ -55,8 +58,7 @@ def test_weight_is_a_number_or_one_per_token():
 
 
 def test_microbatches_add_up_to_the_whole():
-    generator = torch.Generator().manual_seed(0)
-    new, old, advantage = torch.randn(3, 12, generator=generator).mul_(0.3).unbind()
+    new, old, advantage = three(12)
     offsets = torch.tensor([0, 5, 5, 8, 12])
     whole = ops.clipped_surrogate(new, old, advantage, offsets, weight=1 / 12)
     parts = [
@@ -96,8 +98,7 @@ def test_no_tokens_and_no_segments_still_run_backward():
 
 
 def test_long_and_one_token_turns_together_repeat_bitwise():
-    generator = torch.Generator().manual_seed(0)
-    new, old, advantage = torch.randn(3, 140_001, generator=generator).mul_(0.1).unbind()
+    new, old, advantage = three(140_001, scale=0.1)
     offsets = torch.cat([torch.tensor([0, 131_072]), torch.arange(131_073, 140_002)])
     first, second = (ops.clipped_surrogate(new, old, advantage, offsets, with_bias=True) for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
@@ -108,9 +109,8 @@ def test_long_and_one_token_turns_together_repeat_bitwise():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=6), st.integers(0, 2**31))
 def test_backward_equals_float64_autograd_of_the_definition(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    new, old, advantage = torch.randn(3, int(offsets[-1]), generator=generator).mul_(0.5).unbind()
+    offsets = offsets_of(*lengths)
+    new, old, advantage = three(sum(lengths), seed=seed, scale=0.5)
     logprob, exact = new.clone().requires_grad_(), new.double().requires_grad_()
     out = ops.clipped_surrogate(logprob, old, advantage, offsets, weight=0.25)
     out.objective.backward()
@@ -119,41 +119,3 @@ def test_backward_equals_float64_autograd_of_the_definition(lengths, seed):
     expected.backward()
     torch.testing.assert_close(out.objective.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logprob.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
-
-
-def good():
-    return {
-        "logprob": torch.zeros(4),
-        "old_logprob": torch.zeros(4),
-        "advantage": torch.zeros(4),
-        "segment_offsets": torch.tensor([0, 4]),
-    }
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"segment_offsets": torch.tensor([0, 3, 2, 4])}, r"segment_offsets=\[0, 3, 2, 4\] must start at 0"),
-        ({"segment_offsets": torch.tensor([1, 4])}, "must start at 0"),
-        ({"segment_offsets": torch.tensor([0, 3])}, "end at 4"),
-        ({"segment_offsets": torch.tensor([], dtype=torch.int64)}, "for no segments"),
-        (
-            {"segment_offsets": torch.tensor([0.0, 4.0])},
-            "segment_offsets has dtype float32; give int32 or int64",
-        ),
-        ({"old_logprob": torch.zeros(4, device="meta")}, "old_logprob is on meta; move it to cpu"),
-        ({"old_logprob": torch.zeros(4, dtype=torch.float64)}, "old_logprob has dtype float64; give float32"),
-        ({"logprob": torch.zeros(4, dtype=torch.bfloat16)}, "logprob has dtype bfloat16"),
-        ({"logprob": torch.zeros(2, 2)}, r"logprob has shape \[2, 2\]"),
-        ({"advantage": torch.zeros(5)}, r"advantage has shape \[5\]; give \[4\]"),
-        ({"advantage": torch.zeros(8)[::2]}, "advantage is not contiguous"),
-        ({"weight": torch.ones(3)}, r"weight has shape \[3\]"),
-        ({"clip_low": 1.5}, "clip_low=1.5"),
-        ({"clip_high": -0.1}, "clip_high=-0.1"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0"),
-        ({"pooling": "max"}, "pooling='max'"),
-    ],
-)
-def test_a_wrong_argument_is_named(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        ops.clipped_surrogate(**(good() | wrong))

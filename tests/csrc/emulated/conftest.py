@@ -1,0 +1,48 @@
+"""The tests of the ops once more, on the CUDA kernels: a CPU runs them, thread by thread.
+
+Every test runs under several orders of blocks, warps and lanes.
+"""
+
+import ctypes
+import platform
+
+import pytest
+import torch
+
+from megatron_stppo.ops import extension
+from tests.csrc.throwaway import with_emulated_cuda
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    if platform.machine() != "x86_64":
+        pytest.skip("the emulator switches between threads in x86-64 assembly")
+    return with_emulated_cuda(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(scope="module", params=["rising", "falling", "shuffled"], autouse=True)
+def implementation(request, emulated):
+    ctypes.CDLL(emulated.__file__).emulator_set_order(["rising", "falling", "shuffled"].index(request.param))
+    counters = torch.zeros(1 << 16, dtype=torch.int32)
+
+    def run(name, device, *arguments):
+        plain = [extension.pointer(x) if x is None or isinstance(x, torch.Tensor) else x for x in arguments]
+        return getattr(emulated, name)(*plain, True, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STPPO_OPS", "extension")
+        patch.setattr(extension, "_csrc", emulated)
+        patch.setattr(extension, "run", run)
+        patch.setattr(extension, "tickets", lambda device, count: counters)
+        yield "extension"
+    assert not counters.any()
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def raises():
+    return False

@@ -1,0 +1,1 @@
+from tests.ops.test_gae_hazards import *  # noqa: F403

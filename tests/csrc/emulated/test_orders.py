@@ -1,0 +1,44 @@
+"""The order in which blocks, warps and lanes run changes no bit: a missing barrier would show here."""
+
+import ctypes
+
+import pytest
+import torch
+
+from megatron_stppo import ops
+from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, same_bits
+from tests.ops.test_surrogate_bits import by_token, mixed
+
+
+def by_vocabulary():
+    logits, target = rows(5, 6001)
+    return logprob_and_gradient(logits, target, temperature=0.7)
+
+
+def by_trajectory():
+    return ops.gae(normal(4000), normal(4000, seed=1), offsets_of(3000, 0, 1000), gamma=0.99, lam=0.95)
+
+
+def by_turn():
+    cut = offsets_of(3000, 0, 1000)
+    return ops.gae(normal(4000), normal(4000, seed=1), cut, lam=0.95, turn_offsets=offsets_of(*[8] * 500))
+
+
+def copies():
+    source, targets = normal(30, 70), [torch.empty(30, 33, dtype=torch.bfloat16), torch.empty(30, 36)]
+    ops.bucket_copy([source[:, 1:34], source[:, 34:]], targets)
+    return targets
+
+
+@pytest.mark.parametrize("evaluate", [mixed, by_token, by_vocabulary, by_trajectory, by_turn, copies])
+def test_orders_change_no_bit(evaluate, implementation, emulated):
+    expected = evaluate()
+    for seed in range(2, 8):
+        ctypes.CDLL(emulated.__file__).emulator_set_order(seed)
+        assert same_bits(expected, evaluate())
+
+
+def test_a_copy_is_torchs_copy():
+    source = normal(30, 70)
+    expected = [source[:, 1:34].bfloat16(), source[:, 34:]]
+    assert same_bits(copies(), [x.contiguous() for x in expected])

@@ -1,0 +1,71 @@
+"""The CPU ops as older processors run them: AVX2, and no more than x86-64 promises.
+
+GCC's clones choose by the processor at hand, so its others would never run here; each is compiled on its own.
+"""
+
+import platform
+import sys
+
+import pytest
+import torch
+
+from megatron_stppo import ops
+from megatron_stppo.ops import extension
+from tests.csrc.throwaway import for_instruction_set
+from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, same_bits, three, uniform
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="clones are made on x86-64 Linux only"
+)
+
+
+@pytest.fixture(scope="module", params=["x86-64-v3", "x86-64"])
+def older(request, tmp_path_factory):
+    if request.param == "x86-64-v3" and "AVX2" not in torch.backends.cpu.get_cpu_capability().replace(
+        "512", "2"
+    ):
+        pytest.skip("this processor has no AVX2")
+    return for_instruction_set(request.param, tmp_path_factory.mktemp("older"))
+
+
+def run(monkeypatch, module, evaluate):
+    """The same with the installed extension's clones, and with this one."""
+    monkeypatch.setenv("STPPO_OPS", "extension")
+    expected = evaluate()
+    monkeypatch.setattr(extension, "_csrc", module)
+    actual = evaluate()
+    assert same_bits(actual, evaluate())
+    return actual, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [5, 33, 1003, 5000])
+def test_vocab_logprob(columns, dtype, older, monkeypatch):
+    logits, target = rows(9, columns)
+    logits[:, columns // 2] = -torch.inf
+    for temperature in (1.0, 0.7):
+        settings = {"temperature": temperature}
+        actual, expected = run(
+            monkeypatch, older, lambda s=settings: logprob_and_gradient(logits.to(dtype), target, **s)
+        )
+        torch.testing.assert_close(actual[:3], expected[:3], rtol=1e-5, atol=1e-5)
+        relative = 1e-4 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(actual[3], expected[3], rtol=relative, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_turn", [True, False])
+def test_clipped_surrogate(by_turn, older, monkeypatch):
+    lengths = [1, 2, 3, 4, 0, 33, 700, 5000, *[5] * 50]
+    total, cut = sum(lengths), offsets_of(*lengths) if by_turn else None
+    settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=2), "with_bias": True}
+    actual, expected = run(monkeypatch, older, lambda: ops.clipped_surrogate(*three(total), cut, **settings))
+    for name in actual._fields:
+        torch.testing.assert_close(
+            getattr(actual, name), getattr(expected, name), rtol=2e-6, atol=1e-5, msg=name
+        )
+
+
+def test_gae(older, monkeypatch):
+    given = (normal(2000), normal(2000, seed=1), offsets_of(700, 0, 1300))
+    actual, expected = run(monkeypatch, older, lambda: ops.gae(*given, gamma=0.99, lam=0.95))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,103 @@
+"""Every .cu compiles for every architecture, and what the compiler says about it on Hopper.
+
+Needs nvcc, no GPU. Registers per kernel: `pytest tests/csrc/test_cuda_build.py -rP`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.csrc.throwaway import CSRC
+
+ARCHITECTURES = ("80", "89", "90a", "100")
+SOURCES = sorted(path.stem for path in CSRC.glob("*.cu"))
+FLAGS = ["-O3", "-std=c++20", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]  # setup.py's
+# kernels that move a row of logits 16 bytes at a time: (name, logits, values in a pack) -> how
+WIDE = {
+    ("statistics_kernel", "f", 4): ["LDG.E.128"],
+    ("statistics_kernel", "13__nv_bfloat16", 8): ["LDG.E.128"],
+    ("gradient_kernel", "f", 4): ["LDG.E.128", "STG.E.128"],
+    ("gradient_kernel", "13__nv_bfloat16", 8): ["LDG.E.128", "STG.E.128"],
+}
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin/nvcc").is_file():
+        return str(Path(home) / "bin/nvcc")
+    return shutil.which("nvcc")
+
+
+def disassembler() -> str | None:
+    """cuobjdump of the toolkit, or the one in triton's wheel. It needs nvdisasm beside it or on PATH."""
+    found = shutil.which("cuobjdump")
+    if found is None and (triton := importlib.util.find_spec("triton")) is not None:
+        beside = Path(str(triton.origin)).parent / "backends/nvidia/bin/cuobjdump"
+        found = str(beside) if beside.is_file() else None
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, tuple[Path, str]]:
+    """{op: (object for all architectures, what ptxas said)}; two compilers at a time."""
+    compiler = nvcc()
+    if compiler is None:
+        pytest.skip("nvcc is not on PATH and CUDA_HOME does not name it")
+    folder = tmp_path_factory.mktemp("cuda")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+
+    def compiled(op: str) -> tuple[Path, str]:
+        out = folder / f"{op}.o"
+        line = [compiler, *FLAGS, *targets, "-Xptxas", "-v", "-c", str(CSRC / f"{op}.cu"), "-o", str(out)]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return out, done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SOURCES, pool.map(compiled, SOURCES), strict=True))
+
+
+def reports(said: str, arch: str) -> dict[str, tuple[int, int]]:
+    """{kernel's mangled name: (registers, bytes spilled)} of one architecture."""
+    entry = re.compile(
+        rf"Compiling entry function '(\w+)' for 'sm_{arch}'.*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        re.DOTALL,
+    )
+    return {name: (int(used), int(out) + int(back)) for name, out, back, used in entry.findall(said)}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("op", SOURCES)
+def test_every_kernel_compiles_without_spilling_registers(op, arch, built):
+    kernels = reports(built[op][1], arch)
+    assert kernels, f"{op}.cu has no kernel for sm_{arch}"
+    for name, (registers, spilled) in kernels.items():
+        print(f"sm_{arch} {op}: {name}: {registers} registers, {spilled} bytes spilled")
+        assert spilled == 0 or arch != "90a", name
+        # 256 threads of a block need two blocks on a multiprocessor to hide the latency of memory
+        assert registers <= 128, name
+
+
+@pytest.mark.parametrize(("kernel", "logits", "values"), WIDE)
+def test_rows_of_logits_move_16_bytes_at_a_time(kernel, logits, values, built):
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no cuobjdump: neither in the CUDA toolkit nor in a triton wheel")
+    path = f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"
+    line = [tool, "-sass", "-arch", "sm_90a", str(built["vocab_logprob"][0])]
+    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    assert done.returncode == 0, done.stderr
+    functions = re.split(r"Function : ", done.stdout)
+    mine = [x for x in functions if re.match(rf"\w+{kernel}I{logits}Li{values}E", x)]
+    assert len(mine) == 1, f"{kernel}<{logits}, {values}> is not in the object"
+    for access in WIDE[kernel, logits, values]:
+        assert access in mine[0], f"{mine[0].split()[0]} has no {access}"

@@ -1,0 +1,73 @@
+"""Builds csrc/ once more, in a way that no user gets: other instruction sets, or CUDA kernels on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pybind11
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
+EMULATOR = Path(__file__).parent / "emulator"
+# setup.py's, for what changes results; -O1 for what only has to be built
+VECTORISE = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"]
+VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
+LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);")
+
+
+def for_instruction_set(march: str, folder: Path) -> ModuleType:
+    """The CPU ops compiled for one instruction set instead of clones for several."""
+    flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
+    sources = {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
+    return _build(f"for_{march.replace('-', '_')}", sources, [], folder)
+
+
+def with_emulated_cuda(folder: Path) -> ModuleType:
+    """Every .cu on the CPU, in place of the GPU: pass on_gpu=True with tensors in the CPU's memory."""
+    flags = ["-O2", f"-I{EMULATOR}", "-include", str(EMULATOR / "cuda_on_cpu.h"), "-Wno-unknown-pragmas"]
+    sources: dict[Path, Sequence[str]] = {EMULATOR / "cuda_on_cpu.cpp": flags}
+    for path in sorted(CSRC.glob("*.cu")):
+        text, launches = LAUNCH.subn(r"emulator::launch(\2, \3, [&] { \1(\4); });", path.read_text())
+        assert launches and "<<<" not in text, f"{path.name}: a launch is written in a way that LAUNCH misses"
+        plain = folder / f"{path.stem}_emulated.cpp"
+        plain.write_text(text)
+        sources[plain] = flags
+    sources |= {path: ["-O1", "-fopenmp", "-DSTPPO_CLONES="] for path in sorted(CSRC.glob("*_cpu.cpp"))}
+    return _build("emulated", sources, ['-DSTPPO_CUDA="emulated"'], folder)
+
+
+def _build(
+    name: str, sources: dict[Path, Sequence[str]], binding_flags: Sequence[str], folder: Path
+) -> ModuleType:
+    """Two compilers at a time. The namespace is renamed, so that one process can load several."""
+    includes = [f"-I{CSRC}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    every = ["g++", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", f"-Dstppo={name}", *includes]
+    jobs = {CSRC / "bindings.cpp": ["-O0", *binding_flags], **sources}
+
+    def compiled(source: Path) -> str:
+        target = folder / f"{source.stem}.{name}.o"
+        _run([*every, *jobs[source], "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, jobs))
+    library = folder / name / f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library.parent.mkdir()
+    _run(["g++", "-shared", "-fopenmp", *objects, "-o", str(library)])
+    spec = importlib.util.spec_from_file_location(f"{name}._csrc", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(line: Sequence[str]) -> None:
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(line)}\n{done.stderr}"
