@@ -1,4 +1,8 @@
-// CPU twin of bucket_copy.cu: slices are shared out over threads, a row at a time.
+// CPU twin of bucket_copy.cu. The elements of all slices are numbered in order and every thread copies an equal
+// range of them, so that one large slice keeps all threads as busy as many small ones.
+#include <omp.h>
+
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -8,11 +12,13 @@
 namespace stppo {
 namespace {
 
-STPPO_CLONES void widen(const uint16_t *source, float *target, int64_t width) {
+constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
+
+STPPO_CLONES void widen(const uint16_t *__restrict source, float *__restrict target, int64_t width) {
   for (int64_t i = 0; i < width; ++i) target[i] = std::bit_cast<float>(uint32_t(source[i]) << 16);
 }
 
-STPPO_CLONES void narrow(const float *source, uint16_t *target, int64_t width) {
+STPPO_CLONES void narrow(const float *__restrict source, uint16_t *__restrict target, int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
     const uint16_t rounded = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -20,24 +26,43 @@ STPPO_CLONES void narrow(const float *source, uint16_t *target, int64_t width) {
   }
 }
 
-void copy_row(const BucketCopy &a, const Slice &s, int64_t row) {
-  const int64_t from = row * s.source_stride, to = row * s.target_stride;
+void copy_elements(const BucketCopy &a, const Slice &s, int64_t from, int64_t to, int64_t width) {
   const auto floats = static_cast<const float *>(s.source) + from;
   const auto halves = static_cast<const uint16_t *>(s.source) + from;
   if (a.source == FLOAT32 && a.target == FLOAT32)
-    std::memcpy(static_cast<float *>(s.target) + to, floats, s.width * sizeof(float));
+    std::memcpy(static_cast<float *>(s.target) + to, floats, width * sizeof(float));
   else if (a.source == BFLOAT16 && a.target == BFLOAT16)
-    std::memcpy(static_cast<uint16_t *>(s.target) + to, halves, s.width * sizeof(uint16_t));
-  else if (a.source == FLOAT32) narrow(floats, static_cast<uint16_t *>(s.target) + to, s.width);
-  else widen(halves, static_cast<float *>(s.target) + to, s.width);
+    std::memcpy(static_cast<uint16_t *>(s.target) + to, halves, width * sizeof(uint16_t));
+  else if (a.source == FLOAT32) narrow(floats, static_cast<uint16_t *>(s.target) + to, width);
+  else widen(halves, static_cast<float *>(s.target) + to, width);
+}
+
+// Elements [start, stop) of a slice, counted row by row.
+void copy_range(const BucketCopy &a, const Slice &s, int64_t start, int64_t stop) {
+  for (int64_t row = start / s.width, at = start; at < stop; ++row) {
+    const int64_t column = at - row * s.width, width = std::min(s.width - column, stop - at);
+    copy_elements(a, s, row * s.source_stride + column, row * s.target_stride + column, width);
+    at += width;
+  }
 }
 
 }  // namespace
 
 Status bucket_copy_cpu(const BucketCopy &a, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (a.count > 1)
-  for (int64_t i = 0; i < a.count; ++i)
-    for (int64_t row = 0; row < a.slices[i].rows; ++row) copy_row(a, a.slices[i], row);
+  int64_t total = 0;
+  for (int64_t i = 0; i < a.count; ++i) total += a.slices[i].rows * a.slices[i].width;
+  const int used = int(std::clamp<int64_t>(total / PER_THREAD, 1, threads));
+#pragma omp parallel num_threads(used) if (used > 1)
+  {
+    const int64_t share = (total + omp_get_num_threads() - 1) / omp_get_num_threads();
+    const int64_t begin = omp_get_thread_num() * share, end = std::min(begin + share, total);
+    for (int64_t i = 0, first = 0; i < a.count && first < end; ++i) {
+      const Slice &s = a.slices[i];
+      const int64_t size = s.rows * s.width, start = std::max<int64_t>(begin - first, 0);
+      copy_range(a, s, start, std::min(end - first, size));
+      first += size;
+    }
+  }
   return OK;
 }
 

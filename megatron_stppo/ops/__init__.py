@@ -1,5 +1,6 @@
 """The computations worth a kernel, each one function: fast twins of the specification in algorithm/."""
 
+from megatron_stppo.ops.bucket_copy import BucketCopy, bucket_copy
 from megatron_stppo.ops.clipped_surrogate import clipped_surrogate
 from megatron_stppo.ops.gae import gae
 from megatron_stppo.ops.linear_logprob import CHUNK, chunk_bounds, linear_logprob, linear_loss
@@ -7,6 +8,8 @@ from megatron_stppo.ops.vocab_logprob import vocab_logprob
 
 __all__ = [
     "CHUNK",
+    "BucketCopy",
+    "bucket_copy",
     "chunk_bounds",
     "clipped_surrogate",
     "gae",

@@ -1,21 +1,22 @@
 """Moves the rows of a plan between ranks, a bucket at a time, each with one all_to_all of bytes.
 
 Per bucket: pack into a byte buffer (casting to the target's type, so that float32 masters travel as
-bfloat16), exchange, unpack into views of the target tensors. Two pairs of buffers: bucket k+1 is packed while
-bucket k travels (NCCL runs on its own stream, gloo on its own thread). Rows that stay on their rank are
-copied without a buffer.
+bfloat16), exchange, unpack into views of the target tensors. Two pairs of buffers: while bucket k travels
+(NCCL runs on its own stream, gloo on its own thread), bucket k-1 is unpacked, a share of the rows that stay
+on their rank is copied (without a buffer), and bucket k+1 is packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.reshard.plan import Copy, Plan, buckets
+from megatron_stppo.reshard.staging import Bucket, Copies, Segment, Staging
 from megatron_stppo.reshard.verify import Checks
 
 WORD = 8  # segments of a buffer start on whole words, so that any type can be viewed in place
@@ -39,31 +40,11 @@ class Guard:
                 self.error = error
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A copy's place in a buffer, in bytes, and the view it is packed from or unpacked into."""
+class Home(NamedTuple):
+    """Copies within a rank that are made together, and the views of each."""
 
-    copy: Copy
-    view: Tensor
-    dtype: torch.dtype  # the target's
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.view.numel() * self.dtype.itemsize
-
-    def of(self, buffer: Tensor) -> Tensor:
-        return buffer[self.start : self.stop].view(self.dtype).view(self.view.shape)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """This rank's part of one exchange; splits are bytes per rank of the group."""
-
-    sends: list[Segment]
-    receives: list[Segment]
-    send_splits: list[int]
-    receive_splits: list[int]
+    copies: Copies
+    rows: list[tuple[Copy, Tensor, Tensor]]
 
 
 class Exchange:
@@ -95,54 +76,74 @@ class Exchange:
         at_home = [copy for copy in plan.copies if copy.source_rank == copy.target_rank]
         self.bytes_moved = sum(copy.size * row_bytes(copy) for copy in remote)
         self.bytes_self = sum(copy.size * row_bytes(copy) for copy in at_home)
-        self._at_home = [copy for copy in at_home if copy.source_rank == self._rank]
-        self.buckets = [self._bucket(group) for group in buckets(remote, row_bytes, bucket_bytes)]
+        self._groups = buckets(remote, row_bytes, bucket_bytes)
+        own = [copy for copy in at_home if copy.source_rank == self._rank]
+        self._shares = _shares(own, row_bytes, len(self._groups))
+        self.buckets: list[Bucket] = []
+        self._home: list[Home] = []
+        self._staging: Staging | None = None
+        self._addresses = self._addresses_now()
+        self._bind()
 
     @torch.no_grad()
     def run(self, guard: Guard, on_bucket: Callable[[int], None], checks: Checks) -> None:
         """One pass over the whole plan. An error of this rank's own is left in `guard`."""
-        guard(self._copy_at_home, checks)
-        send, receive = self._buffers("send_splits"), self._buffers("receive_splits")
+        if self._addresses != self._addresses_now():
+            self._addresses = self._addresses_now()
+            self._bind()
+        staging = self._staging or Staging(self.buckets, self._device)
         travelling: dist.Work | None = None
         for index, bucket in enumerate(self.buckets):
             guard(on_bucket, index)
-            guard(self._pack, bucket, send[index % 2], checks)
+            guard(self._pack, index, staging, checks)
             work = dist.all_to_all_single(
-                receive[index % 2][: sum(bucket.receive_splits)],
-                send[index % 2][: sum(bucket.send_splits)],
+                staging.receive(index),
+                staging.send(index),
                 bucket.receive_splits,
                 bucket.send_splits,
                 group=self._group,
                 async_op=True,
             )
-            self._arrive(travelling, index - 1, receive, guard)
+            self._arrive(travelling, index - 1, staging, guard)
+            guard(self._copy_at_home, index, checks)
             travelling = work
-        self._arrive(travelling, len(self.buckets) - 1, receive, guard)
+        self._arrive(travelling, len(self.buckets) - 1, staging, guard)
+        if not self.buckets:
+            guard(self._copy_at_home, 0, checks)
         for bucket in self.buckets:
             for segment in bucket.receives:
                 checks.due(segment.copy, segment.view)
+        # On a GPU the memory goes back to generation and training; on a CPU touching it anew costs more.
+        self._staging = None if self._device.type == "cuda" else staging
 
-    def _arrive(self, work: dist.Work | None, index: int, receive: list[Tensor], guard: Guard) -> None:
+    def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: Guard) -> None:
         if work is not None:
             work.wait()
-            guard(self._unpack, self.buckets[index], receive[index % 2])
+            guard(staging.unpack, index)
 
-    def _copy_at_home(self, checks: Checks) -> None:
-        for copy in self._at_home:
-            source, target = self._source_view(copy), self._target_view(copy)
-            target.copy_(source)
-            checks.sent(copy, source.to(target.dtype))
+    def _copy_at_home(self, index: int, checks: Checks) -> None:
+        home = self._home[index]
+        home.copies()
+        for copy, source, target in home.rows:
+            checks.sent(copy, source, target.dtype)
             checks.due(copy, target)
 
-    def _pack(self, bucket: Bucket, buffer: Tensor, checks: Checks) -> None:
-        for segment in bucket.sends:
-            packed = segment.of(buffer)
-            packed.copy_(segment.view)
-            checks.sent(segment.copy, packed)
+    def _pack(self, index: int, staging: Staging, checks: Checks) -> None:
+        packed = staging.pack(index)
+        for segment, rows in zip(self.buckets[index].sends, packed, strict=True):
+            checks.sent(segment.copy, rows, segment.dtype)
 
-    def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
-        for segment in bucket.receives:
-            segment.view.copy_(segment.of(buffer))
+    def _bind(self) -> None:
+        """Takes views of the tensors as they lie in memory now."""
+        self._staging = None
+        self.buckets = [self._bucket(group) for group in self._groups]
+        self._home = []
+        for share in self._shares:
+            rows = [(copy, self._source_view(copy), self._target_view(copy)) for copy in share]
+            self._home.append(Home(Copies((source, target) for _, source, target in rows), rows))
+
+    def _addresses_now(self) -> list[int]:
+        return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
 
     def _bucket(self, copies: list[Copy]) -> Bucket:
         # Both ends sort by the other's rank and keep the plan's order within a pair: no header is needed.
@@ -170,6 +171,12 @@ class Exchange:
     def _target_view(self, copy: Copy) -> Tensor:
         return self._target[copy.target].detach().narrow(copy.dim, copy.target_offset, copy.size)
 
-    def _buffers(self, splits: str) -> list[Tensor]:
-        size = max((sum(getattr(bucket, splits)) for bucket in self.buckets), default=0)
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+def _shares(copies: list[Copy], row_bytes: Callable[[Copy], int], count: int) -> list[list[Copy]]:
+    """The copies in order, in `count` runs (at least one) of about as many bytes."""
+    shares: list[list[Copy]] = [[] for _ in range(max(count, 1))]
+    total, done = sum(copy.size * row_bytes(copy) for copy in copies), 0
+    for copy in copies:
+        shares[done * len(shares) // total].append(copy)
+        done += copy.size * row_bytes(copy)
+    return shares

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.reshard.plan import Copy
+from megatron_stppo.reshard.staging import cast
 
-BLOCK = 1 << 18  # words summed at once: the product stays in cache on a CPU
+BLOCK = 1 << 15  # words that share weights: those stay in a CPU's cache
+BLOCKS = 1 << 8  # multiplied at once on a GPU: 64 MB of products; divides BLOCK
 
 
 class ReshardError(RuntimeError):
@@ -24,21 +26,32 @@ def checksum(tensor: Tensor) -> Tensor:
 
     sum_i word_i * weight_i mod 2^64 over 8-byte words, with fixed odd weights. Changing one word always
     changes the sum (an odd weight is invertible); exchanging two does unless their weights agree in all the
-    bits that matter. Cheap because it reads words, not elements.
+    bits that matter. Cheap because it reads words, not elements. The weight of word i of block b is a product
+    weight[i] * weight[b].
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - whole] = data[whole:]
-    words = data[:whole]
-    if words.storage_offset() % 8:
-        words = words.clone()  # a view as int64 must start on a word
-    words, weight = words.view(torch.int64), _weights(data.device)
-    total = tail.view(torch.int64)[0] * weight[-1] + data.numel()
-    for index, start in enumerate(range(0, words.numel(), BLOCK)):
-        block = words[start : start + BLOCK]
-        total = total + (block * weight[: block.numel()]).sum() * weight[index % BLOCK]
+    size, weight = data.numel(), _weights(data.device)
+    if data.storage_offset() % 8:
+        data = data.clone()  # a view as int64 must start on a word
+    words = (data if size % 8 == 0 else data[: size // 8 * 8]).view(torch.int64)
+    blocks = words.numel() // BLOCK
+    total = _products(words[blocks * BLOCK :], weight) * weight[blocks % BLOCK] + size
+    if size % 8:
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[: size % 8] = data[size // 8 * 8 :]
+        total += tail.view(torch.int64)[0] * weight[-1]
+    for first in range(0, blocks, BLOCKS):
+        rows = words[first * BLOCK : min(first + BLOCKS, blocks) * BLOCK].view(-1, BLOCK)
+        total += _products(_products(rows, weight), weight[first % BLOCK :])
     return total
+
+
+def _products(words: Tensor, weight: Tensor) -> Tensor:
+    """[..., n] and [m >= n] -> [...]: sums of products over the last dimension, mod 2^64."""
+    weight = weight[: words.shape[-1]]
+    if words.is_cuda:
+        return (words * weight).sum(-1)  # no product of integer matrices there
+    return torch.mv(words, weight) if words.dim() == 2 else torch.dot(words, weight)
 
 
 @functools.cache
@@ -66,9 +79,11 @@ class Checks:
         self._sent: list[list[Tensor | None]] = [[] for _ in range(world)]
         self._due: list[list[tuple[Copy, Tensor]]] = [[] for _ in range(world)]
 
-    def sent(self, copy: Copy, packed: Tensor) -> None:
+    def sent(self, copy: Copy, rows: Tensor, dtype: torch.dtype) -> None:
+        """`rows`, as they are in `dtype`, left for their target."""
         numbered = self._sent[copy.target_rank]
-        numbered.append(checksum(packed).to(self._device) if self._chosen(len(numbered)) else None)
+        chosen = self._chosen(len(numbered))
+        numbered.append(checksum(cast(rows, dtype)).to(self._device) if chosen else None)
 
     def due(self, copy: Copy, view: Tensor) -> None:
         self._due[copy.source_rank].append((copy, view))

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import build_plan
+from megatron_stppo.reshard.staging import Copies, cast
 from megatron_stppo.reshard.state import Resharder, State
 from megatron_stppo.reshard.verify import ReshardError, checksum
 from tests.ranks import run_ranks
@@ -153,3 +154,16 @@ def test_checksum_sees_a_changed_byte_an_exchange_and_a_length():
     blocks = torch.zeros(2, 1 << 18, dtype=torch.int64)
     blocks[0, 3] = 1
     assert checksum(blocks) != checksum(blocks.flip(0))
+    assert checksum(blocks[:, ::2]) == checksum(blocks[:, ::2].contiguous())  # a view sums like its copy
+
+
+def test_a_cast_for_the_checksum_has_the_bits_of_the_copy_and_other_types_are_copied_too():
+    source = torch.arange(12 * 40, dtype=torch.int32).view(12, 40).mul(9_000_001).view(torch.float32)
+    source[3, 5:30] = float("nan")
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        target = torch.zeros(12, 60, dtype=dtype)
+        Copies([(source[:, 3:37], target[:, 9:43])])()
+        assert torch.equal(
+            cast(source[:, 3:37], dtype).view(torch.uint8), target[:, 9:43].contiguous().view(torch.uint8)
+        )
+        assert not target[:, :9].any() and not target[:, 43:].any()

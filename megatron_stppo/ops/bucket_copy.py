@@ -1,0 +1,93 @@
+"""Many strided copies in one call, cast on the way: how a reshard packs a buffer and unpacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.ops import extension
+
+TYPES = tuple(extension.DTYPES)
+
+
+def bucket_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i, in one kernel per pair of types; see `BucketCopy`."""
+    BucketCopy(sources, targets)()
+
+
+class BucketCopy:
+    """The same copies again and again: checked and described once, then one kernel per pair of types a call.
+
+    sources, targets: equally many tensors on one device, float32 or bfloat16 either side, of one or two
+    dimensions, the innermost contiguous (rows or columns [a, b) of a weight are); sources[i] and targets[i]
+    have one shape. No target may share memory with another tensor here. Nothing is recorded by autograd.
+    The tensors' addresses are taken now: give tensors whose storage stays where it is.
+    Raises ValueError naming the argument that does not fit.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets; give one target per source")
+        self._pairs = [(s.detach(), t.detach()) for s, t in zip(sources, targets, strict=True)]  # kept alive
+        slices: dict[tuple[int, int], list[list[int]]] = {}
+        for index, (source, target) in enumerate(self._pairs):
+            device = self._pairs[0][0].device
+            _check(f"sources[{index}]", source, device, target.shape)
+            _check(f"targets[{index}]", target, device, source.shape)
+            if source.numel():
+                kind = extension.DTYPES[source.dtype], extension.DTYPES[target.dtype]
+                slices.setdefault(kind, []).append(_slice(source, target))
+        self._slices = [(kind, _on_device(rows, device)) for kind, rows in slices.items()]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Copies. On a GPU it is only enqueued, on the current stream."""
+        if not self._slices:
+            return
+        device = self._slices[0][1].device
+        if not extension.serves(device):
+            for source, target in self._pairs:
+                target.copy_(source)
+            return
+        for kind, slices in self._slices:
+            extension.run("bucket_copy", device, slices, len(slices), *kind)
+
+
+def expressible(tensor: Tensor) -> bool:
+    """Whether `BucketCopy` takes it: type, one or two dimensions, the innermost contiguous."""
+    rows = tensor.dim() in (1, 2) and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
+    return rows and tensor.dtype in TYPES
+
+
+def _check(name: str, tensor: Tensor, device: torch.device, shape: torch.Size) -> None:
+    """The order of ops/arguments.py: device, dtype, shape, contiguity (here of the innermost dimension)."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")
+    if tensor.dtype not in TYPES:
+        raise ValueError(
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; give float32 or bfloat16"
+        )
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; give {list(shape)}, as its partner has")
+    if tensor.dim() not in (1, 2):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; give one or two dimensions")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())}; the last must be 1, call .contiguous()"
+        )
+
+
+def _slice(source: Tensor, target: Tensor) -> list[int]:
+    """csrc's record: two addresses, rows, width, two strides in elements. Whole tensors become one row."""
+    rows, width = (1, source.numel()) if source.dim() == 1 else source.shape
+    strides = [0, 0] if rows == 1 else [source.stride(0), target.stride(0)]
+    if strides == [width, width]:
+        rows, width, strides = 1, rows * width, [0, 0]
+    return [source.data_ptr(), target.data_ptr(), rows, width, *strides]
+
+
+def _on_device(slices: list[list[int]], device: torch.device) -> Tensor:
+    table = torch.tensor(slices, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

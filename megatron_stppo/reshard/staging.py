@@ -1,0 +1,110 @@
+"""Where rows wait between a tensor and the wire: buffers of two buckets, and the copies in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
+from megatron_stppo.reshard.plan import Copy
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A copy's place in a buffer, in bytes, and the view it is packed from or unpacked into."""
+
+    copy: Copy
+    view: Tensor
+    dtype: torch.dtype  # the target's
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.view.numel() * self.dtype.itemsize
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop].view(self.dtype).view(self.view.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """This rank's part of one exchange; splits are bytes per rank of the group."""
+
+    sends: list[Segment]
+    receives: list[Segment]
+    send_splits: list[int]
+    receive_splits: list[int]
+
+
+class Copies:
+    """(source, target) views, prepared once and copied by every call, in a few kernels for all of them.
+
+    Views that ops.bucket_copy does not know (of other types than float32 and bfloat16) go one by one.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        known: list[tuple[Tensor, Tensor]] = []
+        self._others: list[tuple[Tensor, Tensor]] = []
+        for source, target in pairs:
+            both = expressible(source) and expressible(target)
+            (known if both else self._others).append((source, target))
+        self._known = BucketCopy([source for source, _ in known], [target for _, target in known])
+
+    def __call__(self) -> None:
+        self._known()
+        for source, target in self._others:
+            target.copy_(source)
+
+
+def cast(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """The view in `dtype`, bit for bit as `Copies` writes it (types may hold several NaNs)."""
+    if view.dtype == dtype:
+        return view
+    out = torch.empty(view.shape, dtype=dtype, device=view.device)
+    Copies([(view, out)])()
+    return out
+
+
+class Staging:
+    """Two pairs of byte buffers, used in turn, and the copies between them and the tensors.
+
+    The copies of a bucket are prepared when it is first used.
+    """
+
+    def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
+        def two(sizes: list[int]) -> list[Tensor]:
+            return [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(2)]
+
+        self._buckets = buckets
+        self._send = two([sum(bucket.send_splits) for bucket in buckets])
+        self._receive = two([sum(bucket.receive_splits) for bucket in buckets])
+        self._packs: dict[int, tuple[Copies, list[Tensor]]] = {}
+        self._unpacks: dict[int, Copies] = {}
+
+    def send(self, index: int) -> Tensor:
+        """The bytes that bucket `index` sends."""
+        return self._send[index % 2][: sum(self._buckets[index].send_splits)]
+
+    def receive(self, index: int) -> Tensor:
+        """Where bucket `index` arrives."""
+        return self._receive[index % 2][: sum(self._buckets[index].receive_splits)]
+
+    def pack(self, index: int) -> list[Tensor]:
+        """Fills `send(index)`; the segments of it, in the order of the bucket's sends."""
+        if index not in self._packs:
+            sends = self._buckets[index].sends
+            packed = [segment.of(self._send[index % 2]) for segment in sends]
+            self._packs[index] = Copies((s.view, p) for s, p in zip(sends, packed, strict=True)), packed
+        copies, packed = self._packs[index]
+        copies()
+        return packed
+
+    def unpack(self, index: int) -> None:
+        """Writes what arrived into the target tensors."""
+        if index not in self._unpacks:
+            received = self._receive[index % 2]
+            self._unpacks[index] = Copies((s.of(received), s.view) for s in self._buckets[index].receives)
+        self._unpacks[index]()
