@@ -66,7 +66,7 @@ Status bucket_copy_cuda(const BucketCopy &a, void *stream) {
                       : a.target == FLOAT32 ? copy_kernel<__nv_bfloat16, float>
                                             : copy_kernel<__nv_bfloat16, __nv_bfloat16>;
   kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.slices);
-  return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
+  return cudaGetLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
 }
 
 }  // namespace stppo

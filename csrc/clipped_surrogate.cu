@@ -36,7 +36,7 @@ Status clipped_surrogate_cuda(const Surrogate &a, void *stream) {
   const int64_t tiles = a.tiles();
   const unsigned grid = unsigned(tiles < a.max_blocks ? tiles : a.max_blocks);
   surrogate_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a, tiles);
-  return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
+  return cudaGetLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
 }
 
 }  // namespace stppo

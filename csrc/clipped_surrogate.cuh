@@ -268,7 +268,10 @@ __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Sh
     const Range range = there ? tokens_of(a, mine) : Range{0, LONG + 1};
     const int64_t begin = range.first, tokens = range.last - begin;
     const unsigned tiny = __ballot_sync(ALL, tokens <= TINY), medium = __ballot_sync(ALL, tokens > TINY && tokens <= MEDIUM);
-    if (tokens > MEDIUM && tokens <= LONG) shared.long_segments[atomicAdd(&shared.long_count, 1)] = mine;
+    if (tokens > MEDIUM && tokens <= LONG) {
+      const int place = atomicAdd(&shared.long_count, 1);
+      if (place < MAX_LONG) shared.long_segments[place] = mine;  // more there are only with offsets out of order
+    }
     Sums kept{};
     for (unsigned left = tiny; left;) {  // four at a time, 8 lanes each
       const unsigned found = __fns(left, 0, group + 1);  // the group's set bit, or ~0
@@ -303,7 +306,7 @@ __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Sh
   }
   __syncthreads();
   // the list came in any order; taken by rising index, the tile's sums do not depend on it
-  const int count = shared.long_count;
+  const int count = min(shared.long_count, MAX_LONG);
   int64_t previous = -1;
   for (int k = 0; k < count; ++k) {
     int64_t next = a.segments;
@@ -323,7 +326,7 @@ __device__ void slice_of_giant(const Surrogate &a, int64_t segment, int64_t tile
   const auto [first, last] = tokens_of(a, segment);
   const int64_t home = key_of(a, segment) / SURROGATE_TILE, slice = tile - home;
   const int64_t slices = (last - first + SURROGATE_TILE - 1) / SURROGATE_TILE;
-  if (slice >= slices) return;
+  if (slice < 0 || slice >= slices) return;  // below 0 only with offsets out of order
   const int64_t from = first + slice * SURROGATE_TILE;
   const Sums mine = block_range(a, from, min(from + SURROGATE_TILE, last), sums, shared);
   // two giants may meet in a tile; the one that starts there writes to the second place
@@ -366,6 +369,8 @@ __device__ void write_totals(const Surrogate &a, int64_t tiles, Shared &shared) 
   }
   block_sum(sums, shared);
   if (threadIdx.x == 0 && !a.part) surrogate_totals(shared.result, a.totals);
+  // 0 already, but after offsets out of order
+  for (int64_t tile = threadIdx.x; tile < tiles; tile += THREADS) a.tickets[1 + tile] = 0;
 }
 
 }  // namespace

@@ -145,7 +145,7 @@ Status gae_cuda(const Gae &a, void *stream) {
   const unsigned grid = unsigned(min(max(a.trajectory_count, int64_t(1)), most)), checks = unsigned(count / THREADS + 1);
   gae_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
   check_kernel<<<checks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
-  return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
+  return cudaGetLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
 }
 
 }  // namespace stppo

@@ -32,7 +32,7 @@ bool aligned(const Logits &l, const void *other) {
          reinterpret_cast<uintptr_t>(other) % 16 == 0;
 }
 
-Status last_launch() { return cudaPeekAtLastError() == cudaSuccess ? OK : LAUNCH_FAILED; }
+Status last_launch() { return cudaGetLastError() == cudaSuccess ? OK : LAUNCH_FAILED; }
 
 }  // namespace
 

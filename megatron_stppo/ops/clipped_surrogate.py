@@ -68,7 +68,8 @@ def clipped_surrogate(
     objective and all counts are this rank's share. At token level it changes nothing.
     Definitions, NaN handling and the derivative: megatron_stppo/algorithm/surrogate.py.
     Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
-    back to the host, makes every output NaN for offsets that are not in order.
+    back to the host, answers offsets that are not in order with a NaN objective, and nothing else of that
+    answer means anything.
     """
     total = logprob.shape[0] if logprob.dim() == 1 else None
     floats = {"logprob": logprob, "old_logprob": old_logprob, "advantage": advantage, "sum_p_sq": sum_p_sq}

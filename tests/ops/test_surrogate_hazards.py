@@ -129,14 +129,31 @@ def test_arrays_may_start_at_any_element():
     ],
 )
 def test_offsets_out_of_order_are_an_error_or_nan_and_harm_nothing(wrong, raises):
-    given = three(1000)
-    expected = ops.clipped_surrogate(*given, offsets_of(400, 600))
+    refuse(wrong, 1000, [400, 600], raises)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [0, *[600, 0] * 1000, 120_000],  # more long turns in a tile than it can hold
+        [0, *[1, 700] * 3000, 120_000],
+        [0, 90_000, 10, 60_000, 120_000],  # giants that overlap
+    ],
+    ids=["back and forth", "zigzag", "giants"],
+)
+def test_long_turns_out_of_order_harm_nothing(wrong, raises):
+    refuse(wrong, 120_000, [50_000, 40_000, 30_000], raises)
+
+
+def refuse(wrong, total, right, raises):
+    given = three(total)
+    expected = ops.clipped_surrogate(*given, offsets_of(*right))
     if raises:
         with pytest.raises(ValueError, match="segment_offsets"):
             ops.clipped_surrogate(*given, torch.tensor(wrong))
     else:
         assert ops.clipped_surrogate(*given, torch.tensor(wrong)).objective.isnan()
-    assert ops.clipped_surrogate(*given, offsets_of(400, 600)).grad_T.equal(expected.grad_T)
+    assert ops.clipped_surrogate(*given, offsets_of(*right)).grad_T.equal(expected.grad_T)
 
 
 def test_one_token_turns_giants_side_by_side_and_a_turn_of_131072_tokens():
