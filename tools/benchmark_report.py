@@ -240,7 +240,7 @@ def _fractions(axes: Any, about: dict[str, Any], rows: Sequence[Row]) -> None:
     axes.axvline(1, color="k", lw=0.8)
     axes.set(
         xlabel="fraction of copy bandwidth",
-        title="Bytes that must move / time, cold cache, over copy bandwidth",
+        title="Bytes that must move / time, over copy bandwidth",
     )
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
