@@ -6,12 +6,17 @@
 #ifdef __CUDACC__
 #define STPPO_BOTH __host__ __device__ __forceinline__
 #else
+#include "simd.h"
 #define STPPO_BOTH inline __attribute__((always_inline))
 #endif
 
 namespace stppo {
 
 constexpr double MAX_LOG_RATIO = 20.0;
+
+#ifdef __CUDACC__
+STPPO_BOTH double pick(bool condition, double a, double b) { return condition ? a : b; }  // as csrc/simd.h
+#endif
 
 struct SegmentSums {
   double delta;       // sum of logprob - old_logprob
@@ -27,16 +32,16 @@ struct Coefficients {
 // The mean or the sum of the log ratios, within what exp can take. NaN stays NaN.
 STPPO_BOTH double exponent(double delta, double divisor) {
   const double x = delta / divisor;
-  return x > MAX_LOG_RATIO ? MAX_LOG_RATIO : x < -MAX_LOG_RATIO ? -MAX_LOG_RATIO : x;
+  return pick(x > MAX_LOG_RATIO, MAX_LOG_RATIO, pick(x < -MAX_LOG_RATIO, -MAX_LOG_RATIO, x));
 }
 
 // The product where `sum` is not zero, else 0: an unused factor may be NaN.
-STPPO_BOTH double times(double factor, double sum) { return sum == 0 ? 0 : factor * sum; }
+STPPO_BOTH double times(double factor, double sum) { return pick(sum == 0, 0, factor * sum); }
 
 // What min(w A, clip(w) A) gives for a ratio w; a NaN ratio stays NaN.
 STPPO_BOTH double objective(float ratio, double gain, double loss, float low, float high, float dual) {
-  const double w = ratio, floor = ratio < low ? double(low) : w;
-  return times(ratio > high ? double(high) : w, gain) + times(ratio > dual ? double(dual) : floor, loss);
+  const double w = ratio, floor = pick(ratio < low, double(low), w);
+  return times(pick(ratio > high, double(high), w), gain) + times(pick(ratio > dual, double(dual), floor), loss);
 }
 
 // `ratio` = exp(exponent(..)) rounded to float32: a ratio that equals a bound there is on it.
@@ -44,9 +49,9 @@ STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, d
                                      float dual) {
   const double w = ratio, slope = w / divisor;
   // a NaN ratio is not clipped and reaches the gradient, where it is noticed
-  const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low || ratio > dual;
-  const double kept = (too_high ? 0 : gain) + (dropped ? 0 : loss);
-  const double removed = (too_high ? gain : 0) + (too_low ? loss : 0);
+  const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low | (ratio > dual);
+  const double kept = pick(too_high, 0, gain) + pick(dropped, 0, loss);
+  const double removed = pick(too_high, gain, 0) + pick(too_low, loss, 0);
   return {ratio,
           objective(ratio, gain, loss, low, high, dual),
           times(slope, kept),

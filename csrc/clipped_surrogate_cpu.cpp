@@ -14,61 +14,65 @@ struct Range {
   int64_t first, last;
 };
 
-// The inputs as a loop sees them. By value: GCC does not vectorise where it has to load the pointers again.
-template <bool WEIGHTED>
-struct Tokens {
-  const float *logprob, *old_logprob, *advantage, *weight;
-  float uniform_weight;
+// GCC vectorises a loop whose pointers are locals of the function and whose loads do not hang on a condition.
+#define STPPO_INPUTS(a)                                                                                          \
+  const float *const logprob = (a).logprob, *const old_logprob = (a).old_logprob, *const advantage = (a).advantage, \
+              *const weight = (a).weight;                                                                          \
+  const float uniform = (a).uniform_weight
 
-  explicit STPPO_INLINE Tokens(const Surrogate &a)
-      : logprob(a.logprob), old_logprob(a.old_logprob), advantage(a.advantage), weight(a.weight),
-        uniform_weight(a.uniform_weight) {}
-  STPPO_INLINE float weight_of(int64_t i) const { return WEIGHTED ? weight[i] : uniform_weight; }
-  STPPO_INLINE bool dead(int64_t i) const { return WEIGHTED && weight[i] == 0; }
-  STPPO_INLINE double delta(int64_t i) const { return double(logprob[i]) - double(old_logprob[i]); }
-  // c A of an advantage that is below 0, and of any other; a dead token may hold any advantage.
-  STPPO_INLINE double loss(int64_t i) const { return product(i, advantage[i] < 0 ? advantage[i] : 0.f); }
-  STPPO_INLINE double gain(int64_t i) const { return product(i, advantage[i] < 0 ? 0.f : advantage[i]); }
-  STPPO_INLINE double product(int64_t i, float factor) const {
-    return double(weight_of(i)) * double(dead(i) ? 0.f : factor);
-  }
-};
+// c A split into what is below 0 and the rest. A token of weight 0 may hold any advantage. Plain numbers, because
+// a loop with a struct in it stays scalar.
+template <bool WEIGHTED>
+STPPO_INLINE float live_advantage(float advantage, float weight) {
+  return WEIGHTED ? pick(weight == 0, 0.f, advantage) : advantage;
+}
+STPPO_INLINE float below_zero(float advantage) { return pick(advantage < 0, advantage, 0.f); }
 
 // Sums over one segment. A token of weight 0 counts in the ratio only.
 template <bool WEIGHTED>
 STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
-  const Tokens<WEIGHTED> x(a);
+  STPPO_INPUTS(a);
   double delta = 0, gain = 0, loss = 0;
   if (t.last - t.first < 4) {  // not worth a vector's horizontal sum
-    for (int64_t i = t.first; i < t.last; ++i) delta += x.delta(i), gain += x.gain(i), loss += x.loss(i);
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c), below = below_zero(A);
+      delta += double(logprob[i]) - double(old_logprob[i]);
+      gain += double(c) * double(A - below), loss += double(c) * double(below);
+    }
     return {delta, gain, loss};
   }
 #pragma omp simd reduction(+ : delta, gain, loss)
   for (int64_t i = t.first; i < t.last; ++i) {
-    delta += x.delta(i);
-    gain += x.gain(i);
-    loss += x.loss(i);
+    const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c), below = below_zero(A);
+    delta += double(logprob[i]) - double(old_logprob[i]);
+    gain += double(c) * double(A - below);
+    loss += double(c) * double(below);
   }
   return {delta, gain, loss};
 }
 
-// Tokens with a weight whose advantage is above or below 0.
+// 1 if a token of advantage A is clipped: above 0 with a ratio too high, below 0 with one too low.
+STPPO_INLINE float is_clipped(float A, bool too_high, bool too_low) {
+  return pick((too_high & (A > 0)) | (too_low & (A < 0)), 1.f, 0.f);
+}
+
 template <bool WEIGHTED>
 STPPO_INLINE double clipped_tokens(const Surrogate &a, Range t, bool too_high, bool too_low) {
-  const Tokens<WEIGHTED> x(a);
+  STPPO_INPUTS(a);
   double count = 0;
 #pragma omp simd reduction(+ : count)
   for (int64_t i = t.first; i < t.last; ++i) {
-    const bool clipped = (too_high && x.advantage[i] > 0) || (too_low && x.advantage[i] < 0);
-    count += clipped && x.weight_of(i) != 0 ? 1.0 : 0.0;
+    const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c);
+    count += double(is_clipped(A, too_high, too_low));
   }
+  (void)logprob, (void)old_logprob;
   return count;
 }
 
 // |d logprob / d logits|^2 = 1 - 2p + sum p^2, never below 0 but for rounding.
 STPPO_INLINE double slope(float logprob, float sum_p_sq) {
-  const double x = logprob < -700.f ? -700.0 : double(logprob), value = 1 - 2 * exp_of(x) + double(sum_p_sq);
-  return value < 0 ? 0 : value;
+  const double x = pick(logprob < -700.f, -700.0, double(logprob)), value = 1 - 2 * exp_of(x) + double(sum_p_sq);
+  return pick(value < 0, 0, value);
 }
 
 STPPO_INLINE double slopes(const Surrogate &a, Range t) {
@@ -82,14 +86,15 @@ STPPO_INLINE double slopes(const Surrogate &a, Range t) {
 // What does not depend on segments: live tokens, and the KL to the old policy over them.
 template <bool WEIGHTED>
 STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
-  const Tokens<WEIGHTED> x(a);
+  const float *const logprob = a.logprob, *const old_logprob = a.old_logprob, *const weight = a.weight;
   double live = 0, k1 = 0, k3 = 0;
 #pragma omp simd reduction(+ : live, k1, k3)
   for (int64_t i = t.first; i < t.last; ++i) {
-    const float delta = x.logprob[i] - x.old_logprob[i], held = x.dead(i) ? 0.f : delta;
-    live += x.dead(i) ? 0.0 : 1.0;
-    k1 -= double(held);
-    k3 += double(expm1_minus(held));
+    const float difference = logprob[i] - old_logprob[i], w = WEIGHTED ? weight[i] : 1.f;
+    const float delta = pick(w == 0, 0.f, difference), one = pick(w == 0, 0.f, 1.f);
+    live += double(one);
+    k1 -= double(delta);
+    k3 += double(expm1_minus(delta));
   }
   sums[LIVE] += live, sums[K1] += k1, sums[K3] += k3;
 }
@@ -106,8 +111,9 @@ STPPO_INLINE void group_coefficients(Group &g, const Surrogate &a) {
   const float low = a.low, high = a.high, dual = a.dual;
 #pragma omp simd
   for (int64_t k = 0; k < GROUP; ++k) {
-    const float ratio = float(exp_of(exponent(g.delta[k], g.divisor[k])));
-    const Coefficients c = coefficients(ratio, g.divisor[k], g.gain[k], g.loss[k], low, high, dual);
+    const double divisor = g.divisor[k], gain = g.gain[k], loss = g.loss[k];
+    const float ratio = float(exp_of(exponent(g.delta[k], divisor)));
+    const Coefficients c = coefficients(ratio, divisor, gain, loss, low, high, dual);
     g.ratio[k] = ratio;
     g.objective[k] = c.objective, g.gradient[k] = c.gradient, g.bias[k] = c.bias;
   }
@@ -159,31 +165,33 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
 
 template <bool WEIGHTED, bool LOGIT>
 STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
-  const Tokens<WEIGHTED> x(a);
-  const float low = a.low, high = a.high, dual = a.dual, *sum_p_sq = a.sum_p_sq;
-  float *ratios = a.ratio, *gradient = a.gradient;
+  STPPO_INPUTS(a);
+  const float low = a.low, high = a.high, dual = a.dual, *const sum_p_sq = a.sum_p_sq;
+  float *const ratios = a.ratio, *const gradient = a.gradient, *const biases = a.bias;
   double objective = 0, bias_sq = 0, grad_sq = 0, logit_bias_sq = 0, logit_grad_sq = 0, clipped = 0;
 #pragma omp simd reduction(+ : objective, bias_sq, grad_sq, logit_bias_sq, logit_grad_sq, clipped)
   for (int64_t i = t.first; i < t.last; ++i) {
-    const float ratio = float(exp_of(exponent(x.delta(i), 1)));
-    const Coefficients c = coefficients(ratio, 1, x.gain(i), x.loss(i), low, high, dual);
+    const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
+    const double gain = double(w) * double(A - below), loss = double(w) * double(below);
+    const float ratio = float(exp_of(exponent(double(logprob[i]) - double(old_logprob[i]), 1)));
+    const Coefficients c = coefficients(ratio, 1, gain, loss, low, high, dual);
     ratios[i] = ratio;
     gradient[i] = float(c.gradient);
     objective += c.objective;
     bias_sq += c.bias * c.bias;
     grad_sq += c.gradient * c.gradient;
-    const bool beyond = (c.too_high && x.advantage[i] > 0) || (c.too_low && x.advantage[i] < 0);
-    clipped += beyond && x.weight_of(i) != 0 ? 1.0 : 0.0;
+    clipped += double(is_clipped(A, c.too_high, c.too_low));
     if (LOGIT) {
-      const double steepness = slope(x.logprob[i], sum_p_sq[i]);
+      const double steepness = slope(logprob[i], sum_p_sq[i]);
       logit_bias_sq += times(steepness, c.bias * c.bias);
       logit_grad_sq += times(steepness, c.gradient * c.gradient);
     }
   }
-  if (float *bias = a.bias)
+  if (biases)
     for (int64_t i = t.first; i < t.last; ++i) {
-      const Coefficients c = coefficients(ratios[i], 1, x.gain(i), x.loss(i), low, high, dual);
-      bias[i] = float(c.bias);
+      const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
+      const double gain = double(w) * double(A - below), loss = double(w) * double(below);
+      biases[i] = float(coefficients(ratios[i], 1, gain, loss, low, high, dual).bias);
     }
   sums[OBJECTIVE] = objective, sums[BIAS_SQ] = bias_sq, sums[GRAD_SQ] = grad_sq, sums[CLIPPED] = clipped;
   sums[LOGIT_BIAS_SQ] = logit_bias_sq, sums[LOGIT_GRAD_SQ] = logit_grad_sq;

@@ -14,6 +14,17 @@
 
 namespace stppo {
 
+// condition ? a : b in bits. GCC follows what a condition implies into copies of a loop's body, and leaves a
+// loop with such branches scalar.
+STPPO_INLINE float pick(bool condition, float a, float b) {
+  const uint32_t mask = 0u - uint32_t(condition);
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(a) & mask) | (std::bit_cast<uint32_t>(b) & ~mask));
+}
+STPPO_INLINE double pick(bool condition, double a, double b) {
+  const uint64_t mask = uint64_t(0) - uint64_t(condition);
+  return std::bit_cast<double>((std::bit_cast<uint64_t>(a) & mask) | (std::bit_cast<uint64_t>(b) & ~mask));
+}
+
 // e^x for x in [-700, 700], relative error below 3e-16. x = n ln 2 + r, |r| <= ln(2)/2; Taylor series of degree
 // 13 (next term: 1.2e-17); 2^n goes into the exponent. Adding 1.5 * 2^52 rounds to an integer and leaves n in the
 // low bits of the mantissa. NaN gives NaN.
@@ -40,7 +51,7 @@ STPPO_INLINE double exp_of(double x) {
 
 // e^x for x <= 80, relative error below 2e-7; 0 below -87, where the result would leave the normal range.
 STPPO_INLINE float exp_of(float x) {
-  const float magic = 0x1.8p23f, clamped = x < -87.f ? -87.f : x;
+  const float magic = 0x1.8p23f, clamped = pick(x < -87.f, -87.f, x);
   const float shifted = clamped * 0x1.715476p0f + magic, n = shifted - magic;
   const float r = (clamped - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // the first part of ln 2 has few bits
   float p = 0x1.6c16c2p-10f;  // 1/6!
@@ -52,7 +63,7 @@ STPPO_INLINE float exp_of(float x) {
   p = p * r + 1.f;
   const uint32_t scale = (std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u;
   const float e = p * std::bit_cast<float>(scale);
-  return x < -87.f ? 0.f : e;
+  return pick(x < -87.f, 0.f, e);
 }
 
 // e^x - 1 - x for x <= 20; a series near 0, where the difference would cancel.
@@ -64,8 +75,8 @@ STPPO_INLINE float expm1_minus(float x) {
   p = p * x + 0x1.555556p-5f;
   p = p * x + 0x1.555556p-3f;
   p = p * x + 0.5f;
-  const float near_zero = p * x * x, far = exp_of(x > 20.f ? 20.f : x) - 1.f - x;
-  return x > -0.5f && x < 0.5f ? near_zero : far;
+  const float near_zero = p * x * x, far = exp_of(pick(x > 20.f, 20.f, x)) - 1.f - x;
+  return pick(x * x < 0.25f, near_zero, far);
 }
 
 }  // namespace stppo
