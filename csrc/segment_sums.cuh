@@ -1,0 +1,174 @@
+// What a block of clipped_surrogate.cu adds up: tokens into sums, lanes and warps into one result.
+#pragma once
+#include "clipped_surrogate.h"
+
+namespace stppo {
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int64_t TINY = 32, MEDIUM = 512;  // longest segment of 8 lanes, of a warp
+constexpr int64_t LONG = 32768;             // longest segment of a block
+constexpr int MAX_LONG = int(SURROGATE_TILE / MEDIUM) + 1;
+constexpr int SLICE_SUMS = 4 + 1;  // of Sums, the two counts in one double
+constexpr unsigned ALL = 0xffffffffu;
+static_assert(SURROGATE_SUMS >= SLICE_SUMS && 2 * SURROGATE_SUMS >= 2 * SLICE_SUMS && SURROGATE_ROWS == 4);
+static_assert(LONG >= SURROGATE_TILE, "a tile starts at most one giant");
+
+struct Range {
+  int64_t first, last;
+};
+
+// What a segment's tokens add up to.
+struct Sums {
+  double delta, gain, loss, steepness;
+  int up, down;  // tokens with a weight whose advantage is above, below 0
+};
+
+struct Shared {
+  double result[SURROGATE_SUMS], of_warp[WARPS][SURROGATE_SUMS];
+  Sums sums_of_warp[WARPS];
+  int64_t bounds[2], long_segments[MAX_LONG];
+  int long_count;
+  bool last;
+};
+
+__device__ double exp_of(double x) {  // csrc/simd.h, exp_of(double)
+  const double magic = 0x1.8p52, shifted = __fma_rn(x, 0x1.71547652b82fep0, magic), n = shifted - magic;
+  const double r = __fma_rn(n, -0x1.abc9e3b39803fp-56, __fma_rn(n, -0x1.62e42fefa39efp-1, x));
+  double p = 0x1.6124613a86d09p-33;
+  p = __fma_rn(p, r, 0x1.1eed8eff8d898p-29);
+  p = __fma_rn(p, r, 0x1.ae64567f544e4p-26);
+  p = __fma_rn(p, r, 0x1.27e4fb7789f5cp-22);
+  p = __fma_rn(p, r, 0x1.71de3a556c734p-19);
+  p = __fma_rn(p, r, 0x1.a01a01a01a01ap-16);
+  p = __fma_rn(p, r, 0x1.a01a01a01a01ap-13);
+  p = __fma_rn(p, r, 0x1.6c16c16c16c17p-10);
+  p = __fma_rn(p, r, 0x1.1111111111111p-7);
+  p = __fma_rn(p, r, 0x1.5555555555555p-5);
+  p = __fma_rn(p, r, 0x1.5555555555555p-3);
+  p = __fma_rn(p, r, 0.5);
+  p = __fma_rn(p, r, 1.0);
+  p = __fma_rn(p, r, 1.0);
+  return p * __longlong_as_double((__double_as_longlong(shifted) << 52) + 0x3ff0000000000000ll);
+}
+
+__device__ float expm1_minus(float x) {  // csrc/simd.h
+  float p = 0x1.a01a02p-16f;
+  p = __fmaf_rn(p, x, 0x1.a01a02p-13f);
+  p = __fmaf_rn(p, x, 0x1.6c16c2p-10f);
+  p = __fmaf_rn(p, x, 0x1.111112p-7f);
+  p = __fmaf_rn(p, x, 0x1.555556p-5f);
+  p = __fmaf_rn(p, x, 0x1.555556p-3f);
+  p = __fmaf_rn(p, x, 0.5f);
+  return fabsf(x) < 0.5f ? p * x * x : expf(fminf(x, 20.f)) - 1.f - x;
+}
+
+// |d logprob / d logits|^2, never below 0 but for rounding.
+__device__ double slope(float logprob, float sum_p_sq) {
+  const double value = 1 - 2 * double(expf(logprob)) + double(sum_p_sq);
+  return value < 0 ? 0 : value;
+}
+
+struct Token {
+  float logprob, old_logprob, advantage, weight;
+};
+
+__device__ __forceinline__ Token load(const Surrogate &a, int64_t i) {
+  return {__ldcs(a.logprob + i), __ldcs(a.old_logprob + i), __ldcs(a.advantage + i),
+          a.weight ? __ldcs(a.weight + i) : a.uniform_weight};
+}
+
+// Sums that need no segment: live tokens and the KL to the old policy over them.
+__device__ __forceinline__ void monitor(const Token &t, double *sums) {
+  if (t.weight == 0) return;
+  const float delta = t.logprob - t.old_logprob;
+  sums[LIVE] += 1, sums[K1] -= delta, sums[K3] += expm1_minus(delta);
+}
+
+__device__ __forceinline__ void add(const Surrogate &a, int64_t i, const Token &t, Sums &s, double *sums) {
+  const double product = t.weight == 0 ? 0 : double(t.weight) * double(t.advantage);
+  s.delta += double(t.logprob) - double(t.old_logprob);
+  if (t.advantage < 0) s.loss += product;
+  else s.gain += product;
+  s.up += t.weight != 0 && t.advantage > 0;
+  s.down += t.weight != 0 && t.advantage < 0;
+  if (a.sum_p_sq) s.steepness += slope(t.logprob, __ldcs(a.sum_p_sq + i));
+  monitor(t, sums);
+}
+
+// Tokens first, first + step, .. of a segment; four are on their way at once.
+__device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64_t last, int step, double *sums) {
+  Sums s{};
+  int64_t i = first;
+  for (; i + 3 * step < last; i += 4 * step) {
+    Token t[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) t[k] = load(a, i + k * step);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) add(a, i + k * step, t[k], s, sums);
+  }
+  for (; i < last; i += step) add(a, i, load(a, i), s, sums);
+  return s;
+}
+
+// Over the `width` lanes that hold parts of one segment; every one of them gets the result.
+__device__ __forceinline__ Sums lanes_sum(Sums s, int width, unsigned mask) {
+  for (int distance = width / 2; distance > 0; distance /= 2) {
+    s.delta += __shfl_xor_sync(mask, s.delta, distance);
+    s.gain += __shfl_xor_sync(mask, s.gain, distance);
+    s.loss += __shfl_xor_sync(mask, s.loss, distance);
+    s.steepness += __shfl_xor_sync(mask, s.steepness, distance);
+    s.up += __shfl_xor_sync(mask, s.up, distance);
+    s.down += __shfl_xor_sync(mask, s.down, distance);
+  }
+  return s;
+}
+
+__device__ __forceinline__ void combine(Sums &s, const Sums &other) {
+  s.delta += other.delta, s.gain += other.gain, s.loss += other.loss, s.steepness += other.steepness;
+  s.up += other.up, s.down += other.down;
+}
+
+// Tokens [first, last) by the whole block; every thread gets the result.
+__device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, double *sums, Shared &shared) {
+  const Sums mine = lanes_sum(add_all(a, first + threadIdx.x, last, THREADS, sums), 32, ALL);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.sums_of_warp[threadIdx.x / 32] = mine;
+  __syncthreads();
+  Sums total = shared.sums_of_warp[0];
+  for (int w = 1; w < WARPS; ++w) combine(total, shared.sums_of_warp[w]);
+  return total;
+}
+
+// Every thread's sums -> shared.result, in a fixed order.
+__device__ void block_sum(double *sums, Shared &shared) {
+  for (int k = 0; k < SURROGATE_SUMS; ++k)
+    for (int distance = 16; distance > 0; distance /= 2) sums[k] += __shfl_xor_sync(ALL, sums[k], distance);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0)
+    for (int k = 0; k < SURROGATE_SUMS; ++k) shared.of_warp[threadIdx.x / 32][k] = sums[k];
+  __syncthreads();
+  if (threadIdx.x < SURROGATE_SUMS) {
+    double total = 0;
+    for (int w = 0; w < WARPS; ++w) total += shared.of_warp[w][threadIdx.x];
+    shared.result[threadIdx.x] = total;
+  }
+  __syncthreads();
+}
+
+// Whether this block is the last of `count` to come here; what all of them wrote before is then visible. The
+// ticket starts at 0 and is 0 again afterwards.
+__device__ bool arrives_last(unsigned *ticket, int64_t count, Shared &shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.last = atomicAdd(ticket, 1u) == unsigned(count - 1);
+    if (shared.last) *ticket = 0;
+  }
+  __syncthreads();
+  if (shared.last) __threadfence();
+  return shared.last;
+}
+
+}  // namespace
+}  // namespace stppo
