@@ -24,7 +24,7 @@ WORKDIR /home/agent/megatron-stppo
 COPY --chown=agent . .
 # megatron-core without its extras: [dev] conflicts with vLLM's flashinfer.
 RUN pip install --no-cache-dir /wheels/*.whl && pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
-    && pip install --no-cache-dir --no-build-isolation ".[quickstart]" \
+    && pip install --no-cache-dir --no-build-isolation --editable ".[quickstart]" \
     && rm -rf /wheels && mkdir -p runs && chown -R agent /home/agent
 USER agent
 ENTRYPOINT ["megatron-stppo"]

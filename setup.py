@@ -9,6 +9,7 @@ Neither includes torch, so one build serves any torch, and a machine without a G
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +21,10 @@ CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.glob("*.h"))) + sorted(map(str, CSRC.glob("*.cuh")))
 # No -ffast-math: NaN and infinity mean something here. What vectorising needs beyond -O3 is named.
 # No peeling up to an aligned address: the order of a sum would depend on where its row starts.
-VECTORISE = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"]
+VECTORISE = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+if platform.machine() == "x86_64":
+    # 512-bit vectors slow down everything that runs after them on the core (docs/performance.md).
+    VECTORISE += ["-mprefer-vector-width=256"]
 VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 CXX_FLAGS = ["-O3", *VECTORISE, "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]
@@ -42,17 +46,21 @@ def libraries(compiler: str) -> Path:
     """Where nvcc's toolkit keeps libcudart_static.a; nvcc itself may be a wrapper elsewhere."""
     line = [compiler, "--dryrun", "-x", "cu", os.devnull, "-o", os.devnull]
     said = subprocess.run(line, capture_output=True, text=True).stderr
-    top = next(x.split("TOP=")[1] for x in said.splitlines() if "TOP=" in x)
+    top = next((x.split("TOP=")[1] for x in said.splitlines() if "TOP=" in x), "nvcc's toolkit")
     for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
         if (Path(top) / folder / "libcudart_static.a").is_file():
             return Path(top) / folder
-    raise SystemExit(f"{top} holds no libcudart_static.a; install the CUDA runtime's static library")
+    raise SystemExit(
+        f"{top} holds no libcudart_static.a; install the CUDA runtime's static library, or set "
+        "STPPO_CUDA_ARCHS= to build without CUDA"
+    )
 
 
 class Build(build_ext):
     """setuptools compiles the C++ files; nvcc the .cu files, which are linked as objects."""
 
     def build_extension(self, extension: Pybind11Extension) -> None:
+        self.force = True  # what is linked depends on nvcc and the architectures too, which have no date
         archs = os.environ.get("STPPO_CUDA_ARCHS", "90a")
         compiler = nvcc() if archs else None
         if compiler is not None:

@@ -53,9 +53,10 @@ def cold_start(config: Config) -> None:
     )
     trainer = Trainer(model, optimizer, len(steps))
     packer = Packer.of(config, place)
+    head = PolicyHead.of(model, place, shape.vocab, chunk=config.update.logit_rows)
     for step, batch in enumerate(progress(steps, "cold start", enabled=place.rank == 0)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
-        loss = _step(trainer, batch, place, packer, shape.vocab, rate)
+        loss = _step(trainer, head, batch, place, packer, rate)
         if place.rank == 0 and (step % 20 == 0 or step == len(steps) - 1):
             Console(stderr=True).log(f"cold start {step + 1}/{len(steps)} loss {loss:.3f} nats/token")
     source = dict(model.module.named_parameters())
@@ -92,10 +93,9 @@ def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
 
 
 def _step(
-    trainer: Trainer, batch: Batch, place: Place, packer: Packer, vocab_size: int, rate: float
+    trainer: Trainer, head: PolicyHead, batch: Batch, place: Place, packer: Packer, rate: float
 ) -> float:
     chosen = share(batch, range(len(batch.live_N)), place)
-    head = PolicyHead.of(trainer.model, place, vocab_size)
     loss = partial(_loss, head=head, tokens=len(batch.action_index_T))
     trainer.zero()
     records = forward_backward(trainer.model, packer.pack(batch, chosen), loss)

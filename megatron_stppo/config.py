@@ -151,6 +151,9 @@ class UpdateConfig(Section):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
     tokens_per_microbatch: int = Field(16384, ge=1)
+    logit_rows: int = Field(
+        4096, ge=1, description="rows of logits that exist at a time; a longer turn takes more"
+    )
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
 

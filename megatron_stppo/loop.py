@@ -104,7 +104,8 @@ def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
 def _head(parts: Parts, model: torch.nn.Module) -> PolicyHead:
     config = parts.config
     temperature, segments = config.rollout.temperature, config.algorithm.segments
-    return PolicyHead.of(model, parts.place, parts.shape.vocab, temperature, segments)
+    rows = config.update.logit_rows
+    return PolicyHead.of(model, parts.place, parts.shape.vocab, temperature, segments, rows)
 
 
 def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:

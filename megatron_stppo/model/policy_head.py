@@ -31,7 +31,7 @@ class PolicyHead:
     vocab_size: int
     temperature: float
     segments: Level  # no chunk ends inside one
-    chunk: int = ops.CHUNK  # rows of logits that exist at a time, but for a longer segment
+    chunk: int  # rows of logits that exist at a time, but for a longer segment
 
     @classmethod
     def of(
@@ -41,10 +41,11 @@ class PolicyHead:
         vocab_size: int,
         temperature: float = 1.0,
         segments: Level = "token",
+        chunk: int = ops.CHUNK,
     ) -> PolicyHead:
         """Of a TokenModel, or of one in megatron's data-parallel wrapper."""
         weight = getattr(model, "module", model).vocabulary_weight()
-        return cls(weight, place, vocab_size, temperature, segments)
+        return cls(weight, place, vocab_size, temperature, segments, chunk)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """float32 [T] of the microbatch's action tokens, from hidden [T, H]."""

@@ -7,6 +7,8 @@ out.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_stppo.ops.vocab_logprob import Shard
 
-try:
-    from megatron_stppo import _csrc
-except ImportError:  # not built; `serves` says what that means
-    _csrc = None
+if importlib.util.find_spec("megatron_stppo._csrc") is None:
+    _csrc = None  # not built; `serves` says what that means
+else:
+    from megatron_stppo import _csrc  # one that is there and does not load is an error
 
 MODES = ("auto", "extension", "torch")
 OK, BAD_OFFSETS = 0, 1
@@ -44,13 +46,26 @@ def serves(device: torch.device) -> bool:
     mode = os.environ.get("STPPO_OPS", "auto")
     if mode not in MODES:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
-    built = device.type in parts()
+    built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
     if mode == "extension" and not built:
         raise RuntimeError(
-            f"STPPO_OPS=extension, but it was not built for {device.type}: pip install --no-build-isolation "
-            "-e . (with nvcc on PATH for cuda), or STPPO_OPS=auto"
+            f"STPPO_OPS=extension, but not built for this {device.type} (built: {parts() or 'nothing'}): pip "
+            " install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
+            "device), or STPPO_OPS=auto"
         )
     return built and mode != "torch"
+
+
+@functools.cache
+def _runs_on(index: int) -> bool:
+    """Whether code was built for this GPU: 8.6 runs what was built for 80, only 9.0 what was for 90a."""
+    major, minor = torch.cuda.get_device_capability(index)
+    for arch in _csrc.cuda_archs.split(";"):
+        number = int(arch.rstrip("af"))
+        same_major = number // 10 == major
+        if same_major and (number % 10 == minor if arch.endswith("a") else number % 10 <= minor):
+            return True
+    return False
 
 
 def run(name: str, device: torch.device, *arguments: Any) -> int:
@@ -79,6 +94,8 @@ def tickets(device: torch.device, count: int) -> Tensor | None:
         return None
     with torch.cuda.device(device):
         key = (device.index, torch.cuda.current_stream().cuda_stream)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)  # the graph's own
     if key not in _tickets or len(_tickets[key]) < count:
         _tickets[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
     return _tickets[key]

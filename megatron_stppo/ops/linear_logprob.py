@@ -23,6 +23,7 @@ from megatron_stppo.ops.arguments import check
 from megatron_stppo.ops.vocab_logprob import Shard, all_gather, local_statistics, merge_shards, write_gradient
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
+BLOCK = 16384  # columns of logits whose part of dW is added up at a time
 FLOATS = (torch.float32, torch.bfloat16)
 # (loss, record) of rows [first, last), from their logprob, entropy and sum p^2
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -44,10 +45,10 @@ def linear_logprob(
     """vocab_logprob of the logits hidden [T, H] @ weight [V_local, H].T: (logprob, entropy, sum_p_sq) [T].
 
     hidden, weight: float32 or bfloat16 alike. The rows are cut every `chunk`, or at `bounds` as in
-    linear_loss. Extra memory: a chunk of logits, and in the backward a float32 gradient of the weight if
-    there are several chunks. hidden's gradient is this rank's part: sum it over `group`. Where only the
-    log-prob has a cotangent, rows whose cotangent is 0 are left out of the backward. Everything else is
-    vocab_logprob's. Raises ValueError naming the argument that does not fit.
+    linear_loss. Extra memory: a chunk of logits, and in the backward a float32 gradient of the weight.
+    hidden's gradient is this rank's part: sum it over `group`. Where only the log-prob has a cotangent, rows
+    whose cotangent is 0 are left out of the backward. Everything else is vocab_logprob's.
+    Raises ValueError naming the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
     chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
@@ -90,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
             given = [None if x is None else x[rows] for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
             del logits  # before the next chunk's are made
-        return gradient.of_hidden, gradient.of_weight(), None, None, None
+        return gradient.of_hidden, gradient.of_weight.to(weight.dtype), None, None, None
 
 
 def linear_loss(
@@ -150,6 +151,10 @@ class _LinearLoss(torch.autograd.Function):
             records.append(record)
             if gradient is not None:
                 cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
+                live = _live_rows(cotangents)
+                if live is not None:  # clipped turns, A = 0: two products over fewer rows
+                    logits, part, merged = logits[live], part.rows(live), merged[:, live].contiguous()
+                    cotangents, rows = [None if x is None else x[live] for x in cotangents], a + live
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
             del logits  # before the next chunk's are made
         ctx.gradient, ctx.weight = gradient, weight
@@ -160,44 +165,42 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient: _Gradient = ctx.gradient
-        of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight().mul_(cotangent)
-        del ctx.gradient  # written over: a second backward must not find it
+        gradient: _Gradient | None = ctx.gradient
+        if gradient is None:
+            raise RuntimeError(
+                "linear_loss: the first backward scaled the gradient in place; there is no second"
+            )
+        ctx.gradient = None
+        of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight.mul_(cotangent)
         main = getattr(ctx.weight, "main_grad", None)
         if main is None:
-            return of_hidden, of_weight, *(None,) * 5
-        main.add_(of_weight)
+            return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 5
+        main.add_(of_weight)  # float32, never rounded to the weight's type
         return of_hidden, None, *(None,) * 5
 
 
 class _Gradient:
-    """dX and dW of some chunks; dW in float32 where it is a sum of rounded parts."""
+    """dX, and dW in float32, of some chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self._hidden, self._weight = hidden, weight
-        self._sum: Tensor | None = None
         self.of_hidden = torch.zeros_like(hidden)
+        self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, of_logits: Tensor, rows: slice | Tensor) -> None:
         """of_logits [rows, V_local]: the gradient of these rows' logits."""
         self.of_hidden[rows] = of_logits @ self._weight
         hidden = self._hidden[rows]
-        if self._sum is None:
-            self._sum = _product(of_logits.t(), hidden)
-        elif hidden.dtype == torch.float32:
-            self._sum.addmm_(of_logits.t(), hidden)
-        else:
-            self._sum += _product(of_logits.t(), hidden)
-
-    def of_weight(self) -> Tensor:
-        """In the weight's dtype; 0 without any row."""
-        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
+        if hidden.dtype == torch.float32:
+            self.of_weight.addmm_(of_logits.t(), hidden)
+            return
+        for start in range(0, of_logits.shape[1], BLOCK):  # the product in float32 is as large as dW itself
+            columns = slice(start, start + BLOCK)
+            self.of_weight[columns] += _product(of_logits[:, columns].t(), hidden)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in float32."""
-    if a.dtype == torch.float32:
-        return a @ b
+    """a @ b of bfloat16, accumulated and returned in float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 

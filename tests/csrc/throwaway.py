@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 EMULATOR = Path(__file__).parent / "emulator"
 # setup.py's, for what changes results; -O1 for what only has to be built
-VECTORISE = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=512"]
+VECTORISE = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=256"]
 VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);")
 

@@ -33,6 +33,7 @@ CASES = {
         "parallel.sequence=true",
         "model.recompute=full",
         "update.tokens_per_microbatch=80",
+        "update.logit_rows=6",
         "run.evaluate_every=1",
     ),
 }

@@ -84,6 +84,30 @@ def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
         assert ops.linear_loss(hidden, weight, target, bounds, loss)[0].item() == total.item()
 
 
+def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything():
+    hidden, weight, target, cotangents = draw(60, 30)
+    live = torch.arange(60) % 5 == 0
+    coefficient = cotangents[0] * live
+
+    def loss(logprob, entropy, sum_p_sq, first, last):
+        kept = logprob.masked_fill(~live[first:last], 0)
+        return (kept * coefficient[first:last]).sum(), torch.zeros(1)
+
+    spoilt = hidden.detach().masked_fill(~live[:, None], float("nan")).requires_grad_()
+    total, _ = ops.linear_loss(spoilt, weight, target, [0, 30, 60], loss)
+    actual = torch.autograd.grad(total, (spoilt, weight))
+    whole = ops.vocab_logprob(hidden @ weight.t(), target)[0]
+    close(actual, torch.autograd.grad((whole * coefficient).sum(), (hidden, weight)))
+
+
+def test_a_second_backward_is_refused():
+    hidden, weight, target, _ = draw(6, 5)
+    total, _ = ops.linear_loss(hidden, weight, target, [0, 6], lambda x, *_: (x.sum(), torch.zeros(1)))
+    torch.autograd.grad(total, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="there is no second"):
+        torch.autograd.grad(total, hidden)
+
+
 def test_a_main_gradient_takes_the_weights_gradient_in_float32():
     hidden, weight, target, cotangents = draw(60, 30, dtype=torch.bfloat16)
 
@@ -96,6 +120,7 @@ def test_a_main_gradient_takes_the_weights_gradient_in_float32():
     ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)[0].backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, plain.float(), rtol=2e-2, atol=1e-3)
+    assert (weight.main_grad != weight.main_grad.bfloat16().float()).any(), "rounded on its way"
 
 
 def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation):
