@@ -50,7 +50,7 @@ def serves(device: torch.device) -> bool:
     if mode == "extension" and not built:
         raise RuntimeError(
             f"STPPO_OPS=extension, but not built for this {device.type} (built: {parts() or 'nothing'}): pip "
-            " install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
+            "install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
             "device), or STPPO_OPS=auto"
         )
     return built and mode != "torch"

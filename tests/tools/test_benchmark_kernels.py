@@ -92,4 +92,4 @@ def test_a_device_without_the_extension_is_refused() -> None:
         "import sys, benchmark_kernels as b; b.extension._csrc = None; sys.exit(b.main(['--device', 'cpu']))"
     )
     done = run(["-c", program])
-    assert done.returncode == 2 and "not built for cpu" in done.stderr
+    assert done.returncode == 2 and "not built for this cpu" in done.stderr
