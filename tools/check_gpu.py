@@ -232,10 +232,22 @@ def calls() -> int:
         ops.gae(*given, lam=0.9, turn_offsets=offsets_of(3, 2000, 3000, 1))
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
         ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
-        hidden, weight = normal(64, 32).requires_grad_(), normal(1003, 32).requires_grad_()
-        sum(x.sum() for x in ops.linear_logprob(hidden, weight, rows(64, 1003)[1])).backward()
+        for dtype in (torch.float32, torch.bfloat16):
+            hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
+            target = rows(64, 1003)[1]
+            sum(x.sum() for x in ops.linear_logprob(hidden, weight, target, chunk=17)).backward()
+            weight.main_grad = torch.zeros(weight.shape)
+            ops.linear_loss(hidden, weight, target, [0, 0, 20, 64], a_third)[0].backward()
     torch.cuda.synchronize()
     return 0
+
+
+def a_third(logprob: Any, entropy: Any, sum_p_sq: Any, first: int, last: int) -> tuple[Any, Any]:
+    """A loss of a chunk that leaves two of three rows without a gradient."""
+    import torch
+
+    kept = torch.arange(last - first, device=logprob.device) % 3 == 0
+    return logprob.masked_fill(~kept, 0).sum(), logprob.detach().sum().reshape(1)
 
 
 def repeats() -> int:
