@@ -9,7 +9,7 @@
 namespace stppo {
 namespace {
 
-__global__ void __launch_bounds__(THREADS) surrogate_kernel(Surrogate a, int64_t tiles) {
+__global__ void __launch_bounds__(THREADS, 2) surrogate_kernel(Surrogate a, int64_t tiles) {
   __shared__ Shared shared;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     double sums[SURROGATE_SUMS] = {};

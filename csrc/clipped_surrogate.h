@@ -2,21 +2,11 @@
 // Specification: megatron_stppo/algorithm/surrogate.py, ratio.py, penalties.py.
 #pragma once
 #include "ops.h"
-
-#ifdef __CUDACC__
-#define STPPO_BOTH __host__ __device__ __forceinline__
-#else
-#include "simd.h"
-#define STPPO_BOTH inline __attribute__((always_inline))
-#endif
+#include "portable.h"
 
 namespace stppo {
 
 constexpr double MAX_LOG_RATIO = 20.0;
-
-#ifdef __CUDACC__
-STPPO_BOTH double pick(bool condition, double a, double b) { return condition ? a : b; }  // as csrc/simd.h
-#endif
 
 struct SegmentSums {
   double delta;       // sum of logprob - old_logprob
@@ -58,6 +48,12 @@ STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, d
           times(slope, removed),
           too_high,
           too_low};
+}
+
+// |d logprob / d logits|^2 = 1 - 2p + sum p^2, never below 0 but for rounding.
+STPPO_BOTH double slope(float logprob, float sum_p_sq) {
+  const double x = pick(logprob < -700.f, -700.0, double(logprob)), value = 1 - 2 * exp_of(x) + double(sum_p_sq);
+  return pick(value < 0, 0, value);
 }
 
 // What the caller gets of the sums, in the order of ops/clipped_surrogate.py: means are over live tokens.

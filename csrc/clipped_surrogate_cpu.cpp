@@ -69,12 +69,6 @@ STPPO_INLINE double clipped_tokens(const Surrogate &a, Range t, bool too_high, b
   return count;
 }
 
-// |d logprob / d logits|^2 = 1 - 2p + sum p^2, never below 0 but for rounding.
-STPPO_INLINE double slope(float logprob, float sum_p_sq) {
-  const double x = pick(logprob < -700.f, -700.0, double(logprob)), value = 1 - 2 * exp_of(x) + double(sum_p_sq);
-  return pick(value < 0, 0, value);
-}
-
 STPPO_INLINE double slopes(const Surrogate &a, Range t) {
   const float *logprob = a.logprob, *sum_p_sq = a.sum_p_sq;
   double sum = 0;
@@ -87,14 +81,24 @@ STPPO_INLINE double slopes(const Surrogate &a, Range t) {
 template <bool WEIGHTED>
 STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
   const float *const logprob = a.logprob, *const old_logprob = a.old_logprob, *const weight = a.weight;
-  double live = 0, k1 = 0, k3 = 0;
-#pragma omp simd reduction(+ : live, k1, k3)
+  double k1 = 0, k3 = 0;
+  uint32_t live = 0, far = 0;
+#pragma omp simd reduction(+ : live, k1, k3) reduction(| : far)
   for (int64_t i = t.first; i < t.last; ++i) {
     const float difference = logprob[i] - old_logprob[i], w = WEIGHTED ? weight[i] : 1.f;
-    const float delta = pick(w == 0, 0.f, difference), one = pick(w == 0, 0.f, 1.f);
-    live += double(one);
+    const float delta = pick(w == 0, 0.f, difference);
+    live += uint32_t(w != 0);
     k1 -= double(delta);
-    k3 += double(expm1_minus(delta));
+    k3 += double(expm1_minus_near_zero(delta));
+    far |= uint32_t(!is_near_zero(delta));
+  }
+  if (far) {  // rare: the same sum with the exponential
+    k3 = 0;
+#pragma omp simd reduction(+ : k3)
+    for (int64_t i = t.first; i < t.last; ++i) {
+      const float difference = logprob[i] - old_logprob[i], w = WEIGHTED ? weight[i] : 1.f;
+      k3 += double(expm1_minus(pick(w == 0, 0.f, difference)));
+    }
   }
   sums[LIVE] += live, sums[K1] += k1, sums[K3] += k3;
 }

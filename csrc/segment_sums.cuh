@@ -11,7 +11,7 @@ constexpr int64_t LONG = 32768;             // longest segment of a block
 constexpr int MAX_LONG = int(SURROGATE_TILE / MEDIUM) + 1;
 constexpr int SLICE_SUMS = 4 + 1;  // of Sums, the two counts in one double
 constexpr unsigned ALL = 0xffffffffu;
-static_assert(SURROGATE_SUMS >= SLICE_SUMS && 2 * SURROGATE_SUMS >= 2 * SLICE_SUMS && SURROGATE_ROWS == 4);
+static_assert(SURROGATE_ROWS * SURROGATE_SUMS >= 2 * SURROGATE_SUMS + 2 * SLICE_SUMS, "the workspace's parts fit");
 static_assert(LONG >= SURROGATE_TILE, "a tile starts at most one giant");
 
 struct Range {
@@ -31,43 +31,6 @@ struct Shared {
   int long_count;
   bool last;
 };
-
-__device__ double exp_of(double x) {  // csrc/simd.h, exp_of(double)
-  const double magic = 0x1.8p52, shifted = __fma_rn(x, 0x1.71547652b82fep0, magic), n = shifted - magic;
-  const double r = __fma_rn(n, -0x1.abc9e3b39803fp-56, __fma_rn(n, -0x1.62e42fefa39efp-1, x));
-  double p = 0x1.6124613a86d09p-33;
-  p = __fma_rn(p, r, 0x1.1eed8eff8d898p-29);
-  p = __fma_rn(p, r, 0x1.ae64567f544e4p-26);
-  p = __fma_rn(p, r, 0x1.27e4fb7789f5cp-22);
-  p = __fma_rn(p, r, 0x1.71de3a556c734p-19);
-  p = __fma_rn(p, r, 0x1.a01a01a01a01ap-16);
-  p = __fma_rn(p, r, 0x1.a01a01a01a01ap-13);
-  p = __fma_rn(p, r, 0x1.6c16c16c16c17p-10);
-  p = __fma_rn(p, r, 0x1.1111111111111p-7);
-  p = __fma_rn(p, r, 0x1.5555555555555p-5);
-  p = __fma_rn(p, r, 0x1.5555555555555p-3);
-  p = __fma_rn(p, r, 0.5);
-  p = __fma_rn(p, r, 1.0);
-  p = __fma_rn(p, r, 1.0);
-  return p * __longlong_as_double((__double_as_longlong(shifted) << 52) + 0x3ff0000000000000ll);
-}
-
-__device__ float expm1_minus(float x) {  // csrc/simd.h
-  float p = 0x1.a01a02p-16f;
-  p = __fmaf_rn(p, x, 0x1.a01a02p-13f);
-  p = __fmaf_rn(p, x, 0x1.6c16c2p-10f);
-  p = __fmaf_rn(p, x, 0x1.111112p-7f);
-  p = __fmaf_rn(p, x, 0x1.555556p-5f);
-  p = __fmaf_rn(p, x, 0x1.555556p-3f);
-  p = __fmaf_rn(p, x, 0.5f);
-  return fabsf(x) < 0.5f ? p * x * x : expf(fminf(x, 20.f)) - 1.f - x;
-}
-
-// |d logprob / d logits|^2, never below 0 but for rounding.
-__device__ double slope(float logprob, float sum_p_sq) {
-  const double value = 1 - 2 * double(expf(logprob)) + double(sum_p_sq);
-  return value < 0 ? 0 : value;
-}
 
 struct Token {
   float logprob, old_logprob, advantage, weight;

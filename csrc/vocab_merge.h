@@ -4,12 +4,7 @@
 #include <cmath>
 
 #include "ops.h"
-
-#ifdef __CUDACC__
-#define STPPO_BOTH __host__ __device__ __forceinline__
-#else
-#define STPPO_BOTH inline __attribute__((always_inline))
-#endif
+#include "portable.h"
 
 namespace stppo {
 

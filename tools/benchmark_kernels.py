@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmark_copies import Copies, copy_rows
 from benchmark_logprobs import linear_rows, vocab_rows
 from benchmark_measure import Bench, Row, Variant, implementation, machine, scratch_bytes
 from benchmark_opponents import (
@@ -49,6 +50,7 @@ class Sizes:
     linear: Sequence[tuple[int, int, int, torch.dtype]]  # T, H, V
     valid: Sequence[float]
     gae: Sequence[tuple[int, int]]  # trajectories, tokens of each
+    copies: Sequence[Copies]
     budget: float
     cold: bool
 
@@ -86,7 +88,9 @@ def sizes(device: str, quick: bool) -> Sizes:
         curve = [2**k for k in range(14, 25, 5 if quick else 2)]
         gae, passes = [(64, 2048), (2048, 2048)], PASSES
         budget, tokens = 0.3, 2**22
-    return Sizes(tokens, sets, curve, vocab, passes, linear, valid, gae, budget, cold=not quick)
+    # a whole weight, columns of weights, norms
+    copies = [(1, 4096, 4096, 4096), (16, 1024, 512, 1024), (400, 1, 4096, 4096)]
+    return Sizes(tokens, sets, curve, vocab, passes, linear, valid, gae, copies, budget, cold=not quick)
 
 
 def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, scratch: int = 0) -> int:
@@ -114,6 +118,7 @@ def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, sc
         vocab_rows(bench, s.vocab, s.passes, missing, s.cold),
         linear_rows(bench, s.linear, s.valid, s.cold),
         gae_rows(bench, s.gae, s.cold),
+        copy_rows(bench, s.copies, s.cold),
     ):
         bench.copy()
         for found in section:

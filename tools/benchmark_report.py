@@ -24,6 +24,7 @@ BASELINES = {
     "vocab_logprob": ("log_softmax + gather", False),
     "linear_logprob": ("one GEMM", True),
     "gae": ("Python loop", False),
+    "bucket_copy": ("copy_ loop", False),
 }
 BY_TOKENS = "clipped_surrogate by tokens"
 BOTH = "forward + backward"

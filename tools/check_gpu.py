@@ -265,11 +265,24 @@ def repeats() -> int:
         settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=1), "with_bias": True}
         given, (logits, target) = three(total), rows(256, 151_936)
         narrow, steps = logits.bfloat16(), (normal(total), normal(total, seed=1))
+        head = [normal(n, 512).bfloat16().requires_grad_() for n in (4096, 151_936)]
+        labels = rows(4096, 151_936)[1]
+
+        def linear_loss() -> Sequence[torch.Tensor]:
+            total, _ = ops.linear_loss(*head, labels, [0, 1500, 4096], a_third)
+            return total, *torch.autograd.grad(total, head)
+
+        def linear_logprob() -> Sequence[torch.Tensor]:
+            out = ops.linear_logprob(*head, labels, chunk=1500)
+            return *out, *torch.autograd.grad(sum(x.sum() for x in out), head)
+
         ops_of: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
             "clipped_surrogate by turn": lambda: ops.clipped_surrogate(*given, cut, **settings),
             "clipped_surrogate by token": lambda: ops.clipped_surrogate(*given, **settings),
             "vocab_logprob float32": lambda: logprob_and_gradient(logits, target),
             "vocab_logprob bfloat16": lambda: logprob_and_gradient(narrow, target),
+            "linear_loss bfloat16": linear_loss,
+            "linear_logprob bfloat16": linear_logprob,
             "gae by token": lambda: ops.gae(*steps, cut, lam=0.95),
             "gae by turn": lambda: ops.gae(*steps, offsets_of(total), lam=0.95, turn_offsets=cut),
         }

@@ -97,7 +97,7 @@ def clipped_surrogate(
             dist.all_reduce(whole, group=group)
         out = compute(inputs, settings, sum_p_sq, with_bias, whole)
     objective: Tensor = _WithGradient.apply(logprob, out.objective, out.grad_T)  # type: ignore[no-untyped-call]
-    return out._replace(objective=objective)
+    return ClippedSurrogate(objective, *out[1:])
 
 
 class _WithGradient(torch.autograd.Function):

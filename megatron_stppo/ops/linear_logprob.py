@@ -23,7 +23,6 @@ from megatron_stppo.ops.arguments import check
 from megatron_stppo.ops.vocab_logprob import Shard, all_gather, local_statistics, merge_shards, write_gradient
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
-BLOCK = 16384  # columns of logits whose part of dW is added up at a time
 FLOATS = (torch.float32, torch.bfloat16)
 # (loss, record) of rows [first, last), from their logprob, entropy and sum p^2
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -46,8 +45,8 @@ def linear_logprob(
 
     hidden, weight: float32 or bfloat16 alike. The rows are cut every `chunk`, or at `bounds` as in
     linear_loss. Extra memory: a chunk of logits, and in the backward a float32 gradient of the weight.
-    hidden's gradient is this rank's part: sum it over `group`. Where only the log-prob has a cotangent, rows
-    whose cotangent is 0 are left out of the backward. Everything else is vocab_logprob's.
+    hidden's gradient is this rank's part: sum it over `group`. Rows whose cotangents are 0 are left out of
+    the backward. Everything else is vocab_logprob's.
     Raises ValueError naming the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
@@ -152,7 +151,7 @@ class _LinearLoss(torch.autograd.Function):
             if gradient is not None:
                 cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
                 live = _live_rows(cotangents)
-                if live is not None:  # clipped turns, A = 0: two products over fewer rows
+                if live is not None:  # failed trajectories, and without entropy clipped turns too
                     logits, part, merged = logits[live], part.rows(live), merged[:, live].contiguous()
                     cotangents, rows = [None if x is None else x[live] for x in cotangents], a + live
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
@@ -194,8 +193,11 @@ class _Gradient:
         if hidden.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), hidden)
             return
-        for start in range(0, of_logits.shape[1], BLOCK):  # the product in float32 is as large as dW itself
-            columns = slice(start, start + BLOCK)
+        # a product in float32, and on a CPU its factors too, in pieces that are a tenth of a chunk
+        width = hidden.shape[1] + (0 if hidden.is_cuda else len(hidden))
+        block = max(64, of_logits.nbytes // (10 * 4 * max(1, width)))
+        for start in range(0, of_logits.shape[1], block):
+            columns = slice(start, start + block)
             self.of_weight[columns] += _product(of_logits[:, columns].t(), hidden)
 
 
@@ -234,12 +236,12 @@ def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
 
 
 def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows with a cotangent that is not 0, if the log-prob's is the only one and it leaves many out."""
-    g_T, h_T, c_T = cotangents
-    if g_T is None or h_T is not None or c_T is not None:
+    """Rows with a cotangent that is not 0, if that leaves many out. The host waits for their number."""
+    given = [x != 0 for x in cotangents if x is not None]
+    if not given:
         return None
-    live = torch.nonzero(g_T).squeeze(1)
-    return live if len(live) < 0.9 * len(g_T) else None
+    live = torch.nonzero(torch.stack(given).any(0)).squeeze(1)
+    return live if len(live) < 0.9 * len(given[0]) else None
 
 
 def _shard(

@@ -1,4 +1,4 @@
-"""Every .cu compiles for every architecture, and what the compiler says about it on Hopper.
+"""Every .cu compiles and links for every architecture, and what the compiler says about it.
 
 Needs nvcc, no GPU. Registers per kernel: `pytest tests/csrc/test_cuda_build.py -rP`.
 """
@@ -79,14 +79,23 @@ def reports(said: str, arch: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("op", SOURCES)
-def test_every_kernel_compiles_and_spills_no_register_on_hopper(op, arch, built):
+def test_every_kernel_compiles_and_hardly_spills_a_register(op, arch, built):
     kernels = reports(built[op][1], arch)
     assert kernels, f"{op}.cu has no kernel for sm_{arch}"
     for name, (registers, spilled) in kernels.items():
         print(f"sm_{arch} {op}: {name}: {registers} registers, {spilled} bytes spilled")
-        assert spilled == 0 or arch != "90a", name
+        assert spilled <= (8 if arch == "100" else 0), name  # the statistics in bfloat16 on sm_100
         # 256 threads of a block need two blocks on a multiprocessor to hide the latency of memory
         assert registers <= 128, name
+
+
+def test_objects_for_all_architectures_link_without_a_driver(built, tmp_path):
+    objects = [str(made) for made, _ in built.values()]
+    line = [nvcc(), "-shared", "-Xlinker", "--no-undefined", *objects, "-o", str(tmp_path / "all.so")]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    needs = subprocess.run(["ldd", str(tmp_path / "all.so")], capture_output=True, text=True).stdout
+    assert "libcuda" not in needs and "not found" not in needs, "the runtime is linked in, as setup.py does"
 
 
 @pytest.mark.parametrize(("kernel", "logits", "values"), WIDE)

@@ -54,8 +54,29 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(config: Path, name: str)
     assert last["rollout/action_tokens"] > 0
     assert last["actor/skipped"] == 0
     assert last["actor/first_kl_to_old"] == 0, "every ratio of the first minibatch is exactly 1"
+    assert "; ops of csrc" in done.stderr, "training takes the kernels without being told"
     assert ("critic/loss" in last) == ("s_ppo" in name)
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)
+
+
+def test_larger_microbatches_change_no_more_than_rounding(config: Path) -> None:
+    """Needs the run of tensor_to_replicas_s_ppo, whose microbatches are at most 80 tokens each."""
+    rows, name = [], "tensor_to_replicas_s_ppo"
+    larger = (
+        "run.name=larger",
+        "run.iterations=1",
+        "run.evaluate_every=0",
+        "update.tokens_per_microbatch=200",
+    )
+    done = small_run.run("train", config, *CASES[name], *larger)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run in (name, "larger"):
+        lines = (config.parent / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        rows.append(json.loads(lines[-1]))
+    small, large = rows
+    assert large["actor/first_kl_to_old"] == 0, "exactly 1 for microbatches of another size too"
+    for key in ("actor/gradient_norm", "actor/clipping_bias", "critic/loss", "critic/gradient_norm"):
+        assert large[key] == pytest.approx(small[key], rel=1e-3), key
 
 
 def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:

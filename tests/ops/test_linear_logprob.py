@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
+from tests.ops.draws import integers, normal, uniform
 from tests.ops.memory import Peak
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def draw(rows, columns, width=16, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(columns, width, generator=generator).to(dtype).requires_grad_()
-    target = torch.randint(columns, (rows,), generator=generator)
-    target[torch.rand(rows, generator=generator) < 0.1] = -100
-    return hidden, weight, target, torch.randn(3, rows, generator=generator)
+    hidden = normal(rows, width, seed=seed).to(dtype).requires_grad_()
+    weight = normal(columns, width, seed=seed + 1).to(dtype).requires_grad_()
+    target = integers(columns, rows, seed=seed + 2).masked_fill(uniform(rows, seed=seed + 3) < 0.1, -100)
+    return hidden, weight, target, normal(3, rows, seed=seed + 4)
 
 
 def weighted(outputs, cotangents):
@@ -41,7 +42,7 @@ def close(actual, expected, dtype=torch.float32):
 def test_chunks_change_neither_values_nor_gradients(rows, columns, chunk, seed, dtype):
     hidden, weight, target, cotangents = draw(rows, columns + 3, dtype=dtype, seed=seed)
     target.clamp_(max=columns - 1)
-    temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(seed))
+    temperature = 0.5 + uniform(rows, seed=seed + 5)
     settings = {"vocab_size": columns, "temperature": temperature}
     whole = ops.vocab_logprob(hidden @ weight.t(), target, **settings)
     parts = ops.linear_logprob(hidden, weight, target, chunk=chunk, **settings)
@@ -84,20 +85,22 @@ def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
         assert ops.linear_loss(hidden, weight, target, bounds, loss)[0].item() == total.item()
 
 
-def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything():
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.5])
+def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything(entropy_weight):
     hidden, weight, target, cotangents = draw(60, 30)
     live = torch.arange(60) % 5 == 0
     coefficient = cotangents[0] * live
 
     def loss(logprob, entropy, sum_p_sq, first, last):
-        kept = logprob.masked_fill(~live[first:last], 0)
-        return (kept * coefficient[first:last]).sum(), torch.zeros(1)
+        value = entropy_weight * entropy + logprob * coefficient[first:last]
+        return value.masked_fill(~live[first:last], 0).sum(), torch.zeros(1)
 
     spoilt = hidden.detach().masked_fill(~live[:, None], float("nan")).requires_grad_()
     total, _ = ops.linear_loss(spoilt, weight, target, [0, 30, 60], loss)
     actual = torch.autograd.grad(total, (spoilt, weight))
-    whole = ops.vocab_logprob(hidden @ weight.t(), target)[0]
-    close(actual, torch.autograd.grad((whole * coefficient).sum(), (hidden, weight)))
+    logprob, entropy, _ = ops.vocab_logprob(hidden @ weight.t(), target)
+    whole = (entropy_weight * entropy * live + logprob * coefficient).sum()
+    close(actual, torch.autograd.grad(whole, (hidden, weight)))
 
 
 def test_a_second_backward_is_refused():
@@ -123,14 +126,17 @@ def test_a_main_gradient_takes_the_weights_gradient_in_float32():
     assert (weight.main_grad != weight.main_grad.bfloat16().float()).any(), "rounded on its way"
 
 
-def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype):
     if implementation == "torch":
         pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
     rows, columns, width, chunk = 2048, 4096, 32, 256
-    hidden, weight, target, cotangents = draw(rows, columns, width)
-    gradients = 4 * (hidden.numel() + weight.numel())
+    hidden, weight, target, cotangents = draw(rows, columns, width, dtype)
+    gradients = dtype.itemsize * (hidden.numel() + weight.numel())
+    in_float32 = 0 if dtype == torch.float32 else 4 * weight.numel()  # the weight's, until the last chunk
     statistics = 4 * rows * (5 + 6 + 3 + 3)  # of the shards, merged, outputs, cotangents
-    limit = 1.2 * 4 * chunk * columns + gradients + statistics
+    a_chunk = dtype.itemsize * chunk * columns
+    limit = 1.2 * a_chunk + gradients + in_float32 + statistics
 
     def loss(logprob, entropy, sum_p_sq, first, last):
         return weighted((logprob, entropy, sum_p_sq), cotangents[:, first:last]), torch.zeros(1)
@@ -138,12 +144,12 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation):
     with Peak() as peak:
         outputs = ops.linear_logprob(hidden, weight, target, chunk=chunk)
         torch.autograd.grad(weighted(outputs, cotangents), (hidden, weight))
-    assert 4 * chunk * columns < peak.peak <= limit
+    assert a_chunk < peak.peak <= limit
     with Peak() as peak:
         bounds = ops.chunk_bounds(None, rows, chunk)
         total, _ = ops.linear_loss(hidden, weight, target, bounds, loss)
         torch.autograd.grad(total, (hidden, weight))
-    assert 4 * chunk * columns < peak.peak <= limit
+    assert a_chunk < peak.peak <= limit
 
 
 def test_memory_of_the_log_probs_backward_is_their_statistics(implementation):
@@ -177,7 +183,12 @@ def test_segments_are_not_cut():
         ({"chunk": 0}, "chunk=0 rows"),
     ],
 )
-def test_a_wrong_argument_is_named(change, message):
+def test_a_wrong_argument_is_named(change, message, device, raises):
+    if not raises and "lies outside" in message:
+        pytest.skip(
+            "the extension on a GPU reads no target back: NaN instead, tests/ops/test_vocab_hazards.py"
+        )
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
     arguments = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(5, 3)}
     arguments |= {"target": torch.zeros(4, dtype=torch.int64)} | change
     with pytest.raises(ValueError, match=message):

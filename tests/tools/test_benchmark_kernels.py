@@ -19,7 +19,10 @@ import sys, torch
 from benchmark_kernels import PASSES, TURN_SETS, Sizes, main
 vocab = [(8, 40, torch.float32), (8, 40, torch.bfloat16)]
 linear = [(16, 8, 40, torch.float32)]
-chosen = Sizes(300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), [(2, 8)], 0.0, cold=True)
+copies = [(1, 4, 8, 8), (3, 4, 5, 8)]
+chosen = Sizes(
+    300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), [(2, 8)], copies, 0.0, cold=True
+)
 sys.exit(main(sys.argv[1:], chosen, scratch=1 << 20))
 """
 
@@ -51,7 +54,7 @@ def measured(tmp_path_factory):
 
 def test_every_op_and_its_opponents_are_timed_or_say_why_not(measured) -> None:
     rows = measured[1]["rows"]
-    ops = {"clipped_surrogate", "vocab_logprob", "linear_logprob", "gae"}
+    ops = {"bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_logprob", "gae"}
     assert {row["section"].split()[0] for row in rows} == ops
     for row in rows:
         assert bool(row["missing"]) == (row["warm"] is None), row

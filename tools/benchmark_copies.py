@@ -1,0 +1,51 @@
+"""bucket_copy against a loop of copy_: what a reshard packs, float32 weights into a bfloat16 buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from benchmark_measure import Bench, Row, Variant, implementation
+from torch import Tensor
+
+from megatron_stppo import ops
+
+# (slices, rows of each, columns of each, columns of the weight that they are cut from)
+Copies = tuple[int, int, int, int]
+
+
+def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[list[Row]]:
+    """6 bytes per element: 4 read, 2 written. "prepared": as the reshard calls it, described once."""
+    for count, rows, columns, width in cases:
+        wide = [torch.randn(rows, width, device=bench.device) for _ in range(count)]
+        sources = [x[:, width - columns :] for x in wide]
+        targets = [torch.empty(rows, columns, dtype=torch.bfloat16, device=bench.device) for _ in sources]
+        prepared = ops.BucketCopy(sources, targets)
+
+        def fused(
+            _: None, prepared: ops.BucketCopy = prepared, targets: list[Tensor] = targets
+        ) -> list[Tensor]:
+            with implementation("extension"):
+                prepared()
+            return targets
+
+        def anew(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:
+            with implementation("extension"):
+                ops.bucket_copy(sources, targets)
+            return targets
+
+        def loop(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            return targets
+
+        reference = [source.bfloat16().double() for source in sources]
+        variants = [
+            Variant("fused, prepared", fused, reference=reference, ours=True),
+            Variant("fused, described anew", anew, reference=reference, ours=True),
+            Variant("copy_ loop", loop, reference=reference),
+        ]
+        cut = "" if columns == width else f" of {width:,}"
+        elements = count * rows * columns
+        size = f"{count:,} x [{rows:,}, {columns:,}{cut}]"
+        yield bench.rows("bucket_copy", size, elements, 6 * elements, variants, cold)
