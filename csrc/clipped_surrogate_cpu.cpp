@@ -216,6 +216,12 @@ STPPO_CLONES bool in_order(const int64_t *offsets, int64_t segments) {
   return !wrong;
 }
 
+STPPO_CLONES bool all_of_one_token(const int64_t *offsets, int64_t segments) {
+  bool other = false;
+  for (int64_t s = 0; s < segments; ++s) other |= offsets[s + 1] - offsets[s] != 1;
+  return !other;
+}
+
 // The first segment s with offsets[s] + s >= at: tiles hold a bounded number of tokens and of segments.
 int64_t first_segment(const Surrogate &a, int64_t at) {
   int64_t low = 0, high = a.segments;
@@ -242,9 +248,11 @@ void one_tile(const Surrogate &a, int64_t tile, double *sums) {
 
 }  // namespace
 
-Status clipped_surrogate_cpu(const Surrogate &a, int threads) {
+Status clipped_surrogate_cpu(Surrogate a, int threads) {
   if (a.offsets && (a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens || !in_order(a.offsets, a.segments)))
     return BAD_OFFSETS;
+  if (a.offsets && a.segments == a.tokens && !a.part && !a.whole && all_of_one_token(a.offsets, a.segments))
+    a.offsets = nullptr;  // the token level is the same and takes less
   const int64_t tiles = a.tiles();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tiles > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) one_tile(a, tile, a.workspace + tile * SURROGATE_SUMS);

@@ -39,7 +39,7 @@ struct Surrogate {
   // `tiles` of the workspace.
   constexpr int64_t tiles() const { return (tokens + (offsets ? segments : 0)) / SURROGATE_TILE + 1; }
 };
-Status clipped_surrogate_cpu(const Surrogate &, int threads);
+Status clipped_surrogate_cpu(Surrogate, int threads);
 Status clipped_surrogate_cuda(const Surrogate &, void *stream);
 
 

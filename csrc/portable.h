@@ -67,9 +67,12 @@ STPPO_BOTH float exp_of(float x) {
 }
 
 // e^x - 1 - x where `is_near_zero`: a series, because the difference would cancel.
-STPPO_BOTH bool is_near_zero(float x) { return x * x < 0.25f; }
+STPPO_BOTH bool is_near_zero(float x) { return x * x < 1.f; }
 STPPO_BOTH float expm1_minus_near_zero(float x) {
-  float p = 0x1.a01a02p-16f;  // 1/8!
+  float p = 0x1.ae6456p-26f;  // 1/11!; the next term is below 3e-9 of the sum
+  p = p * x + 0x1.27e4fcp-22f;
+  p = p * x + 0x1.71de3ap-19f;
+  p = p * x + 0x1.a01a02p-16f;
   p = p * x + 0x1.a01a02p-13f;
   p = p * x + 0x1.6c16c2p-10f;
   p = p * x + 0x1.111112p-7f;
