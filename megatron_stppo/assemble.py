@@ -18,9 +18,16 @@ from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.model.spans import check_layout, row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.spans import (
+    check_layout,
+    check_stages,
+    row_widths,
+    serving_layouts,
+    training_layouts,
+)
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
@@ -36,10 +43,10 @@ class Parts:
     config: Config
     place: Place
     shape: ModelShape
-    policy: build.TokenModel  # what the engine serves
+    policy: list[build.TokenModel]  # what the engine serves
     actor: Trainer | None  # the policy with its optimizer; None for evaluation
     critic: Trainer | None  # None for group-normalised advantages, and for evaluation
-    reference: torch.nn.Module | None  # None without a KL penalty
+    reference: list[build.TokenModel] | None  # None without a KL penalty
     engine: Engine
     reshard: Resharder
     packer: Packer
@@ -113,7 +120,8 @@ def assemble(config: Config, training: bool = True) -> Parts:
     Raises ConfigError for what does not fit, before anything large is built.
     """
     shape = read_shape(config.model.path)
-    check_layout(shape, config.parallel.tensor, config.parallel.pipeline)
+    check_layout(shape, config.parallel.tensor)
+    check_stages(shape, Layout.of_world(launch.world_size(), config.parallel))
     check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
     make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
@@ -122,7 +130,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
     actor = critic = reference = None
     if training:
         actor = build.trainer("actor", shape, config, place, dtype)
-        policy = actor.model.module
+        policy = actor.chunks
     else:
         policy = build.from_hf("actor", shape, config, place, dtype)
     if training and config.needs_critic:
@@ -130,14 +138,14 @@ def assemble(config: Config, training: bool = True) -> Parts:
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, place, dtype)
     reshard = Resharder(
-        dict(policy.named_parameters()),
+        build.named_parameters(policy),
         engine.parameters(),
         training_layouts(shape, place.layout, spec=layer_spec(config)),
         serving_layouts(shape, place.world, config.engine_tensor),
         row_widths(shape),
     )
     engine.published = reshard.published
-    packer = Packer.of(config, place)
+    packer = Packer.of(config, shape, place)
     return Parts(
         config, place, shape, policy, actor, critic, reference, engine, reshard, packer, make_environment
     )

@@ -25,7 +25,7 @@ from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.spans import training_layouts
 from megatron_stppo.parallel.groups import Place
@@ -52,14 +52,14 @@ def cold_start(config: Config) -> None:
         lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
     )
     trainer = Trainer(model, optimizer, len(steps))
-    packer = Packer.of(config, place)
+    packer = Packer.of(config, shape, place)
     head = PolicyHead.of(model, place, shape.vocab, chunk=config.update.logit_rows)
     for step, batch in enumerate(progress(steps, "cold start", enabled=place.rank == 0)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
         loss = _step(trainer, head, batch, place, packer, rate)
         if place.rank == 0 and (step % 20 == 0 or step == len(steps) - 1):
             Console(stderr=True).log(f"cold start {step + 1}/{len(steps)} loss {loss:.3f} nats/token")
-    source = dict(model.module.named_parameters())
+    source = build.named_parameters(trainer.chunks)
     export_hf(
         settings.output,
         source,
@@ -95,10 +95,9 @@ def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
 def _step(
     trainer: Trainer, head: PolicyHead, batch: Batch, place: Place, packer: Packer, rate: float
 ) -> float:
-    chosen = share(batch, range(len(batch.live_N)), place)
     loss = partial(_loss, head=head, tokens=len(batch.action_index_T))
     trainer.zero()
-    records = forward_backward(trainer.model, packer.pack(batch, chosen), loss)
+    records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
     trainer.step(trainer.reduce(), rate_scale=rate)
     return float(total(records, 1, place))
 

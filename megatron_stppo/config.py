@@ -60,9 +60,18 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
+    """Axes of the mesh; data parallelism takes the ranks that are left."""
+
     tensor: int = Field(1, ge=1)
-    pipeline: int = Field(1, ge=1)
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
+    context: int = Field(1, ge=1, description="ranks that share the tokens of every trajectory")
+    expert: int = Field(
+        1, ge=1, description="ranks that share a layer's experts; divides the data and context ranks"
+    )
+    pipeline: int = Field(1, ge=1)
+    virtual: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved schedule)")
+    first_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
+    last_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
 
 
 class OptimizerConfig(Section):

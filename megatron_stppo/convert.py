@@ -131,7 +131,7 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
         config.run.folder / "checkpoints", "actor", model, checkpoints.step_of(checkpoint)
     )
     layouts = training_layouts(shape, place.layout, spec=layer_spec(config))
-    export_hf(output, dict(model.named_parameters()), layouts, shape, config.model.path)
+    export_hf(output, build.named_parameters(model), layouts, shape, config.model.path)
     launch.stop()
 
 

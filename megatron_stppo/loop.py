@@ -7,7 +7,7 @@ Row k of metrics.jsonl is iteration k: rollouts written by policy version k - 1,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +92,7 @@ def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
     update, actor, reference = parts.config.update, parts.actor, parts.reference
     assert actor is not None
     first_epoch = minibatches(len(batch.live_N), update.minibatches, parts.config.run.seed, iteration, 0)
-    given = (batch, parts.place, parts.packer, first_epoch)
+    given = (batch, parts.packer, first_epoch)
     return replace(
         batch,
         old_logprob_T=logprobs(actor.model, _head(parts, actor.model), *given),
@@ -101,7 +101,7 @@ def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
     )
 
 
-def _head(parts: Parts, model: torch.nn.Module) -> PolicyHead:
+def _head(parts: Parts, model: Sequence[torch.nn.Module]) -> PolicyHead:
     config = parts.config
     temperature, segments = config.rollout.temperature, config.algorithm.segments
     rows = config.update.logit_rows
@@ -121,7 +121,7 @@ def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, fl
             loss = ActorLoss(batch, weight_T, a, head)
             step = actor_step(actor, loss, chosen, parts.packer)
             if parts.critic is not None:
-                step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.place, parts.packer)
+                step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.packer)
             yield step
 
 

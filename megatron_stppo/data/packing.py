@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_stppo.data import context
 from megatron_stppo.types import FAILED, Batch, Trajectory
 
 
@@ -15,8 +16,10 @@ from megatron_stppo.types import FAILED, Batch, Trajectory
 class Microbatch:
     """Some trajectories of a Batch, packed for one forward pass. Same axes as Batch, P and T counted inside.
 
-    `padding` dummy tokens stand at the end of P as a sequence of their own, so that P divides by the
-    tensor-parallel size under sequence parallelism. rows_T says which action tokens of the Batch these are.
+    Under context parallelism this is one rank's share of the tokens, and T what of the action tokens is
+    predicted from them (context.py says which); sequence_offsets and whole_* are of all shares together.
+    A sequence of dummy tokens at the end makes P divide by the tensor-parallel size where sequence
+    parallelism cuts it. rows_T says which action tokens of the Batch these are.
     """
 
     tokens_P: Tensor  # int64
@@ -26,12 +29,27 @@ class Microbatch:
     target_T: Tensor  # int64, the action tokens
     turn_offsets: Tensor  # int64 into T
     action_offsets: Tensor  # int64 into T
+    whole_turn_offsets: Tensor  # int64
+    whole_action_offsets: Tensor  # int64
     rows_T: Tensor  # int64 into the Batch's T
     longest: int
 
     @property
     def tokens(self) -> int:
         return len(self.tokens_P)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How microbatches are made. Example: Cut(budget=16384) fills one with 16,384 tokens on every rank."""
+
+    budget: int  # tokens of a microbatch on one rank; a longer trajectory is a microbatch of its own
+    multiple: int = (
+        1  # P is padded to a multiple of this: the tensor-parallel size under sequence parallelism
+    )
+    context_rank: int = 0
+    context_size: int = 1
+    in_step: int = 1  # the number of microbatches is a multiple of this; what lacks holds dummy tokens only
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
@@ -70,63 +88,88 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     )
 
 
-def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deals indices of `lengths` to ranks: equal counts, longest first in snake order. Deterministic.
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Deals indices of `costs` to ranks, the dearest first, each to the rank that has least. Deterministic.
 
-    Example: deal([5, 1, 4, 2], 2) is [[0, 1], [2, 3]], 6 tokens each.
+    Example: deal([5, 1, 4, 2], 2) is [[0, 1], [2, 3]], 6 each.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     hands: list[list[int]] = [[] for _ in range(ranks)]
-    for start in range(0, len(order), ranks):
-        row = order[start : start + ranks]
-        turn = hands if (start // ranks) % 2 == 0 else hands[::-1]
-        for hand, index in zip(turn, row, strict=False):
-            hand.append(index)
+    sums = [0.0] * ranks
+    for index in order:
+        rank = min(range(ranks), key=lambda r: (sums[r], len(hands[r]), r))
+        hands[rank].append(index)
+        sums[rank] += costs[index]
     return [sorted(hand) for hand in hands]
 
 
 def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Cuts `chosen` into runs of at most `budget` tokens, in order; a longer single trajectory is a run of
-    its own."""
-    runs: list[list[int]] = []
-    filled = 0
-    for index in chosen:
-        if not runs or filled + lengths[index] > budget:
-            runs.append([])
-            filled = 0
-        runs[-1].append(index)
-        filled += lengths[index]
-    return runs
+    """Packs `chosen` into bins of at most `budget` tokens, longest first, each into the first bin with room;
+    a longer single trajectory is a bin of its own. The order inside a bin is that of `chosen`.
+
+    Example: lengths [3, 9, 2, 2], budget 4: [[1], [0], [2, 3]].
+    """
+    place = {index: at for at, index in enumerate(chosen)}
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(chosen, key=lambda i: (-lengths[i], place[i])):
+        at = next((b for b, left in enumerate(room) if left >= lengths[index]), len(bins))
+        if at == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[at].append(index)
+        room[at] -= lengths[index]
+    return [sorted(one, key=place.__getitem__) for one in bins]
 
 
 def pack(
-    batch: Batch, chosen: Sequence[int], budget: int, multiple: int = 1, device: torch.device | str = "cpu"
+    batch: Batch, chosen: Sequence[int], cut: Cut, device: torch.device | str = "cpu"
 ) -> list[Microbatch]:
-    """Packs the chosen trajectories into microbatches of at most `budget` tokens, P rounded up to
-    `multiple`."""
+    """The chosen trajectories as microbatches; `unpack` puts back what was computed of them."""
     lengths = batch.sequence_offsets.diff().tolist()
-    return [_pack_one(batch, run, multiple, device) for run in split_by_budget(lengths, chosen, budget)]
+    runs = split_by_budget(lengths, chosen, cut.budget * cut.context_size)
+    runs += [[]] * (-len(runs) % cut.in_step)
+    return [_pack_one(batch, run, cut, device) for run in runs]
 
 
-def _pack_one(batch: Batch, run: Sequence[int], multiple: int, device: torch.device | str) -> Microbatch:
+def count(batch: Batch, chosen: Sequence[int], cut: Cut) -> int:
+    """How many microbatches `pack` makes."""
+    lengths = batch.sequence_offsets.diff().tolist()
+    bins = len(split_by_budget(lengths, chosen, cut.budget * cut.context_size))
+    return bins + -bins % cut.in_step
+
+
+def _pack_one(batch: Batch, run: Sequence[int], cut: Cut, device: torch.device | str) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     rows_P, lengths = _slices(batch.sequence_offsets, index)
     rows_T, counts = _slices(batch.action_offsets, index)
-    start_of_rows_P = torch.repeat_interleave(_offsets(lengths)[:-1] - batch.sequence_offsets[index], counts)
-    turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run])
-    padding = -len(rows_P) % multiple
-    ends = [*_offsets(lengths).tolist(), *([len(rows_P) + padding] if padding else [])]
+    turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
+    padded = context.padded_lengths(lengths, cut.context_size, cut.multiple)
+    offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
+    # where the packed tokens lie among the padded ones, and this rank's share of those
+    moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
+    tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
+    tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
+    mine, local = context.share(padded, cut.context_rank, cut.context_size)
+    start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
+    predicting = moved_P[batch.action_index_T[rows_T] + start_of_rows - 1]
+    here_T = local[predicting] >= 0
+    whole_turns, whole_actions = _offsets(batch.turn_offsets.diff()[turns]), _offsets(counts)
+    before = _offsets(here_T.long())  # how many of the first t action tokens are here
+    rows_T = rows_T[here_T]
     to = {"device": device, "non_blocking": True}
     return Microbatch(
-        tokens_P=torch.nn.functional.pad(batch.tokens_P[rows_P], (0, padding)).to(**to),
-        position_P=torch.cat([batch.position_P[rows_P], torch.arange(padding)]).to(**to),
-        sequence_offsets=torch.tensor(ends, dtype=torch.int32).to(**to),
-        hidden_index_T=(batch.action_index_T[rows_T] + start_of_rows_P - 1).to(**to),
+        tokens_P=tokens[mine].to(**to),
+        position_P=position[mine].to(**to),
+        sequence_offsets=offsets.int().to(**to),
+        hidden_index_T=local[predicting[here_T]].to(**to),
         target_T=batch.tokens_P[batch.action_index_T[rows_T]].to(**to),
-        turn_offsets=_offsets(batch.turn_offsets.diff()[turns]).to(**to),
-        action_offsets=_offsets(counts).to(**to),
+        turn_offsets=before[whole_turns].to(**to),
+        action_offsets=before[whole_actions].to(**to),
+        whole_turn_offsets=whole_turns.to(**to),
+        whole_action_offsets=whole_actions.to(**to),
         rows_T=rows_T,
-        longest=max([*lengths.tolist(), padding]),
+        longest=int(padded.max()),
     )
 
 

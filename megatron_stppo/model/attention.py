@@ -1,20 +1,55 @@
 """Core attention over packed sequences (THD), for the local layer spec: no padding, none across sequences.
 
-torch's variable-length attention on CUDA; on a CPU scaled_dot_product_attention sequence by sequence, so that
-a token's result does not depend on its neighbours in the pack.
+torch's variable-length attention on CUDA; on a CPU scaled_dot_product_attention piece by piece, so that a
+token's result does not depend on its neighbours in the pack. Under context parallelism keys and values are
+gathered over the ranks that share the sequences; queries stay (data/context.py).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_stppo.data import context
+from megatron_stppo.data.packing import Microbatch
+
+
+@dataclass
+class Pack(PackedSeqParams):
+    """megatron's description of packed sequences, and what this rank's pieces of them attend to."""
+
+    query_lengths: Tensor | None = None  # int64 [m], on the host
+    key_lengths: Tensor | None = None  # int64 [m], on the host
+    keys: Tensor | None = None  # int64: places in the gathered keys; None: all of this rank's, in order
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> Pack:
+        offsets, longest = microbatch.sequence_offsets, microbatch.longest
+        size, rank = (
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        queries, lengths, keys = context.attended(offsets.diff().cpu().long(), rank, size)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            query_lengths=queries,
+            key_lengths=lengths,
+            keys=keys.to(offsets.device) if size > 1 else None,
+        )
 
 
 class PackedAttention(torch.nn.Module):
@@ -42,24 +77,35 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        attend = self._attend_cuda if query.is_cuda else self._attend_each
-        return attend(query, key, value, packed_seq_params).reshape(query.shape[0], -1)
-
-    def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        lengths = packed.cu_seqlens_q.diff().tolist()
-        pieces = [
-            scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            for q, k, v in zip(
-                *(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True
+        pack = packed_seq_params
+        assert isinstance(pack, Pack) and pack.query_lengths is not None and pack.key_lengths is not None
+        if pack.keys is not None:
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.stack([key, value], 1), group=parallel_state.get_context_parallel_group()
             )
-        ]
+            key, value = both.index_select(0, pack.keys).unbind(1)
+        attend = self._attend_cuda if query.is_cuda else self._attend_each
+        return attend(query, key, value, pack.query_lengths, pack.key_lengths).reshape(query.shape[0], -1)
+
+    def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+        pieces = []
+        lengths = (ours.tolist(), theirs.tolist(), theirs.tolist())
+        for q, k, v in zip(
+            *(x.transpose(0, 1).split(n, 1) for x, n in zip((query, key, value), lengths, strict=True)),
+            strict=True,
+        ):
+            last = q.shape[1] < k.shape[1]  # the queries are the last of these tokens
+            mask = {"attn_mask": causal_lower_right(q.shape[1], k.shape[1])} if last else {"is_causal": True}
+            pieces.append(scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask))
         return torch.cat(pieces, dim=1).transpose(0, 1)
 
-    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        offsets, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        causal = (-1, 0)
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+        offsets = [
+            torch.nn.functional.pad(n.cumsum(0), (1, 0)).int().to(query.device, non_blocking=True)
+            for n in (ours, theirs)
+        ]
+        causal = (-1, 0)  # aligned at the end: the queries are the last of their keys
         return varlen_attn(
-            query, key, value, offsets, offsets, longest, longest,
+            query, key, value, *offsets, int(ours.max()), int(theirs.max()),
             scale=self.scale, window_size=causal, enable_gqa=True,
         )  # fmt: skip

@@ -6,23 +6,24 @@ follows, so that logits never exist for other tokens, nor for all of these at on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.model.attention import Pack
 from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.spans import training_spans
+from megatron_stppo.model.spans import chunk_prefix, training_spans
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import Place
 
@@ -34,19 +35,11 @@ class TokenModel(GPTModel):
     """A GPT model whose output is hidden [T, H] of a microbatch's action tokens; a critic's is values [T]."""
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
-        offsets, longest = microbatch.sequence_offsets, microbatch.longest
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
         hidden = super().forward(
             input_ids=microbatch.tokens_P[None],
             position_ids=microbatch.position_P[None],
             attention_mask=None,
-            packed_seq_params=packed,
+            packed_seq_params=Pack.of(microbatch),
         )
         return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
 
@@ -103,6 +96,11 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": place.tensor_size,
         "pipeline_model_parallel_size": place.pipeline_size,
+        "virtual_pipeline_model_parallel_size": place.layout.virtual if place.layout.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": place.layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": place.layout.last_stage_layers,
+        "context_parallel_size": place.context_size,
+        "expert_model_parallel_size": place.layout.expert,
         "sequence_parallel": config.parallel.sequence,
         "variable_seq_lengths": True,  # packs differ in length, so pipeline stages exchange shapes first
         # losses carry their own global denominators; megatron must not divide
@@ -124,28 +122,46 @@ def transformer_config(
     return TransformerConfig(**(fields | config.megatron))
 
 
-def build(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> TokenModel:
-    """This rank's shard of one model, without weights. The critic's embeddings are untied and its head is a
-    scalar."""
+def build(
+    role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+) -> list[TokenModel]:
+    """This rank's shard of one model, without weights; of several chunks under an interleaved pipeline.
+
+    The critic's embeddings are untied and its head is a scalar.
+    """
     settings = transformer_config(shape, config, place, dtype)
-    is_critic = role == "critic"
-    model = TokenModel(
-        settings,
-        block_spec(layer_spec(config), settings, shape),
-        vocab_size=shape.padded_vocab(place.tensor_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=place.pipeline_rank == 0,
-        post_process=place.is_last_stage,
-        share_embeddings_and_output_weights=shape.tied and not is_critic,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,  # type: ignore[arg-type]
-    )
-    if place.is_last_stage and is_critic:
-        model.output_layer = ValueHead(settings)
-    # megatron's Float16Module would copy the logits to float32; our log-prob arithmetic is float32 inside
-    # anyway
-    model = model.to(device=torch.cuda.current_device(), dtype=dtype)
-    return model.requires_grad_(False).eval() if role == "reference" else model
+    is_critic, chunks = role == "critic", place.layout.virtual
+    models = []
+    for chunk in range(chunks):
+        number, last = (chunk if chunks > 1 else None), place.is_last_stage and chunk == chunks - 1
+        model = TokenModel(
+            settings,
+            block_spec(layer_spec(config), settings, shape, number),
+            vocab_size=shape.padded_vocab(place.tensor_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=place.pipeline_rank == chunk == 0,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied and not is_critic,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            vp_stage=number,
+        )
+        if last and is_critic:
+            model.output_layer = ValueHead(settings)
+        # megatron's Float16Module would copy the logits to float32; our log-prob arithmetic is float32
+        # inside anyway
+        model = model.to(device=torch.cuda.current_device(), dtype=dtype)
+        models.append(model.requires_grad_(False).eval() if role == "reference" else model)
+    return models
+
+
+def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this rank's chunks, under the names of spans.py."""
+    return {
+        chunk_prefix(len(model), number) + name: parameter
+        for number, chunk in enumerate(model)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def trainer(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> Trainer:
@@ -157,19 +173,23 @@ def trainer(role: Role, shape: ModelShape, config: Config, place: Place, dtype: 
 
 
 def data_parallel(
-    model: torch.nn.Module, config: Config, distributed_optimizer: bool
-) -> DistributedDataParallel:
-    """Wraps a trained model: float32 main gradients, summed (not averaged) over data parallel."""
+    model: Sequence[TokenModel], config: Config, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Wraps a trained model: float32 main gradients, summed (not averaged) over data and context parallel."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
         average_in_collective=False,
     )
-    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    return [
+        DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk) for chunk in model
+    ]
 
 
-def from_hf(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> TokenModel:
+def from_hf(
+    role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+) -> list[TokenModel]:
     """A model with the weights of its Hugging Face folder; this rank reads only its own rows.
 
     Raises ConfigError if the checkpoint does not hold what its config.json says.
@@ -184,5 +204,7 @@ def from_hf(role: Role, shape: ModelShape, config: Config, place: Place, dtype: 
         head=role != "critic",
         tied_copy=True,
     )
-    load_hf(folder, spans, dict(model.named_parameters()), keep=VALUE_HEAD if role == "critic" else ())
+    last = chunk_prefix(len(model), len(model) - 1)
+    keep = [last + name for name in VALUE_HEAD] if role == "critic" else ()
+    load_hf(folder, spans, named_parameters(model), keep=keep)
     return model

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
         dist.barrier()
         dist_checkpointing.save(_tensors(trainer, is_loading=False), str(part))
     if dist.get_rank() == 0:
-        made_of = layers_of(next(iter(trainers.values())).model.module)
+        made_of = layers_of(next(iter(trainers.values())).chunks)
         (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers), "layers": made_of}))
         _publish(scratch, final)
         _retire(folder, step, keep)
@@ -72,17 +73,19 @@ def load(folder: Path, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
         return None
     state = json.loads((path / STATE).read_text())
     for role, trainer in trainers.items():
-        _check_layers(path, state, trainer.model.module)
+        _check_layers(path, state, trainer.chunks)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
         loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
-        trainer.model.module.load_state_dict(loaded["model"])
+        _fill(trainer.chunks, loaded["model"])
         trainer.restore(loaded["optimizer"], *state["trainers"][role])
     return state
 
 
-def load_weights(folder: Path, role: str, model: MegatronModule, step: int | None = None) -> dict[str, Any]:
-    """Fills a model from `step`, or from the newest readable one; returns the loop's state. Collective.
+def load_weights(
+    folder: Path, role: str, model: Sequence[MegatronModule], step: int | None = None
+) -> dict[str, Any]:
+    """Fills a model's chunks from `step`, or the newest readable one; returns the loop's state. Collective.
 
     Raises CheckpointError if there is none that can be trusted.
     """
@@ -91,18 +94,29 @@ def load_weights(folder: Path, role: str, model: MegatronModule, step: int | Non
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or leave the checkpoint out")
     state = json.loads((path / STATE).read_text())
     _check_layers(path, state, model)
-    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path / role))
-    model.load_state_dict(loaded["model"])
+    loaded = dist_checkpointing.load({"model": _sharded(model)}, str(path / role))
+    _fill(model, loaded["model"])
     return dict(state)
 
 
-def layers_of(model: torch.nn.Module) -> LayerSpec:
+def _sharded(model: Sequence[MegatronModule]) -> dict[str, Any]:
+    """Every chunk's tensors. Their names in the files are those of the whole model, whoever holds them."""
+    return {f"chunk_{number}": chunk.sharded_state_dict() for number, chunk in enumerate(model)}
+
+
+def _fill(model: Sequence[MegatronModule], loaded: dict[str, Any]) -> None:
+    for number, chunk in enumerate(model):
+        chunk.load_state_dict(loaded[f"chunk_{number}"])
+
+
+def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
     """What a model's layers are made of, as its parameters' names tell."""
-    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in model.named_parameters())
+    names = [name for chunk in model for name, _ in chunk.named_parameters()]
+    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
     return "transformer_engine" if fused else "local"
 
 
-def _check_layers(path: Path, state: dict[str, Any], model: torch.nn.Module) -> None:
+def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Module]) -> None:
     if state["layers"] != layers_of(model):
         raise ConfigError(
             f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
@@ -130,7 +144,7 @@ def _agree(folder: Path, step: int | None) -> Path | None:
 
 
 def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
-    model = trainer.model.module.sharded_state_dict()
+    model = _sharded(trainer.chunks)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
     return {"model": model, "optimizer": optimizer}
 

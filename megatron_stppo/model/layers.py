@@ -47,14 +47,16 @@ def layer_spec(config: Config) -> LayerSpec:
     return wanted
 
 
-def block_spec(spec: LayerSpec, settings: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, and the norm after the last of all."""
+def block_spec(
+    spec: LayerSpec, settings: TransformerConfig, shape: ModelShape, chunk: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage (of one of its chunks), and the norm after the last of all."""
     if spec == "transformer_engine":
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
         norm = gpt_layer_specs.TENorm
     else:
         layer, norm = _local_layer(shape), RMSNorm
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings), layer_norm=norm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
 
 
 def _local_layer(shape: ModelShape) -> Any:

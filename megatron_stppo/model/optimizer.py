@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megatron_stppo.config import OptimizerConfig
 
+if TYPE_CHECKING:
+    from megatron_stppo.model.build import TokenModel
+
 
 class Trainer:
     """megatron's optimizer in three moves, because ST-PPO's scale depends on the gradient norm of the same
@@ -23,25 +26,28 @@ class Trainer:
     zero() - forward_backward - norm = reduce() - step(gradient_scale, rate_scale).
     """
 
-    def __init__(self, model: DistributedDataParallel, settings: OptimizerConfig, total_updates: int) -> None:
-        self.model = model
+    def __init__(
+        self, model: Sequence[DistributedDataParallel], settings: OptimizerConfig, total_updates: int
+    ) -> None:
+        self.model = list(model)  # this rank's chunks
         self.settings = settings
         self.warmup = math.ceil(settings.warmup_fraction * total_updates)
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps refused because something was not finite
-        self.optimizer = get_megatron_optimizer(_megatron_settings(model, settings), [model])
+        self.optimizer = get_megatron_optimizer(_megatron_settings(self.model, settings), self.model)
         for group in self.optimizer.param_groups:  # megatron leaves this to its scheduler: no decay on norms
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._set_adam_steps(0)
 
     def zero(self) -> None:
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def reduce(self) -> float:
         """Sums gradients over data parallel (and what else megatron must reduce); returns the global norm,
         unclipped."""
-        finalize_model_grads([self.model])
+        finalize_model_grads(self.model)
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -60,6 +66,11 @@ class Trainer:
         self.optimizer.step_with_ready_grads()
         self.updates += 1
         return True
+
+    @property
+    def chunks(self) -> list[TokenModel]:
+        """The models themselves, without the wrapper that keeps their gradients."""
+        return [chunk.module for chunk in self.model]
 
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -111,8 +122,10 @@ class Trainer:
                 yield parameter.grad
 
 
-def _megatron_settings(model: DistributedDataParallel, settings: OptimizerConfig) -> MegatronOptimizerConfig:
-    dtype = model.config.params_dtype
+def _megatron_settings(
+    model: Sequence[DistributedDataParallel], settings: OptimizerConfig
+) -> MegatronOptimizerConfig:
+    dtype = model[0].config.params_dtype
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,38 +12,57 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Microbatch, deal, pack, unpack
+from megatron_stppo.data.packing import Cut, Microbatch, count, deal, pack, unpack
+from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
+
+Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
 
 
 @dataclass(frozen=True)
 class Packer:
-    """How a batch is cut into microbatches. Example: Packer(budget=16384, multiple=1, device="cpu")."""
+    """How this rank's part of a batch is cut into microbatches."""
 
-    budget: int  # tokens per microbatch
-    multiple: (
-        int  # P is padded to a multiple of this: the tensor-parallel size under sequence parallelism, else 1
-    )
+    cut: Cut
+    place: Place
+    hidden: int  # of the model: what a token costs beside attention
     device: torch.device | str
 
     @classmethod
-    def of(cls, config: Config, place: Place) -> Packer:
-        multiple = place.tensor_size if config.parallel.sequence else 1
-        return cls(config.update.tokens_per_microbatch, multiple, torch.cuda.current_device())
+    def of(cls, config: Config, shape: ModelShape, place: Place) -> Packer:
+        cut = Cut(
+            config.update.tokens_per_microbatch,
+            place.tensor_size if config.parallel.sequence else 1,
+            place.context_rank,
+            place.context_size,
+            place.pipeline_size if place.layout.virtual > 1 else 1,  # the interleaved schedule's groups
+        )
+        return cls(cut, place, shape.hidden, torch.cuda.current_device())
 
     def pack(self, batch: Batch, chosen: Sequence[int]) -> list[Microbatch]:
-        return pack(batch, chosen, self.budget, self.multiple, self.device)
+        """This data-parallel rank's microbatches of the chosen trajectories."""
+        hands = self.hands(batch, chosen)
+        mine, cut = hands[self.place.data_rank], self.cut
+        if self.place.layout.expert > 1:  # ranks that share experts meet in every layer
+            cut = replace(cut, in_step=max(count(batch, hand, cut) for hand in hands))
+        return pack(batch, mine, cut, self.device)
+
+    def hands(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
+        """The chosen trajectories of every data-parallel rank, balanced by `cost`."""
+        lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
+        dealt = deal([cost(length, self.hidden) for length in lengths], self.place.data_size)
+        return [[chosen[i] for i in hand] for hand in dealt]
 
 
-def share(batch: Batch, chosen: Sequence[int], place: Place) -> list[int]:
-    """This data-parallel rank's part of the chosen trajectories; the parts have equal counts."""
-    lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
-    return [chosen[i] for i in deal(lengths, place.data_size)[place.data_rank]]
+def cost(length: int, hidden: int) -> float:
+    """What a trajectory takes to train, up to a factor: 12 H^2 multiplications per token and layer in matrix
+    products, and H times the tokens before it in causal attention."""
+    return length * (12 * hidden + length)
 
 
 def forward(
-    model: torch.nn.Module, microbatches: Sequence[Microbatch], answer: Callable[[Tensor, Microbatch], Tensor]
+    model: Model, microbatches: Sequence[Microbatch], answer: Callable[[Tensor, Microbatch], Tensor]
 ) -> list[Tensor]:
     """answer(output, microbatch) for every microbatch, without gradients; empty except on the last pipeline
     stage."""
@@ -56,7 +75,7 @@ def forward(
 
 
 def forward_backward(
-    model: torch.nn.Module,
+    model: Model,
     microbatches: Sequence[Microbatch],
     loss: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
 ) -> list[Tensor]:
@@ -73,13 +92,13 @@ def total(records: Sequence[Tensor], size: int, place: Place) -> Tensor:
     out = torch.zeros(size, dtype=torch.float64)
     for record in records:
         out += record.double().cpu()
-    dist.all_reduce(out, group=place.data_group)
+    dist.all_reduce(out, group=place.token_group)
     dist.all_reduce(out, group=place.pipeline_group)
     return out
 
 
 def _run(
-    model: torch.nn.Module,
+    model: Model,
     microbatches: Sequence[Microbatch],
     finish: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
     forward_only: bool,
@@ -97,8 +116,8 @@ def _run(
 
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(microbatches),
-        model=[model],
+        data_iterator=[iter(microbatches) for _ in model],  # every chunk of the model sees every microbatch
+        model=list(model),
         num_microbatches=len(microbatches),
         seq_length=1,  # ignored: variable_seq_lengths
         micro_batch_size=1,
@@ -107,9 +126,8 @@ def _run(
 
 
 def score(
-    model: torch.nn.Module,
+    model: Model,
     batch: Batch,
-    place: Place,
     packer: Packer,
     together: Sequence[Sequence[int]],
     answer: Callable[[Tensor, Microbatch], Tensor],
@@ -122,12 +140,10 @@ def score(
     The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
     rows together.
     """
-    microbatches = [
-        microbatch for chosen in together for microbatch in packer.pack(batch, share(batch, chosen, place))
-    ]
-    total = len(batch.action_index_T)
+    microbatches = [microbatch for chosen in together for microbatch in packer.pack(batch, chosen)]
+    total, place = len(batch.action_index_T), packer.place
     answers = forward(model, microbatches, answer)
     out_T = unpack(microbatches, answers, total) if place.is_last_stage else torch.zeros(total)
-    dist.all_reduce(out_T, group=place.data_group)
+    dist.all_reduce(out_T, group=place.token_group)
     dist.all_reduce(out_T, group=place.pipeline_group)
     return out_T

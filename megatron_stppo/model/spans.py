@@ -7,6 +7,7 @@ same three descriptions serve the reshard into the engine, the import and the ex
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatron_stppo.config import ConfigError
@@ -44,29 +45,37 @@ def training_spans(
     head: bool = True,
     tied_copy: bool = False,
 ) -> dict[str, tuple[Span, ...]]:
-    """This rank's megatron parameters.
+    """This rank's megatron parameters; of several model chunks, with `chunk_prefix` before their names.
 
     head=False leaves the vocabulary head out (a critic brings its own). tied_copy=True adds the copy of a
     tied embedding that megatron keeps on the last of several stages: an import must fill it, a reshard or an
     export reads the first stage's.
     """
-    tensor, stage, _ = layout.coordinates(rank)
-    last, per_stage = stage == layout.pipeline - 1, shape.layers // layout.pipeline
+    tensor, stage = (at := layout.coordinates(rank)).tensor, at.pipeline
     padded, spans = shape.padded_vocab(layout.tensor), {}
-    if stage == 0:
-        spans["embedding.word_embeddings.weight"] = _vocabulary(
-            EMBEDDING, shape, padded, tensor, layout.tensor
-        )
-    for local in range(per_stage):
-        source, target = f"model.layers.{stage * per_stage + local}.", f"decoder.layers.{local}."
-        spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
-    if last:
-        spans["decoder.final_layernorm.weight"] = _whole(NORM, shape.hidden)
-    if last and head and not shape.tied:
-        spans["output_layer.weight"] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
-    if last and head and shape.tied and tied_copy and layout.pipeline > 1:
-        spans["output_layer.weight"] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
+    for chunk, layers in enumerate(layout.chunks(shape.layers, stage)):
+        prefix = chunk_prefix(layout.virtual, chunk)
+        if stage == chunk == 0:
+            spans[prefix + "embedding.word_embeddings.weight"] = _vocabulary(
+                EMBEDDING, shape, padded, tensor, layout.tensor
+            )
+        for local, layer in enumerate(layers):
+            source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
+            spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+        if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
+            continue
+        spans[prefix + "decoder.final_layernorm.weight"] = _whole(NORM, shape.hidden)
+        output = prefix + "output_layer.weight"
+        if head and not shape.tied:
+            spans[output] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
+        if head and shape.tied and tied_copy and layout.pipeline > 1:
+            spans[output] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
     return spans
+
+
+def chunk_prefix(virtual: int, chunk: int) -> str:
+    """What a parameter's name begins with where a pipeline rank holds several model chunks. Example: "1."."""
+    return f"{chunk}." if virtual > 1 else ""
 
 
 def _training_layer(
@@ -191,22 +200,39 @@ def row_widths(shape: ModelShape) -> dict[str, int]:
 
 
 def check_layout(
-    shape: ModelShape,
-    tensor: int,
-    pipeline: int = 1,
-    *,
-    field: str = "parallel.tensor",
-    serving: bool = False,
+    shape: ModelShape, tensor: int, *, field: str = "parallel.tensor", serving: bool = False
 ) -> None:
     """Raises ConfigError unless megatron (serving: vLLM) can cut the model so; `field` names tensor."""
     reason = _obstacle(shape, tensor, serving)
     if reason:
         works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
         raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
-    if shape.layers % pipeline:
-        works = [p for p in range(1, shape.layers + 1) if shape.layers % p == 0]
+
+
+def check_stages(shape: ModelShape, layout: Layout) -> None:
+    """Raises ConfigError unless the layers can be shared out over pipeline ranks and their model chunks."""
+    ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
+    given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
+    if layout.pipeline == 1 and (layout.virtual > 1 or given):
         raise ConfigError(
-            f"parallel.pipeline={pipeline} must divide model.num_hidden_layers={shape.layers}; "
+            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; leave them out, "
+            "or raise parallel.pipeline"
+        )
+    plain = replace(layout, virtual=1)
+    if plain.stage_sizes(shape.layers) is None:
+        works = [
+            p for p in range(1, shape.layers + 1) if replace(plain, pipeline=p).stage_sizes(shape.layers)
+        ]
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
+            f"{' less those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
+            + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
+        )
+    if layout.stage_sizes(shape.layers) is None:
+        sizes = sorted(set(plain.stage_sizes(shape.layers) or []))
+        works = [v for v in range(1, min(sizes) + 1) if not any(size % v for size in sizes)]
+        raise ConfigError(
+            f"parallel.virtual={layout.virtual} must divide the {_listed(sizes)} layers of a pipeline rank; "
             f"choose {_listed(works)}"
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_stppo.config import ParallelConfig
 from megatron_stppo.parallel.layout import Layout
 
 
@@ -19,14 +20,13 @@ class Place:
     world: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     pipeline_rank: int
     pipeline_size: int
     data_rank: int
     data_size: int
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.tensor_size, self.pipeline_size, self.data_size)
+    layout: Layout
 
     @property
     def is_last_stage(self) -> bool:
@@ -41,25 +41,37 @@ class Place:
         return parallel_state.get_pipeline_model_parallel_group()
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group()
+    def context_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def token_group(self) -> dist.ProcessGroup:
+        """The ranks that share out a batch's tokens: data x context parallel."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def initialize(tensor: int, pipeline: int) -> Place:
-    """Splits the default process group into megatron's groups; once per process."""
-    parallel_state.initialize_model_parallel(tensor, pipeline)
-    return place()
-
-
-def place() -> Place:
+def initialize(parallel: ParallelConfig) -> Place:
+    """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
+    ranks do not suffice."""
+    layout = Layout.of_world(dist.get_world_size(), parallel)
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+    )
     ps = parallel_state
     return Place(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
         tensor_rank=ps.get_tensor_model_parallel_rank(),
         tensor_size=ps.get_tensor_model_parallel_world_size(),
+        context_rank=ps.get_context_parallel_rank(),
+        context_size=ps.get_context_parallel_world_size(),
         pipeline_rank=ps.get_pipeline_model_parallel_rank(),
         pipeline_size=ps.get_pipeline_model_parallel_world_size(),
         data_rank=ps.get_data_parallel_rank(),
         data_size=ps.get_data_parallel_world_size(),
+        layout=layout,
     )

@@ -1,7 +1,8 @@
-"""Where each rank stands in the mesh tensor x data x pipeline, as arithmetic: no torch, no process group.
+"""Where each rank stands in the mesh tensor x context x data x pipeline, as arithmetic: no torch, no group.
 
-The rank order is megatron-core's default "tp-cp-ep-dp-pp": the tensor axis runs fastest, then data, then
-pipeline, so a tensor-parallel group is a run of neighbouring ranks on one node.
+The rank order is megatron-core's default "tp-cp-ep-dp-pp": the tensor axis runs fastest, then context, data,
+and pipeline, so a tensor-parallel group is a run of neighbouring ranks on one node. Expert parallelism shares
+out the ranks of context x data once more, context running fastest.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_stppo.config import ConfigError
+from megatron_stppo.config import ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
     tensor: int
     pipeline: int
     data: int
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,27 +31,73 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    expert: int = 1  # divides context * data
+    virtual: int = 1  # model chunks per pipeline rank
+    first_stage_layers: int | None = None  # None: as many as the stages in between
+    last_stage_layers: int | None = None
 
     @classmethod
-    def of_world(cls, world: int, tensor: int, pipeline: int) -> Layout:
+    def of_world(cls, world: int, parallel: ParallelConfig) -> Layout:
         """The layout whose data axis takes the ranks that are left. Raises ConfigError if some remain."""
-        data, rest = divmod(world, tensor * pipeline)
+        p = parallel
+        taken = p.tensor * p.context * p.pipeline
+        data, rest = divmod(world, taken)
         if rest or not data:
+            product = f"parallel.tensor={p.tensor} * parallel.pipeline={p.pipeline}"
+            product += f" * parallel.context={p.context}" if p.context > 1 else ""
             raise ConfigError(
-                f"parallel.tensor={tensor} * parallel.pipeline={pipeline} must divide the number of ranks "
-                f"{world}; start a multiple of {tensor * pipeline} ranks"
+                f"{product} must divide the number of ranks {world}; start a multiple of {taken} ranks"
             )
-        return cls(tensor, pipeline, data)
+        if p.context * data % p.expert:
+            works = [n for n in range(1, p.context * data + 1) if p.context * data % n == 0]
+            raise ConfigError(
+                f"parallel.expert={p.expert} must divide the {p.context * data} ranks of context and data "
+                f"parallelism; choose from {works}"
+            )
+        stages = (p.first_stage_layers, p.last_stage_layers)
+        return cls(p.tensor, p.pipeline, data, p.context, p.expert, p.virtual, *stages)
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     def coordinates(self, rank: int) -> Coordinates:
         assert 0 <= rank < self.world, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Coordinates(tensor, pipeline, data)
+        return Coordinates(tensor, pipeline, data, context)
 
     def rank(self, at: Coordinates) -> int:
-        return at.tensor + self.tensor * (at.data + self.data * at.pipeline)
+        return at.tensor + self.tensor * (at.context + self.context * (at.data + self.data * at.pipeline))
+
+    def expert_rank(self, rank: int) -> int:
+        """Which part of the experts a rank holds."""
+        at = self.coordinates(rank)
+        return (at.context + self.context * at.data) % self.expert
+
+    def stage_sizes(self, layers: int) -> list[int] | None:
+        """Layers per pipeline rank, all chunks together; None if they cannot be shared out so."""
+        ends = (self.first_stage_layers, self.last_stage_layers)
+        if self.pipeline == 1:
+            sizes = [layers] if ends == (None, None) else None
+        else:
+            between = self.pipeline - sum(end is not None for end in ends)
+            left = layers - sum(end or 0 for end in ends)
+            each, rest = divmod(left, between) if between else (0, left)
+            sizes = [each] * between if not rest and (each > 0 or not between) else None
+        if sizes is None:
+            return None
+        if self.pipeline > 1:
+            sizes = [x for x in ends[:1] if x] + sizes + [x for x in ends[1:] if x]
+        return None if any(size % self.virtual for size in sizes) else sizes
+
+    def chunks(self, layers: int, stage: int) -> list[range]:
+        """The layers of a pipeline rank's model chunks. Example: 8 layers on 2 ranks of 2 chunks give rank 0
+        [0, 2) and [4, 6)."""
+        sizes = self.stage_sizes(layers)
+        assert sizes is not None, (layers, self)
+        before, own = sum(sizes[:stage]) // self.virtual, sizes[stage] // self.virtual
+        starts = [v * (layers // self.virtual) + before for v in range(self.virtual)]
+        return [range(start, start + own) for start in starts]

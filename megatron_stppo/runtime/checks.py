@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.hf_names import read_shape
-from megatron_stppo.model.spans import check_layout
+from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
 
 # The files of data.* that a command reads.
@@ -152,8 +152,9 @@ def _layout(config: Config, world_size: int) -> Layout:
         raise ConfigError(
             "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
         )
-    layout = Layout.of_world(world_size, parallel.tensor, parallel.pipeline)
-    check_layout(read_shape(config.model.path), parallel.tensor, parallel.pipeline)
+    shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
+    check_layout(shape, parallel.tensor)
+    check_stages(shape, layout)
     return layout
 
 

@@ -85,7 +85,7 @@ def start(config: Config) -> Place:
     # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
     # a GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
-    place = groups.initialize(config.parallel.tensor, config.parallel.pipeline)
+    place = groups.initialize(config.parallel)
     from megatron.core import tensor_parallel
 
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)

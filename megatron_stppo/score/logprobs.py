@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from megatron_stppo.model.pipeline import Packer, score
+from megatron_stppo.model.pipeline import Model, Packer, score
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 
 
 def logprobs(
-    model: torch.nn.Module,
+    model: Model,
     head: PolicyHead,
     batch: Batch,
-    place: Place,
     packer: Packer,
     together: Sequence[Sequence[int]],
 ) -> Tensor:
@@ -25,4 +22,4 @@ def logprobs(
 
     together: trajectories that share microbatches, as in the update that these are compared in.
     """
-    return score(model, batch, place, packer, together, head.logprob)
+    return score(model, batch, packer, together, head.logprob)

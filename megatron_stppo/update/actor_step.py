@@ -25,7 +25,7 @@ from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
+from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.types import Batch
@@ -63,11 +63,12 @@ class ActorLoss:
         sum_p_sq_T: Tensor,
         first: int,
         last: int,
+        offsets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The same of the microbatch's action tokens [first, last), which are whole segments."""
+        """The same of the microbatch's action tokens [first, last) and the segments that they are."""
         a, rows = self.algorithm, microbatch.rows_T[first:last]
         weight_T = self.at(rows, self.weight_T, logprob_T)
-        out = self.surrogate(microbatch, logprob_T, first, last, sum_p_sq=sum_p_sq_T.detach())
+        out = self.surrogate(rows, logprob_T, offsets, sum_p_sq=sum_p_sq_T.detach())
         entropy, kl_loss = weighted_sum(entropy_T, weight_T), torch.zeros_like(out.objective)
         loss = -out.objective
         if a.entropy_coefficient > 0:
@@ -81,27 +82,36 @@ class ActorLoss:
         return loss, torch.stack([value.detach().double() for value in record])
 
     def bias_terms(
-        self, microbatch: Microbatch, logprob_T: Tensor, _: Tensor, __: Tensor, first: int, last: int
+        self,
+        microbatch: Microbatch,
+        logprob_T: Tensor,
+        _: Tensor,
+        __: Tensor,
+        first: int,
+        last: int,
+        offsets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        bias_T = self.surrogate(microbatch, logprob_T.detach(), first, last, with_bias=True).bias_T
+        rows = microbatch.rows_T[first:last]
+        bias_T = self.surrogate(rows, logprob_T.detach(), offsets, with_bias=True).bias_T
         assert bias_T is not None
         loss = -(bias_T * logprob_T).sum()
         return loss, loss.detach().reshape(1)
 
     def surrogate(
-        self, microbatch: Microbatch, logprob_T: Tensor, first: int, last: int, **wanted: Any
+        self, rows: Tensor, logprob_T: Tensor, offsets: Tensor | None, **wanted: Any
     ) -> ClippedSurrogate:
-        a, rows = self.algorithm, microbatch.rows_T[first:last]
+        a, place = self.algorithm, self.head.place
         return ops.clipped_surrogate(
             logprob_T,
             self.at(rows, self.batch.old_logprob_T, logprob_T),
             self.at(rows, self.batch.advantage_T, logprob_T),
-            within(self.head.offsets(microbatch), first, last, len(microbatch.rows_T)),
+            offsets,
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
             weight=self.at(rows, self.weight_T, logprob_T),
             pooling=a.pooling,
+            group=place.context_group if place.context_size > 1 else None,
             **wanted,
         )
 
@@ -112,20 +122,10 @@ class ActorLoss:
         return value_T[rows].to(like.device)
 
 
-def within(offsets: Tensor | None, first: int, last: int, total: int) -> Tensor | None:
-    """The offsets of the segments inside [first, last), counted from `first`.
-
-    Example: [0, 3, 5, 9] within 3..9 is [0, 2, 6].
-    """
-    if offsets is None or (first, last) == (0, total):
-        return offsets
-    return offsets[(offsets >= first) & (offsets <= last)] - first
-
-
 def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer) -> dict[str, float]:
     """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite."""
     a, place, tokens = loss.algorithm, loss.head.place, int((loss.weight_T != 0).sum())
-    microbatches = packer.pack(loss.batch, share(loss.batch, chosen, place))
+    microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)
     sums = dict(zip(SUMS, total(records, len(SUMS), place).tolist(), strict=True))

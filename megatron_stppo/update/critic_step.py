@@ -10,14 +10,13 @@ from torch import Tensor
 from megatron_stppo.algorithm.penalties import clipped_value_loss, weighted_sum
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, share, total
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
 
 def critic_step(
-    critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, place: Place, packer: Packer
+    critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, packer: Packer
 ) -> dict[str, float]:
     """Steps on the chosen trajectories. The mean is over their live action tokens on ALL data-parallel
     ranks."""
@@ -25,8 +24,8 @@ def critic_step(
     weight_T = live_T.float() / live_T.sum().clamp(min=1)
     loss = partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
     critic.zero()
-    records = forward_backward(critic.model, packer.pack(batch, share(batch, chosen, place)), loss)
-    mean_loss = float(total(records, 1, place))
+    records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
+    mean_loss = float(total(records, 1, packer.place))
     norm = critic.reduce() if mean_loss == mean_loss else float("nan")
     stepped = critic.step(norm)
     return {"critic/loss": mean_loss, "critic/gradient_norm": norm, "critic/skipped": float(not stepped)}

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stppo.data.packing import deal, pack, split_by_budget, to_batch, unpack
+from megatron_stppo.data import context
+from megatron_stppo.data.packing import Cut, count, deal, pack, split_by_budget, to_batch, unpack
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 0)
@@ -41,7 +42,7 @@ def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:
     batch = to_batch([trajectory(2, [(2, 3), (2, 5)], first=100)])
     tokens = batch.tokens_P[batch.action_index_T].tolist()
     assert tokens == [102, 103, 107, 108]
-    (microbatch,) = pack(batch, [0], 100)
+    (microbatch,) = pack(batch, [0], Cut(100))
     assert microbatch.target_T.tolist() == tokens
     # the hidden state that predicts a token is the one before it, an observation's for a turn's first token
     assert batch.tokens_P[microbatch.hidden_index_T].tolist() == [101, 102, 106, 107]
@@ -56,12 +57,15 @@ def test_failed_trajectories_keep_their_place_and_carry_no_loss() -> None:
     assert batch.live_T.tolist() == [True, True, False, False, False]
 
 
-def test_deal_gives_equal_counts() -> None:
+def test_deal_balances_cost_and_leaves_nobody_without() -> None:
     assert deal([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
+    assert deal([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert deal([0, 0, 0], 3) == [[0], [1], [2]]
 
 
-def test_a_trajectory_beyond_the_budget_is_a_microbatch_of_its_own() -> None:
-    assert split_by_budget([3, 9, 2, 2], [0, 1, 2, 3], 4) == [[0], [1], [2, 3]]
+def test_bins_keep_the_budget_and_a_longer_trajectory_has_one_of_its_own() -> None:
+    assert split_by_budget([3, 9, 2, 2], [0, 1, 2, 3], 4) == [[1], [0], [2, 3]]
+    assert split_by_budget([1, 3, 1, 3], [3, 2, 1, 0], 4) == [[3, 2], [1, 0]]
 
 
 shapes = st.lists(
@@ -73,17 +77,47 @@ shapes = st.lists(
 )
 
 
-@given(shapes, st.integers(1, 40), st.integers(1, 4), st.randoms())
-@settings(max_examples=40, deadline=None)
-def test_unpack_undoes_pack_for_any_order_budget_and_padding(shapes, budget, multiple, random) -> None:
-    batch = to_batch([trajectory(p, turns, 1000 * i) for i, (p, turns) in enumerate(shapes)])
+@given(shapes, st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
+    shapes, budget, multiple, context, in_step, random
+) -> None:
+    batch = to_batch([trajectory(p, turns, 1 + 1000 * i) for i, (p, turns) in enumerate(shapes)])
     order = list(range(len(shapes)))
     random.shuffle(order)
-    microbatches = pack(batch, order, budget, multiple)
-    assert all(m.tokens % multiple == 0 for m in microbatches)
-    for m in microbatches:
-        assert torch.equal(m.tokens_P[m.hidden_index_T] + 1, m.target_T)  # ids count up inside a trajectory
-        assert int(m.sequence_offsets[-1]) == m.tokens
-    values = [m.target_T for m in microbatches]
-    restored = unpack(microbatches, values, len(batch.action_index_T))
-    assert torch.equal(restored.long(), batch.tokens_P[batch.action_index_T])
+    total = torch.zeros(len(batch.action_index_T))
+    for rank in range(context):
+        cut = Cut(budget, multiple, rank, context, in_step)
+        microbatches = pack(batch, order, cut)
+        assert len(microbatches) == count(batch, order, cut)
+        assert len(microbatches) % in_step == 0
+        for m in microbatches:
+            assert m.tokens > 0 and m.tokens % multiple == 0
+            assert torch.equal(m.tokens_P[m.hidden_index_T] + 1, m.target_T)  # ids count up in a trajectory
+            assert int(m.sequence_offsets[-1]) == m.tokens * context
+            assert m.longest == int(m.sequence_offsets.diff().max())
+        total += unpack(microbatches, [m.target_T for m in microbatches], len(total))
+    # every action token is on one context rank, so the sum over ranks puts them together
+    assert torch.equal(total.long(), batch.tokens_P[batch.action_index_T])
+
+
+@given(shapes, st.integers(2, 4))
+@settings(max_examples=30, deadline=None)
+def test_context_ranks_share_tokens_and_turns_and_agree_on_the_whole(shapes, size) -> None:
+    batch = to_batch([trajectory(p, turns, 1 + 1000 * i) for i, (p, turns) in enumerate(shapes)])
+    order, alone = list(range(len(shapes))), pack(batch, list(range(len(shapes))), Cut(10_000))[0]
+    parts = [pack(batch, order, Cut(10_000, 1, rank, size))[0] for rank in range(size)]
+    assert len({part.tokens for part in parts}) == 1
+    tokens = torch.cat([part.tokens_P for part in parts])
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(alone.tokens_P.tolist())
+    for axis in ("turn_offsets", "action_offsets"):
+        assert torch.equal(sum(getattr(part, axis) for part in parts), getattr(alone, axis))
+        assert all(torch.equal(getattr(part, f"whole_{axis}"), getattr(alone, axis)) for part in parts)
+
+
+def test_a_piece_attends_to_its_sequence_up_to_its_end() -> None:
+    padded = torch.tensor([8, 4])
+    queries, keys, where = context.attended(padded, 1, 2)
+    assert (queries.tolist(), keys.tolist()) == ([2, 2, 1, 1], [4, 6, 2, 3])
+    shares = torch.cat([context.share(padded, rank, 2)[0] for rank in (0, 1)])  # laid end to end
+    assert shares[where].tolist() == [*range(4), *range(6), 8, 9, 8, 9, 10]

@@ -16,10 +16,10 @@ def refuse_other_layers() -> str:
     local, fused = torch.nn.Module(), torch.nn.Module()
     fused.linear_qkv = torch.nn.Module()
     fused.linear_qkv.layer_norm_weight = torch.nn.Parameter(torch.ones(2))
-    assert (layers_of(local), layers_of(fused)) == ("local", "transformer_engine")
-    _check_layers(Path("step_3"), {"layers": "local"}, local)
+    assert (layers_of([local]), layers_of([fused])) == ("local", "transformer_engine")
+    _check_layers(Path("step_3"), {"layers": "local"}, [local])
     with pytest.raises(ConfigError) as error:
-        _check_layers(Path("step_3"), {"layers": "local"}, fused)
+        _check_layers(Path("step_3"), {"layers": "local"}, [fused])
     return str(error.value)
 
 

@@ -1,7 +1,14 @@
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.model.spans import PADDING, Span, check_layout, serving_spans, training_spans
+from megatron_stppo.model.spans import (
+    PADDING,
+    Span,
+    check_layout,
+    check_stages,
+    serving_spans,
+    training_spans,
+)
 from megatron_stppo.parallel.layout import Layout
 from tests.reshard.pieces import model_shape
 
@@ -96,11 +103,6 @@ def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
             r"parallel\.tensor=4 must divide model\.intermediate_size=14; choose 1 or 2",
         ),
         (
-            {"layers": 6},
-            {"tensor": 1, "pipeline": 4},
-            r"parallel\.pipeline=4 must divide model\.num_hidden_layers=6; choose 1, 2, 3 or 6",
-        ),
-        (
             {"heads": 6, "kv_heads": 6},
             {"tensor": 3, "field": "rollout.engine_tensor", "serving": True},
             r"rollout\.engine_tensor=3 must divide model\.vocab_size=300 padded to 320; choose 1 or 2",
@@ -110,3 +112,38 @@ def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
 def test_an_impossible_layout_names_field_value_and_what_would_work(sizes, layout, message):
     with pytest.raises(ConfigError, match=message):
         check_layout(model_shape(**sizes), **layout)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "message"),
+    [
+        (6, Layout(pipeline=4), r"parallel\.pipeline=4 must divide .*layers=6; choose 1, 2, 3 or 6, or set"),
+        (8, Layout(pipeline=2, virtual=3), r"virtual=3 must divide the 4 layers .*; choose 1, 2 or 4"),
+        (6, Layout(virtual=2), r"parallel\.virtual=2: parallel\.pipeline=1 has one stage"),
+        (
+            6,
+            Layout(pipeline=3, first_stage_layers=1),
+            r"pipeline=3, parallel\.first_stage_layers=1 must divide .*=6 less those; choose 2 or 6",
+        ),
+    ],
+)
+def test_impossible_stages_name_field_value_and_what_would_work(layers, layout, message):
+    with pytest.raises(ConfigError, match=message):
+        check_stages(model_shape(layers=layers), layout)
+
+
+def test_chunks_of_a_pipeline_rank_keep_their_names_apart():
+    shape, layout = model_shape(layers=4), Layout(pipeline=2, virtual=2)
+    norms = [
+        {
+            name: spans[0].hf_key
+            for name, spans in training_spans(shape, layout, rank).items()
+            if "input" in name
+        }
+        for rank in (0, 1)
+    ]
+    name, layer = "{}.decoder.layers.0.input_layernorm.weight", "model.layers.{}.input_layernorm.weight"
+    assert norms[0] == {name.format(0): layer.format(0), name.format(1): layer.format(2)}
+    assert norms[1] == {name.format(0): layer.format(1), name.format(1): layer.format(3)}
+    assert "0.embedding.word_embeddings.weight" in training_spans(shape, layout, 0)
+    assert "1.decoder.final_layernorm.weight" in training_spans(shape, layout, 1)

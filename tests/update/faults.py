@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def trainer(model: str, tensor: int) -> tuple[Any, ...]:
     config = Config.model_validate(
         {"model": {"path": model}, "parallel": {"tensor": tensor}, "update": {"actor": SETTINGS}}
     )
-    place = groups.initialize(tensor, 1)
+    place = groups.initialize(config.parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = read_shape(Path(model))
     return build.trainer("actor", shape, config, place, torch.float32), config, place, shape
@@ -32,7 +31,7 @@ def trainer(model: str, tensor: int) -> tuple[Any, ...]:
 
 def state_of(actor: Any) -> list[Any]:
     """Copies of weights and of everything Adam keeps."""
-    tensors = [p.detach().clone() for p in actor.model.parameters()]
+    tensors = [p.detach().clone() for chunk in actor.model for p in chunk.parameters()]
     for wrapped in actor.optimizer.chained_optimizers:
         tensors += [t.clone() for state in wrapped.optimizer.state.values() for t in state.values()]
     return tensors
@@ -43,12 +42,12 @@ def step_on_nan(model: str) -> tuple[float, bool, int]:
     actor, config, place, shape = trainer(model, 1)
     import torch
 
-    from megatron_stppo.model.pipeline import Packer, share
+    from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 
-    given, chosen, packer = batch(), list(range(8)), Packer.of(config, place)
-    on_second = share(given, chosen, replace(place, data_rank=1))[0]
+    given, chosen, packer = batch(), list(range(8)), Packer.of(config, shape, place)
+    on_second = packer.hands(given, chosen)[1][0]
     assert given.advantage_T is not None
     given.advantage_T[given.action_offsets[on_second]] = float("nan")
     before = state_of(actor)

@@ -125,27 +125,28 @@ def steps(
             "algorithm": algorithm,
         }
     )
-    place = groups.initialize(tensor, pipeline)
+    place = groups.initialize(config.parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
     results = []
     for budget in budgets:
         actor, critic = (build.trainer(r, shape, config, place, torch.float32) for r in ("actor", "critic"))
-        packer = replace(Packer.of(config, place), budget=budget)
+        packer = Packer.of(config, shape, place)
+        packer = replace(packer, cut=replace(packer.cut, budget=budget))
         if place.is_last_stage:
-            critic.model.module.output_layer.weight.data.copy_(value_head(shape.hidden))
+            critic.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
         head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
-        own_T = logprobs(actor.model, head, batch(), place, packer, [chosen])
+        own_T = logprobs(actor.model, head, batch(), packer, [chosen])
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers = actor_step(actor, loss, chosen, packer)
-        critic_numbers = critic_step(critic, given, chosen, a.value_clip, place, packer)
+        critic_numbers = critic_step(critic, given, chosen, a.value_clip, packer)
         results.append((numbers | critic_numbers, own_T.tolist()))
     layouts = training_layouts(shape, place.layout)
-    weights = dict(actor.model.module.named_parameters())
+    weights = build.named_parameters(actor.chunks)
     export_hf(Path(out) / "weights", weights, layouts, shape, Path(model))
     if not distributed:
         gradients = {name: parameter.main_grad for name, parameter in weights.items()}
