@@ -102,7 +102,11 @@ def transformer_config(
         "context_parallel_size": place.context_size,
         "expert_model_parallel_size": place.layout.expert,
         "sequence_parallel": config.parallel.sequence,
-        "variable_seq_lengths": True,  # packs differ in length, so pipeline stages exchange shapes first
+        # Packs differ in length, so pipeline stages exchange shapes first; not under an interleaved schedule,
+        # where both neighbours of one of two stages are the same rank and shapes would be mistaken.
+        "variable_seq_lengths": place.layout.virtual == 1,
+        "overlap_p2p_comm": place.layout.virtual > 1,
+        "batch_p2p_comm": place.layout.virtual == 1,
         # losses carry their own global denominators; megatron must not divide
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too

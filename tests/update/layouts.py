@@ -14,7 +14,7 @@ HEAD_SCALE = 0.2  # of the critic's head in these tests: at its initial zero the
 
 
 def write_model(folder: Path, family: str = "qwen3") -> None:
-    """A tiny random model: odd vocabulary, 2 layers. Qwen3: tied, q and k norms; Qwen2: untied, biases."""
+    """A tiny random model: odd vocabulary, 4 layers. Qwen3: tied, q and k norms; Qwen2: untied, biases."""
     import torch
     import transformers
 
@@ -24,7 +24,7 @@ def write_model(folder: Path, family: str = "qwen3") -> None:
         vocab_size=301,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         **({"head_dim": 16} if family == "qwen3" else {}),
@@ -88,9 +88,8 @@ def batch() -> Any:
 
 def steps(
     model: str,
-    layout: tuple[int, int, int],
+    parallel: dict[str, Any],
     budgets: tuple[int, ...],
-    sequence: bool,
     distributed: bool,
     algorithm: dict,
     out: str,
@@ -116,11 +115,10 @@ def steps(
     from megatron_stppo.update.critic_step import critic_step
 
     torch.set_num_threads(1)
-    tensor, pipeline, _ = layout
     config = Config.model_validate(
         {
             "model": {"path": model},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence},
+            "parallel": parallel,
             "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
         }
