@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from megatron_stppo.config import ParallelConfig
 from megatron_stppo.parallel.layout import Layout
@@ -50,6 +50,12 @@ class Place:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def replace(parallel: ParallelConfig) -> Place:
+    """Other groups in place of those that there are. Models built on the former are of no use then."""
+    parallel_state.destroy_model_parallel()
+    return initialize(parallel)
+
+
 def initialize(parallel: ParallelConfig) -> Place:
     """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
     ranks do not suffice."""
@@ -61,6 +67,7 @@ def initialize(parallel: ParallelConfig) -> Place:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
     )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left
     ps = parallel_state
     return Place(
         rank=dist.get_rank(),

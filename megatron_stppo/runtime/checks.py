@@ -23,7 +23,13 @@ from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
 
 # The files of data.* that a command reads.
-DATA = {"train": ("train",), "evaluate": ("evaluate",), "cold-start": ("demonstrations",), "convert": ()}
+DATA = {
+    "train": ("train",),
+    "evaluate": ("evaluate",),
+    "cold-start": ("demonstrations",),
+    "convert": (),
+    "check-invariance": (),
+}
 ROLLS_OUT = ("train", "evaluate")
 
 

@@ -100,7 +100,6 @@ def steps(
     """
     launch.prepare(engine=False)
     import torch
-    from megatron.core import tensor_parallel
 
     from megatron_stppo.config import Config
     from megatron_stppo.convert import export_hf
@@ -124,7 +123,6 @@ def steps(
         }
     )
     place = groups.initialize(config.parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
     results = []
     for budget in budgets:
