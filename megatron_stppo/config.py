@@ -160,6 +160,11 @@ class UpdateConfig(Section):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
     tokens_per_microbatch: int = Field(16384, ge=1)
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what waits on the host while the engine serves: optimizer states and gradients; "
+        "all: weights too, whenever nobody reads them",
+    )
     logit_rows: int = Field(
         4096, ge=1, description="rows of logits that exist at a time; a longer turn takes more"
     )

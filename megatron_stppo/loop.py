@@ -54,15 +54,16 @@ def train(config: Config, resume: bool = True) -> None:
         with metrics.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, _seed(run.seed, iteration))
-            parts.engine.sleep()
         # score: what actor, reference and critic say about the action tokens
         with metrics.phase("score"):
+            parts.train("score")
             batch = _score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
         # update: ST-PPO on actor and critic
         with metrics.phase("update"):
+            parts.train("update")
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
@@ -81,9 +82,11 @@ def train(config: Config, resume: bool = True) -> None:
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations:
             with metrics.phase("checkpoint"):
+                parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()}
                 folder = run.folder / "checkpoints"
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
+                parts.serve(version=done)
     metrics.close()
     parts.close()
 

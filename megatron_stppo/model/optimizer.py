@@ -72,6 +72,20 @@ class Trainer:
         """The models themselves, without the wrapper that keeps their gradients."""
         return [chunk.module for chunk in self.model]
 
+    def states(self) -> Iterator[Tensor]:
+        """Adam's moments and the parameters that it steps on, which may be the weights themselves."""
+        for wrapped in self.optimizer.chained_optimizers:
+            for group in wrapped.optimizer.param_groups:
+                yield from group["params"]
+            for state in wrapped.optimizer.state.values():
+                yield from (x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0)
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """What all main gradients are views of."""
+        for chunk in self.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
         """Whatever is accumulated and reduced inside, the gradients are afterwards what they were before."""
