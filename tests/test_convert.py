@@ -2,7 +2,14 @@ import json
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megatron_stppo.model.hf_checkpoint import INDEX
 from megatron_stppo.model.hf_names import hf_shapes, read_shape
@@ -18,6 +25,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=6, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
 }

@@ -144,6 +144,8 @@ def build(
             share_embeddings_and_output_weights=shape.tied and not is_critic,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=number,
         )
         if last and is_critic:

@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint says about a model: its shape, read from config.json without transformers.
 
-Supported families: Qwen2 / Qwen2.5 (q, k, v biases), Qwen3 (q and k norms), dense only.
+Supported families: Llama 3, Qwen2 / Qwen2.5 (q, k, v biases), Qwen3 (q and k norms), dense only.
 """
 
 from __future__ import annotations
@@ -8,11 +8,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_stppo.config import ConfigError
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
-FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}, "qwen3": {"qkv_bias": False, "qk_norm": True}}
+FAMILIES = {
+    "llama": {"qkv_bias": False, "qk_norm": False},
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+}
+# What the layers do not do otherwise; a field that config.json leaves out, or null, has this value.
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+# Llama 3's scaled rotary embeddings: megatron has these constants in its code and takes the factor only.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -37,6 +46,7 @@ class ModelShape:
     rope_theta: float
     norm_eps: float
     max_positions: int
+    rope_factor: float | None = None  # of Llama 3's scaling; None: plain rotary embeddings
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows megatron allocates: the vocabulary rounded up to a multiple of 128 * tensor."""
@@ -45,7 +55,7 @@ class ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Reads folder/config.json. Raises ConfigError for a missing file or an unsupported family."""
+    """Reads folder/config.json. Raises ConfigError for a missing file, or a model that is not supported."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -58,12 +68,8 @@ def read_shape(folder: Path) -> ModelShape:
         raise ConfigError(
             f"{folder}: model_type={family!r} is not supported; choose one of {sorted(FAMILIES)}"
         )
-    heads = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or {}
-    if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"{folder}: scaled rotary embeddings are not supported; use a checkpoint with rope_type=default"
-        )
+    _check_plain(folder, raw)
+    heads, rope = raw["num_attention_heads"], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return ModelShape(
         family=family,
         layers=raw["num_hidden_layers"],
@@ -77,8 +83,37 @@ def read_shape(folder: Path) -> ModelShape:
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         max_positions=int(raw.get("max_position_embeddings", 32768)),
+        rope_factor=_rope_factor(folder, rope),
         **FAMILIES[family],
     )
+
+
+def _check_plain(folder: Path, raw: dict[str, Any]) -> None:
+    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
+    for name, plain in PLAIN.items():
+        value = raw.get(name)
+        if value not in (None, plain) and name not in unused:
+            raise ConfigError(
+                f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
+            )
+
+
+def _rope_factor(folder: Path, rope: dict[str, Any]) -> float | None:
+    """Of Llama 3's scaling, or None for plain rotary embeddings. Raises ConfigError for any other."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise ConfigError(
+            f"{folder}: rope_type={kind!r} is not supported; use a checkpoint with default or llama3"
+        )
+    if kind == "default":
+        return None
+    for name, known in LLAMA3.items():
+        if rope.get(name) != known:
+            raise ConfigError(
+                f"{folder}: {name}={rope.get(name)} of rope_type=llama3 is not supported, megatron "
+                f"computes with {known}; use a checkpoint that does too"
+            )
+    return float(rope["factor"])
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

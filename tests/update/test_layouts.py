@@ -28,16 +28,15 @@ ST_PPO = {
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
 
 
-FAMILIES = ("qwen3", "qwen2")
-CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", (2, 1, 1))]
+CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", (2, 1, 1)), ("llama", (2, 1, 1))]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in layouts.OF_FAMILY:
         layouts.write_model(root / family, family)
-    return {family: root / family for family in FAMILIES}
+    return {family: root / family for family in layouts.OF_FAMILY}
 
 
 @cache
