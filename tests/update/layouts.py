@@ -34,8 +34,13 @@ LLAMA3 = {
 # transformers' prefix, and what differs from SIZES
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
 }
 
 
@@ -104,6 +109,7 @@ def batch() -> Any:
 def steps(
     model: str,
     layout: tuple[int, int, int],
+    expert: int,
     budgets: tuple[int, ...],
     sequence: bool,
     distributed: bool,
@@ -135,7 +141,7 @@ def steps(
     config = Config.model_validate(
         {
             "model": {"path": model},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert},
             "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
         }
