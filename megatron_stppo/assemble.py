@@ -16,6 +16,7 @@ from megatron_stppo.environments.base import Environment
 from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.residency import Phase, Residency
@@ -131,6 +132,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
     shape = read_shape(config.model.path)
     check_layout(shape, config.parallel.tensor)
     check_stages(shape, Layout.of_world(launch.world_size(), config.parallel))
+    check_experts(shape, config.parallel)
     check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
     make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)

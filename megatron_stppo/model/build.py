@@ -22,6 +22,7 @@ from megatron_stppo.model.attention import Pack
 from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.layers import block_spec, layer_spec
+from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.spans import chunk_prefix, training_spans
 from megatron_stppo.model.value_head import ValueHead
@@ -110,6 +111,7 @@ def transformer_config(
         # losses carry their own global denominators; megatron must not divide
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
+        **_experts(shape, layer_spec(config)),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -124,6 +126,20 @@ def transformer_config(
         **recompute,
     }
     return TransformerConfig(**(fields | config.megatron))
+
+
+def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.renormalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",  # the policy gradient alone moves the router
+        "moe_grouped_gemm": spec == "transformer_engine",
+    }
 
 
 def build(
@@ -148,6 +164,8 @@ def build(
             share_embeddings_and_output_weights=shape.tied and not is_critic,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=number,
         )
         if last and is_critic:

@@ -97,13 +97,15 @@ class Trainer:
     def restore(self, state: dict[str, Any], updates: int, skipped: int, warmup: int) -> None:
         """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and
         the counters."""
-        moments = state.pop("param_state", None)  # the distributed optimizer's
+        chained = self.optimizer.chained_optimizers  # under expert parallelism two, which megatron numbers
+        states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
+        moments = [part.pop("param_state", None) for part in states]  # the distributed optimizer's
         self.optimizer.load_state_dict(state)
-        if moments is not None:
-            (wrapped,) = self.optimizer.chained_optimizers
-            for parameter_state in wrapped.optimizer.state.values():
-                parameter_state.pop("step", None)  # megatron would look for it among the moments
-            wrapped.load_parameter_state_from_fully_reshardable(moments)
+        for wrapped, own in zip(chained, moments, strict=True):
+            if own is not None:
+                for parameter_state in wrapped.optimizer.state.values():
+                    parameter_state.pop("step", None)  # megatron would look for it among the moments
+                wrapped.load_parameter_state_from_fully_reshardable(own)
         self.updates, self.skipped = updates, skipped
         self.warmup = warmup  # of the run as it was planned: more iterations do not warm up again
         self._set_adam_steps(updates)
@@ -131,9 +133,10 @@ class Trainer:
         return self.settings.lr * min(1.0, (self.updates + 1) / max(1, self.warmup))
 
     def _gradients(self) -> Iterator[Tensor]:
-        for parameter in self.optimizer.get_parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
+        for wrapped in self.optimizer.chained_optimizers:
+            for parameter in wrapped.get_parameters():
+                if parameter.grad is not None:
+                    yield parameter.grad
 
 
 def _megatron_settings(

@@ -98,10 +98,17 @@ def install() -> None:
     _substitute_factories()
     _substitute_type_names()
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     # torch's lazy-initialisation hooks, imported by name there: nothing is lazy on a CPU
     megatron_random._lazy_call = lambda callback, **kwargs: callback()
     megatron_random._lazy_init = lambda: None
+    # split sizes reach an all-to-all as numpy arrays only by way of a copy from the device
+    dispatcher.maybe_move_tensor_to_cpu = _as_moved
+
+
+def _as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _substitute_device() -> None:

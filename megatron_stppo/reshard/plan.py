@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_stppo.model.spans import PADDING, Span, Spans
+from megatron_stppo.model.tiles import PADDING, Span, Spans
 
 
 class PlanError(ValueError):

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
 
@@ -161,6 +162,7 @@ def _layout(config: Config, world_size: int) -> Layout:
     shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
     check_layout(shape, parallel.tensor)
     check_stages(shape, layout)
+    check_experts(shape, parallel)
     return layout
 
 

@@ -24,7 +24,6 @@ CASES = {
     "tensor_to_replicas_s_ppo": (
         "rollout.engine_tensor=1",
         "algorithm.preset=s_ppo",
-        "algorithm.segments=turn",
         "algorithm.correction=gradient",
         "algorithm.kl_in=loss",
         "algorithm.kl_estimator=k3",
@@ -65,7 +64,7 @@ def test_larger_microbatches_under_context_parallelism_change_no_more_than_round
     rows, name = [], "tensor_to_replicas_s_ppo"
     larger = (
         *("run.name=larger", "run.iterations=1", "run.evaluate_every=0", "update.tokens_per_microbatch=200"),
-        *("parallel.tensor=1", "parallel.context=2", "parallel.sequence=false", "algorithm.segments=turn"),
+        *("parallel.tensor=1", "parallel.context=2", "parallel.sequence=false"),
     )
     done = small_run.run("train", config, *CASES[name], *larger)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,14 +5,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_stppo.model.hf_names import FAMILIES
 from megatron_stppo.model.spans import (
-    PADDING,
-    Span,
     hf_spans,
     row_widths,
     serving_layouts,
     training_layouts,
 )
+from megatron_stppo.model.tiles import PADDING, Span
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import PlanError, buckets, build_plan, lower_bound
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
@@ -32,7 +32,9 @@ def models_and_layouts(draw):
         st.sampled_from([h for h in (1, 2, 4, 6, 8) if kv_heads * h % max(tensor, serving) == 0])
     )
     head_dim = draw(st.sampled_from([d for d in (1, 2, 4) if (heads + 2 * kv_heads) * d % tensor == 0]))
-    family = draw(st.sampled_from(["qwen2", "qwen3"]))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    expert = draw(st.sampled_from([1, 2])) if FAMILIES[family].experts and data == 2 else 1
+    experts = expert * draw(st.sampled_from([1, 2, 3])) if FAMILIES[family].experts else 0
     shape = model_shape(
         family=family,
         layers=pipeline * draw(st.integers(1, 2)),
@@ -43,11 +45,12 @@ def models_and_layouts(draw):
         ffn=8 * draw(st.integers(1, 2)),
         vocab=draw(st.integers(1, 600)),
         tied=draw(st.booleans()),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm,
+        experts=experts,
     )
     spec = draw(st.sampled_from(["local", "transformer_engine"]))
-    return shape, Layout(tensor, pipeline, data), spec, serving
+    return shape, Layout(tensor, pipeline, data, expert=expert), spec, serving
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
