@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
 
@@ -48,22 +50,28 @@ def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[in
 
 def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
     """Every product of tensor, context, pipeline and data that makes `world` and that the model allows; with
-    and without sequence parallelism, in one and in two chunks, in even stages and in uneven ones."""
-    for tensor in _divisors(world):
-        for context in _divisors(world // tensor):
-            for pipeline in _divisors(world // tensor // context):
-                for sequence in (False, True)[: 2 if tensor > 1 else 1]:
-                    for stages in _stages(shape.layers, pipeline):
-                        axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
-                        candidate = ParallelConfig(**axes, sequence=sequence, **stages)
-                        if fits(shape, world, candidate):
-                            yield candidate
+    and without sequence parallelism, in one and in two chunks, in even stages and in uneven ones, and with a
+    model's experts on any number of ranks."""
+    for tensor, context, pipeline in itertools.product(_divisors(world), repeat=3):
+        if world % (tensor * context * pipeline):
+            continue
+        axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+        others = itertools.product(
+            (False, True) if tensor > 1 else (False,),
+            _divisors(world // tensor // pipeline) if shape.experts else (1,),
+            _stages(shape.layers, pipeline),
+        )
+        for sequence, expert, stages in others:
+            candidate = ParallelConfig(**axes, sequence=sequence, expert=expert, **stages)
+            if fits(shape, world, candidate):
+                yield candidate
 
 
 def fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
     try:
         check_layout(shape, parallel.tensor)
         check_stages(shape, Layout.of_world(world, parallel))
+        check_experts(shape, parallel)
     except ConfigError:
         return False
     return True

@@ -15,6 +15,22 @@ def test_every_axis_and_product_that_fits_four_ranks_is_there():
     assert not [text for text in found if "PP4 VPP2" in text], "one layer cannot be two chunks"
 
 
+def test_experts_lie_on_one_rank_or_on_several_and_ask_for_sequence_parallelism():
+    found = {Case(parallel, 64).name(4) for parallel in layouts(model_shape(layers=4, experts=4), 4)}
+    wanted = (
+        "EP4 DP4",
+        "EP2 DP4",
+        "DP4",
+        "CP2 EP4 DP2",
+        "TP2 SP EP2 DP2",
+        "CP4 EP2",
+        "EP2 PP2 DP2",
+        "TP4 SP",
+    )
+    assert {f"{text}, 64 tokens" for text in wanted} <= found
+    assert not [text for text in found if "TP" in text and "SP" not in text]
+
+
 def test_what_the_model_forbids_is_left_out():
     found = list(layouts(model_shape(heads=3, kv_heads=3, layers=3), 4))
     assert {parallel.tensor for parallel in found} == {1}
