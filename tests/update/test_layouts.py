@@ -32,7 +32,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
 
 CASES = [("qwen3", layout, 1) for layout in LAYOUTS]
 CASES += [("qwen2", (2, 1, 1), 1), ("llama", (2, 1, 1), 1), ("mixtral", (1, 2, 1), 1)]
-CASES += [("qwen3_moe", (1, 1, 1), 1), ("qwen3_moe", (1, 1, 2), 2), ("qwen3_moe", (2, 1, 1), 1)]
+CASES += [("qwen3_moe", (1, 1, 1), 1), ("qwen3_moe", (1, 1, 2), 2), ("qwen3_moe", (2, 1, 2), 2)]
 
 
 @pytest.fixture(scope="module")
