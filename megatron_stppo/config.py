@@ -205,6 +205,10 @@ class AlgorithmConfig(Section):
     )
     mismatch_level: Literal["token", "turn", "sequence"] = "token"
     mismatch_bound: float = Field(2.0, gt=1)
+    routing_replay: Literal["off", "old_policy"] = Field(
+        "off",
+        description="experts that an update uses: its own router's, or those of the old policy's scores",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from megatron_stppo.describe import describe, mean_of
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.routing import recording
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.faults import DoNotRestart
@@ -96,9 +97,13 @@ def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
     assert actor is not None
     first_epoch = minibatches(len(batch.live_N), update.minibatches, parts.config.run.seed, iteration, 0)
     given = (batch, parts.packer, first_epoch)
+    with recording(actor.chunks) as record:
+        old_logprob_T = logprobs(actor.model, _head(parts, actor.model), *given)
+        routes_P = record.routes(len(batch.tokens_P)) if record else None
     return replace(
         batch,
-        old_logprob_T=logprobs(actor.model, _head(parts, actor.model), *given),
+        old_logprob_T=old_logprob_T,
+        routes_P=routes_P,
         reference_logprob_T=logprobs(reference, _head(parts, reference), *given) if reference else None,
         value_T=values(parts.critic.model, *given) if parts.critic else None,
     )

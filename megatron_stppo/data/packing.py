@@ -32,7 +32,9 @@ class Microbatch:
     whole_turn_offsets: Tensor  # int64
     whole_action_offsets: Tensor  # int64
     rows_T: Tensor  # int64 into the Batch's T
+    rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
     longest: int
+    routes_P: Tensor | None = None  # the Batch's
 
     @property
     def tokens(self) -> int:
@@ -161,6 +163,8 @@ def _pack_one(
     moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
     tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
+    origin = torch.full_like(tokens, -1)
+    origin[moved_P] = rows_P
     mine, local = context.share(padded, cut.context_rank, cut.context_size)
     start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
     predicting = moved_P[batch.action_index_T[rows_T] + start_of_rows - 1]
@@ -180,6 +184,9 @@ def _pack_one(
         whole_turn_offsets=whole_turns.to(**to),
         whole_action_offsets=whole_actions.to(**to),
         rows_T=rows_T,
+        rows_P=origin[mine],
+        # any experts do for dummy tokens, but different ones
+        routes_P=None if batch.routes_P is None else batch.routes_P[origin[mine].clamp(min=0)].to(**to),
         longest=int(padded.max()),
     )
 

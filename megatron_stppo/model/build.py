@@ -24,6 +24,7 @@ from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.routing import Routing, attach
 from megatron_stppo.model.spans import chunk_prefix, training_spans
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import Place
@@ -35,7 +36,11 @@ Role = Literal["actor", "critic", "reference"]
 class TokenModel(GPTModel):
     """A GPT model whose output is hidden [T, H] of a microbatch's action tokens; a critic's is values [T]."""
 
+    routing: Routing | None = None  # of an actor whose experts are replayed
+
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
+        if self.routing is not None:
+            self.routing.begin(microbatch)
         hidden = super().forward(
             input_ids=microbatch.tokens_P[None],
             position_ids=microbatch.position_P[None],
@@ -174,6 +179,8 @@ def build(
         # inside anyway
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
+    if role == "actor" and config.algorithm.routing_replay != "off":
+        attach(models)
     return models
 
 

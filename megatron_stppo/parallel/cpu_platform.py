@@ -97,6 +97,7 @@ def install() -> None:
     _substitute_random_state()
     _substitute_factories()
     _substitute_type_names()
+    _substitute_uneven_collectives()
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -167,3 +168,33 @@ def _substitute_type_names() -> None:
         return plain(self, *args, **kwargs)
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+
+
+def _substitute_uneven_collectives() -> None:
+    """NCCL gathers and scatters pieces of different sizes, gloo only by an all-to-all."""
+    dist: Any = torch.distributed
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def gather(pieces: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return all_gather(pieces, tensor, group=group, **kwargs)
+        sizes = [len(piece) for piece in pieces]
+        received = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        dist.all_to_all_single(
+            received, torch.cat([tensor] * len(sizes)), sizes, [len(tensor)] * len(sizes), group=group
+        )
+        for piece, own in zip(pieces, received.split(sizes), strict=True):
+            piece.copy_(own)
+
+    def scatter(output: torch.Tensor, pieces: list[torch.Tensor], *args: Any, group: Any = None) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return reduce_scatter(output, pieces, *args, group=group)
+        assert not args, "sums only"
+        sizes = [len(piece) for piece in pieces]
+        received = output.new_empty(len(sizes), *output.shape)
+        dist.all_to_all_single(
+            received.flatten(0, 1), torch.cat(pieces), [len(output)] * len(sizes), sizes, group=group
+        )
+        output.copy_(received.sum(0))
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter

@@ -163,6 +163,11 @@ def _layout(config: Config, world_size: int) -> Layout:
     check_layout(shape, parallel.tensor)
     check_stages(shape, layout)
     check_experts(shape, parallel)
+    if config.algorithm.routing_replay != "off" and not shape.experts:
+        raise ConfigError(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
+            "set it to off"
+        )
     return layout
 
 

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "experts_over_data": ("qwen3_moe", 2, {"expert": 2}, False),
     "experts_over_context": ("qwen3_moe", 2, {"expert": 2, "context": 2}, False),
     "experts_tensor_sequence": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}, False),
+    "experts_over_data_and_tensor": ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
 }
 
 
