@@ -13,9 +13,10 @@ from tests.update import layouts
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("invariance") / "model"
-    layouts.write_model(folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("invariance")
+    for family in ("qwen3", "qwen3_moe"):
+        layouts.write_model(folder / family, family)
     return folder
 
 
@@ -37,21 +38,23 @@ def check(model: str, output: str, parallel: dict[str, int], forget_context: boo
     return compare(config, Path(output))
 
 
-def test_four_ranks_agree_under_every_layout(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "cases.json"
-    assert run_ranks(check, 4, str(model), str(output), {"tensor": 2}, timeout=240) == [0] * 4
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_four_ranks_agree_under_every_layout(models: Path, tmp_path: Path, family: str) -> None:
+    output, own = tmp_path / "cases.json", {"tensor": 2, "sequence": True}
+    assert run_ranks(check, 4, str(models / family), str(output), own, timeout=280) == [0] * 4
     record = json.loads(output.read_text())
     names = [case["case"] for case in record["cases"]]
     assert len(names) == len(set(names)) >= 20
-    for axis in ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed"):
+    axes = ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed")
+    for axis in (*axes, "EP2") if family == "qwen3_moe" else axes:
         assert any(axis in name for name in names), axis
     assert not any(case["broken"] for case in record["cases"])
     assert 0.05 < record["cases"][0]["numbers"]["actor/clip_fraction"] < 0.9
 
 
-def test_a_ratio_that_forgets_the_other_half_of_its_turn_is_found(model: Path, tmp_path: Path) -> None:
+def test_a_ratio_that_forgets_the_other_half_of_its_turn_is_found(models: Path, tmp_path: Path) -> None:
     output = tmp_path / "cases.json"
-    broken = run_ranks(check, 2, str(model), str(output), {"tensor": 2}, True)
+    broken = run_ranks(check, 2, str(models / "qwen3"), str(output), {"tensor": 2}, True)
     cases = json.loads(output.read_text())["cases"]
     assert broken == [1, 1]
     assert ["CP2" in case["case"] for case in cases] == [bool(case["broken"]) for case in cases]
