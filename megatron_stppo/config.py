@@ -135,7 +135,7 @@ class RolloutConfig(Section):
     tasks_per_iteration: int = Field(64, ge=1)
     samples_per_task: int = Field(1, ge=1)
     engine_tensor: int | None = Field(
-        None, description="tensor parallel size of the engine; default: parallel.tensor"
+        None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -305,6 +305,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         )
     for override in overrides or []:
         _override(raw, override)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """The configuration of sections as they stand in a file, every field checked. Raises ConfigError."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

@@ -42,9 +42,9 @@ def check(config: Config, world_size: int, command: str) -> None:
         _data_file(f"data.{field}", getattr(config.data, field))
     if command == "cold-start" and config.cold_start.output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
-    layout = _layout(config, world_size)
+    layout = check_parallel(config, world_size)
     if command in ROLLS_OUT:
-        _engine(config, world_size)
+        check_engine(config, world_size)
         _context(config)
     if command == "train":
         _batches(config, layout)
@@ -153,7 +153,8 @@ def _context(config: Config) -> None:
         raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")
 
 
-def _layout(config: Config, world_size: int) -> Layout:
+def check_parallel(config: Config, world_size: int) -> Layout:
+    """The training layout. Raises ConfigError unless it fits the ranks and the model."""
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError(
@@ -171,7 +172,8 @@ def _layout(config: Config, world_size: int) -> Layout:
     return layout
 
 
-def _engine(config: Config, world_size: int) -> None:
+def check_engine(config: Config, world_size: int) -> None:
+    """Raises ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
     tensor = config.engine_tensor
     if world_size % tensor:
         raise ConfigError(
