@@ -8,6 +8,7 @@ Nothing is gathered: every row travels at most once to every rank that needs it 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -72,35 +73,58 @@ def build_plan(
     least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or the
     two sides do not hold the same rows of every checkpoint tensor that the targets name.
     """
+    return Plan(tuple(plan_copies(sources, targets, widths, ranks_per_node=ranks_per_node)))
+
+
+def plan_copies(
+    sources: Mapping[int, Spans],
+    targets: Mapping[int, Spans],
+    widths: Mapping[str, int],
+    *,
+    ranks_per_node: int = 8,
+) -> Iterator[Copy]:
+    """The copies of build_plan, one after the other: those of a whole cluster need not be kept."""
     holders = _holders(_flatten("source", sources))
-    _check_rows(_holders(_flatten("target", targets)), holders)
-    copies: list[Copy] = []
-    sent: dict[int, int] = defaultdict(int)
+    distinct = {id(spans): (rank, spans) for rank, spans in targets.items()}  # replicas share their layout
+    _check_rows(_holders(_flatten("target", dict(distinct.values()))), holders)
+    places = {key: _Places(held, ranks_per_node) for key, held in holders.items()}
+    sent = dict.fromkeys(sources, 0)  # elements
     for rank, spans in targets.items():
         for name, tensor_spans in spans.items():
             for span in tensor_spans:
                 if span.hf_key != PADDING:
-                    for copy in _fetch(rank, name, span, holders, sent, ranks_per_node):
+                    for copy in _fetch(rank, name, span, places[span.hf_key], sent, ranks_per_node):
                         sent[copy.source_rank] += copy.size * widths[copy.hf_key]
-                        copies.append(copy)
-    return Plan(tuple(copies))
+                        yield copy
+
+
+class _Places:
+    """Who holds which rows of one key: its intervals in order, their holders by rank, and the ranks by node."""
+
+    def __init__(self, held: list[Holder], ranks_per_node: int) -> None:
+        intervals: dict[int, dict[int, Holder]] = defaultdict(dict)
+        for holder in held:
+            intervals[holder.start].setdefault(holder.rank, holder)
+        self.starts = sorted(intervals)
+        self.by_rank = [intervals[start] for start in self.starts]
+        self.ranks = [sorted(holders) for holders in self.by_rank]
+        self.by_node: list[dict[int, list[int]]] = [defaultdict(list) for _ in self.starts]
+        for nodes, ranks in zip(self.by_node, self.ranks, strict=True):
+            for rank in ranks:
+                nodes[rank // ranks_per_node].append(rank)
 
 
 def _fetch(
-    rank: int,
-    name: str,
-    span: Span,
-    holders: Mapping[str, list[Holder]],
-    sent: Mapping[int, int],
-    ranks_per_node: int,
+    rank: int, name: str, span: Span, places: _Places, sent: Mapping[int, int], ranks_per_node: int
 ) -> Iterator[Copy]:
     at, stop, node = span.start, span.start + span.size, rank // ranks_per_node
+    index = bisect_right(places.starts, at) - 1
     while at < stop:
-        here = [h for h in holders[span.hf_key] if h.start <= at < h.stop]
-        best = min(
-            here,
-            key=lambda h: (h.rank != rank, h.rank // ranks_per_node != node, sent.get(h.rank, 0), h.rank),
-        )
+        holders, source = places.by_rank[index], rank
+        if rank not in holders:
+            near = places.by_node[index].get(node) or places.ranks[index]
+            source = min(near, key=sent.__getitem__)  # the lowest of those that sent least
+        best = holders[source]
         if best.dim != span.dim:
             raise PlanError(
                 f"{span.hf_key} is cut along {best.dim} in {best.tensor}, along {span.dim} in {name}"
@@ -111,6 +135,7 @@ def _fetch(
             best.rank, best.tensor, source_offset, rank, name, target_offset, span.dim, size, span.hf_key
         )
         at += size
+        index += 1
 
 
 def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Holder]]:

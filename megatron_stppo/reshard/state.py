@@ -78,8 +78,8 @@ class Resharder:
         self._state, self._version, self._reason = State.POISONED, -1, "no sync has run yet"
         self._device = next((t.device for t in [*source.values(), *target.values()]), torch.device("cpu"))
         own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
-        problem = _mismatch("source", source, own_source, widths, all_named=False)
-        problem += _mismatch("target", target, own_target, widths, all_named=True)
+        problem = mismatch("source", source, own_source, widths, all_named=False)
+        problem += mismatch("target", target, own_target, widths, all_named=True)
         plan = Plan(())
         try:
             plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
@@ -204,7 +204,7 @@ def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:
     ]
 
 
-def _mismatch(
+def mismatch(
     side: str, tensors: Mapping[str, Tensor], spans: Spans, widths: Mapping[str, int], *, all_named: bool
 ) -> str:
     """What is wrong between a rank's tensors and its layout; "" if nothing is."""
