@@ -50,6 +50,11 @@ class Place:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def carry_bytes() -> bool:
+    """False in a dry run, whose process groups only have ranks and sizes."""
+    return dist.get_backend() != "fake"
+
+
 def initialize(parallel: ParallelConfig) -> Place:
     """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
     ranks do not suffice."""
@@ -60,6 +65,7 @@ def initialize(parallel: ParallelConfig) -> Place:
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        create_gloo_process_groups=carry_bytes(),
     )
     ps = parallel_state
     return Place(
