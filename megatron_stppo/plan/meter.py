@@ -25,7 +25,7 @@ aten = torch.ops.aten
 class Meter(TorchDispatchMode):
     """Bytes of the meta storages made inside. Tensors on the host do not count.
 
-    Where a computation would read data, it gets what costs most: every row is chosen, every scalar is 1.
+    Where a computation would read data, it gets what costs most: every row is chosen, no flag is set, every number is 1.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def _arrived(*_: object) -> Any:
 
 READS: dict[Any, Callable[[Any], Any]] = {
     aten.nonzero.default: _every_row,
-    aten._local_scalar_dense.default: lambda x: 1.0 if x.is_floating_point() else 1,
+    aten._local_scalar_dense.default: lambda x: x.dtype not in (torch.bool, torch.uint8),
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default: _arrived,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default: _arrived,
 }
