@@ -175,6 +175,30 @@ def check_invariance(
 
 
 @app.command()
+def plan(
+    config: File,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run; none is needed here")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Dry run: memory per phase, bytes of the reshard and least times on any number of GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
+    settings = _open(config, overrides, "plan", world=gpus)
+    from megatron_stppo.runtime import launch
+
+    launch.prepare(engine=False, device="meta")
+    from megatron_stppo.plan.dry_run import plan as dry_run
+    from megatron_stppo.plan.report import write
+
+    found = dry_run(settings, gpus)
+    write(found, as_json)
+    if found.broken:
+        from megatron_stppo.config import ConfigError
+
+        raise ConfigError("\n".join(found.broken))
+
+
+@app.command()
 def doctor() -> None:
     """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
     from megatron_stppo.runtime import doctor as report
@@ -182,14 +206,17 @@ def doctor() -> None:
     raise typer.Exit(report.doctor())
 
 
-def _open(path: Path, overrides: list[str] | None, command: str, resume: bool = False) -> Config:
-    """The configuration, after every check that needs no model. Raises ConfigError."""
+def _open(
+    path: Path, overrides: list[str] | None, command: str, resume: bool = False, world: int | None = None
+) -> Config:
+    """The configuration, after every check that needs no model; `world` instead of the launcher's. Raises
+    ConfigError."""
     from megatron_stppo.config import load
 
     config = load(path, overrides)
     from megatron_stppo.runtime import checks
 
-    checks.check(config, int(os.environ.get("WORLD_SIZE", "1")), command)
+    checks.check(config, world or int(os.environ.get("WORLD_SIZE", "1")), command)
     if command == "train":
         checks.check_resume(config, resume)
     _read_tasks(config, checks.data_files(config, command))

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("environments",),
     ("rollout", "score", "advantage", "update", "reshard"),
-    ("convert", "describe"),
+    ("convert", "describe", "plan"),
     ("assemble", "invariance"),
     ("evaluate",),
     ("loop", "cold_start"),

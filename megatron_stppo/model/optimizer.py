@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megatron_stppo.config import OptimizerConfig
+from megatron_stppo.parallel import groups
 
 if TYPE_CHECKING:
     from megatron_stppo.model.build import TokenModel
@@ -34,7 +35,11 @@ class Trainer:
         self.warmup = math.ceil(settings.warmup_fraction * total_updates)
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps refused because something was not finite
-        self.optimizer = get_megatron_optimizer(_megatron_settings(self.model, settings), self.model)
+        self.optimizer = get_megatron_optimizer(
+            _megatron_settings(self.model, settings),
+            self.model,
+            use_gloo_process_groups=groups.carry_bytes(),
+        )
         for group in self.optimizer.param_groups:  # megatron leaves this to its scheduler: no decay on norms
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._set_adam_steps(0)

@@ -46,6 +46,8 @@ def serves(device: torch.device) -> bool:
     mode = os.environ.get("STPPO_OPS", "auto")
     if mode not in MODES:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
+    if device.type == "meta":  # a dry run: the op's own memory, and nothing computed
+        return True
     built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
     if mode == "extension" and not built:
         raise RuntimeError(
@@ -73,6 +75,8 @@ def run(name: str, device: torch.device, *arguments: Any) -> int:
 
     On a GPU the op is only enqueued, on the current stream. Raises RuntimeError for a launch that failed.
     """
+    if device.type == "meta":
+        return OK
     plain = [pointer(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
     op = getattr(_csrc, name)
     if device.type == "cuda":
@@ -106,6 +110,8 @@ _tickets: dict[tuple[int | None, int], Tensor] = {}
 
 def logits(data: Tensor, shard: Shard) -> Any:
     """csrc's record of logits [T, V_local] and what their rows' numbers depend on."""
+    if data.is_meta:
+        return None
     per_row = shard.temperature if isinstance(shard.temperature, Tensor) else None
     uniform = 1.0 if per_row is not None else float(shard.temperature)
     return _csrc.Logits(

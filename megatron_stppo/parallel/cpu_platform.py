@@ -4,7 +4,7 @@ megatron-core asks torch.cuda for the current device, streams, events and random
 to tensor factories, and checks parameter types by their CUDA name. `install()` answers those questions for
 the CPU, and nothing more: `torch.cuda.is_available()` stays False, and the numbers come from the same
 megatron code as on a GPU. It must run after vLLM is imported (vLLM probes torch.cuda while it loads) and
-before megatron is.
+before megatron is. With device="meta" tensors have shapes and no memory: a dry run.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
-def install() -> None:
-    """Substitutes torch.cuda's answers once. Raises RuntimeError on a CUDA machine, twice, or after
-    megatron."""
+def install(device: str = "cpu") -> None:
+    """Substitutes torch.cuda's answers once; `device` ("cpu" or "meta") is what it answers for.
+
+    Raises RuntimeError on a CUDA machine, twice, or after megatron.
+    """
     global _installed
     if not needed():
         raise RuntimeError(
@@ -92,10 +94,10 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("cpu_platform.install() came after megatron.core was imported; call it before")
     _installed = True
-    _substitute_device()
+    _substitute_device(device)
     _substitute_streams()
     _substitute_random_state()
-    _substitute_factories()
+    _substitute_factories(device)
     _substitute_type_names()
     _substitute_uneven_collectives()
     import megatron.core.tensor_parallel.random as megatron_random
@@ -112,15 +114,15 @@ def _as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _substitute_device() -> None:
+def _substitute_device(device: str) -> None:
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
+    cuda.current_device = lambda: device
     for name in ("set_device", "synchronize", "empty_cache"):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.is_initialized = lambda: True
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(device)  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
@@ -142,18 +144,18 @@ def _substitute_random_state() -> None:
     cuda._lazy_call = lambda callback, **kwargs: callback()
 
 
-def _substitute_factories() -> None:
+def _substitute_factories(device: str) -> None:
     # Plain wrappers, not a TorchFunctionMode: a mode would tax every operation of the engine too.
     for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _instead_of_cuda(getattr(torch, name), device))
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _instead_of_cuda(factory: Callable[..., torch.Tensor], device: str) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = "cpu"
+        wanted = kwargs.get("device")
+        if wanted is not None and str(wanted).startswith("cuda"):
+            kwargs["device"] = device
         return factory(*args, **kwargs)
 
     return wrapper

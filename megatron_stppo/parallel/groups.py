@@ -56,6 +56,11 @@ def replace(parallel: ParallelConfig) -> Place:
     return initialize(parallel)
 
 
+def carry_bytes() -> bool:
+    """False in a dry run, whose process groups only have ranks and sizes."""
+    return dist.get_backend() != "fake"
+
+
 def initialize(parallel: ParallelConfig) -> Place:
     """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
     ranks do not suffice."""
@@ -66,6 +71,7 @@ def initialize(parallel: ParallelConfig) -> Place:
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        create_gloo_process_groups=carry_bytes(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left
     ps = parallel_state

@@ -30,23 +30,28 @@ DATA = {
     "cold-start": ("demonstrations",),
     "convert": (),
     "check-invariance": (),
+    "plan": (),
 }
 ROLLS_OUT = ("train", "evaluate")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
-    """Everything below, for one command: train, evaluate, cold-start or convert."""
+    """Everything below, for one command: train, evaluate, cold-start, convert or plan."""
     _launcher()
     _model(config)
+    if command != "plan":
+        _tokenizer(config)
     for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
     if command == "cold-start" and config.cold_start.output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
     layout = check_parallel(config, world_size)
-    if command in ROLLS_OUT:
+    if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
         _context(config)
-    if command == "train":
+    if command in ROLLS_OUT:
+        _chat_template(config)
+    if command in ("train", "plan"):
         _batches(config, layout)
     _megatron_fields(config)
 
@@ -117,6 +122,9 @@ def _model(config: Config) -> None:
                 "tokenizer.json, *.safetensors)"
             )
         read_shape(folder)
+
+
+def _tokenizer(config: Config) -> None:
     path = config.model.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
@@ -146,6 +154,9 @@ def _context(config: Config) -> None:
             f"rollout.max_context={config.max_context} exceeds model.max_position_embeddings={longest}; "
             "lower it, or the token limits that it is the sum of"
         )
+
+
+def _chat_template(config: Config) -> None:
     folder = config.model.path
     settings = folder / "tokenizer_config.json"
     inline = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))

@@ -27,8 +27,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def prepare(engine: bool = True) -> None:
-    """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out."""
+def prepare(engine: bool = True, device: str = "cpu") -> None:
+    """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out;
+    device="meta" is for a dry run, where no GPU may be seen."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
     if not _has_gpu():
@@ -46,7 +47,7 @@ def prepare(engine: bool = True) -> None:
     from megatron_stppo.parallel import cpu_platform
 
     if cpu_platform.needed():
-        cpu_platform.install()
+        cpu_platform.install(device)
 
 
 def check(config: Config) -> None:

@@ -1,0 +1,81 @@
+"""The least time that an iteration can take: FLOP and bytes over the GPU's peaks, every trajectory as long as
+the limits allow. A run takes longer; a plan that is too slow here is too slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_stppo.config import Config
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.engine import EngineUse
+from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.plan.phases import StageUse
+from megatron_stppo.plan.work import Work
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of an iteration, and what it then gets done."""
+
+    rollout: float
+    score: float
+    update: float
+    reshard: float
+    tokens: int  # of all trajectories
+    flop_per_gpu: float  # of the stage with most, in scoring and update
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout + self.score + self.update + self.reshard
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def bounds(
+    config: Config,
+    layout: Layout,
+    stages: Sequence[StageUse],
+    engine: EngineUse,
+    work: Work,
+    microbatch_tokens: int,
+    reshard_seconds: float,
+    gpu: Gpu,
+) -> Bounds:
+    """microbatch_tokens: those that a stage's FLOP were counted of, on one rank."""
+    played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
+    share = work.tokens / microbatch_tokens * config.update.minibatches  # of a rank, in counted microbatches
+    bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
+    passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
+    scored = max(sum(use.score_flop for use in one.models.values()) for one in stages)
+    updated = max(
+        sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
+    )
+    score, update = scored * share, updated * share * config.update.epochs
+    per_token = sum(one.models["actor"].score_flop for one in {s.stage: s for s in stages}.values())
+    per_token *= layout.tensor / microbatch_tokens
+    return Bounds(
+        rollout=_rollout(config, layout, engine, work, per_token, gpu),
+        score=score * bubble / gpu.flops,
+        update=update * bubble / gpu.flops,
+        reshard=reshard_seconds,
+        tokens=played * work.longest,
+        flop_per_gpu=score + update,
+    )
+
+
+def _rollout(
+    config: Config, layout: Layout, engine: EngineUse, work: Work, flop_per_token: float, gpu: Gpu
+) -> float:
+    """Every step reads all weights, and every token the keys and values before it: half a trajectory's."""
+    replicas = layout.world // config.engine_tensor
+    played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task / replicas
+    room = max(1, engine.cached_tokens // work.longest)  # whole trajectories in the cache
+    together = min(config.rollout.max_sequences, played, room)
+    steps = played / together * work.action_tokens
+    keys = played * work.action_tokens * work.longest / 2 * engine.cache_per_token
+    read = (steps * engine.weights + keys) / gpu.memory_rate
+    computed = played * work.longest * flop_per_token / config.engine_tensor / gpu.flops
+    return max(read, computed)

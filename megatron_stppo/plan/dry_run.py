@@ -1,0 +1,146 @@
+"""A run's layout, memory, exchange and least times on any number of GPUs, without one.
+
+megatron's modules are the real ones, on meta tensors; vLLM's are arithmetic (engine.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model import build
+from megatron_stppo.model.hf_names import ModelShape, read_shape
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.spans import Spans, row_widths, serving_layouts, training_layouts
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.bounds import Bounds, bounds
+from megatron_stppo.plan.engine import EngineUse
+from megatron_stppo.plan.exchange import Exchange, exchange, shard_bytes
+from megatron_stppo.plan.hardware import H100, Gpu
+from megatron_stppo.plan.limits import broken
+from megatron_stppo.plan.memory import RankModels
+from megatron_stppo.plan.phases import StageUse
+from megatron_stppo.plan.work import Work, fullest_microbatch
+from megatron_stppo.plan.world import Kind, kinds, standing_at
+from megatron_stppo.reshard.state import mismatch
+
+# Weights have no values here: neither random numbers nor masters on the host are made.
+WITHOUT_VALUES = {"use_cpu_initialization": False, "perform_initialization": False}
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    gpu: Gpu
+    shape: ModelShape
+    layout: Layout
+    layers: str
+    dtype: str
+    work: Work
+    microbatch_tokens: int
+    stages: tuple[StageUse, ...]
+    engine: EngineUse
+    exchange: Exchange
+    bounds: Bounds
+    broken: tuple[str, ...]
+
+    @property
+    def exchanges(self) -> bool:
+        return self.layout.world > 1
+
+
+def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
+    """Raises ConfigError for what cannot be built, PlanError for a reshard that would lose rows."""
+    shape = read_shape(config.model.path)
+    layout, dtype = Layout.of_world(gpus, config.parallel), _dtype(config)
+    spec, size = layer_spec(config), dtype.itemsize
+    config = config.model_copy(update={"megatron": WITHOUT_VALUES | config.megatron})
+    training, widths = training_layouts(shape, layout, spec=spec), row_widths(shape)
+    serving = serving_layouts(shape, gpus, config.engine_tensor)
+    stages: list[StageUse] = []
+    for kind in kinds(layout, training):
+        with standing_at(kind.rank, gpus, config) as place:
+            work, tokens, found = _of_kind(config, shape, place, dtype, kind, training[kind.rank], gpu)
+            stages += found
+    stages.sort(key=lambda one: one.stage)
+    weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
+    engine = EngineUse.of(config, shape, weights, size, gpu)
+    moves = exchange(training, serving, widths, size, gpu)
+    times = bounds(config, layout, stages, engine, work, tokens, moves.seconds, gpu)
+    return Plan(
+        config=config,
+        gpu=gpu,
+        shape=shape,
+        layout=layout,
+        layers=spec,
+        dtype=str(dtype).removeprefix("torch."),
+        work=work,
+        microbatch_tokens=tokens,
+        stages=tuple(stages),
+        engine=engine,
+        exchange=moves,
+        bounds=times,
+        broken=tuple(broken(config, layout, stages, engine, gpu)),
+    )
+
+
+def _of_kind(
+    config: Config,
+    shape: ModelShape,
+    place: Place,
+    dtype: torch.dtype,
+    kind: Kind,
+    spans: Spans,
+    gpu: Gpu,
+) -> tuple[Work, int, list[StageUse]]:
+    """(work of a rank, tokens of the microbatch measured, every stage of this kind)."""
+    policy = build.named_parameters(build.build("actor", shape, config, place, dtype))
+    problem = mismatch("training", policy, spans, row_widths(shape), all_named=False)
+    if problem:
+        raise ConfigError(f"model.path={config.model.path}: {problem} megatron builds another model")
+    cut = Packer.of(config, shape, place).cut
+    work, microbatch = Work.of(config, cut, place.data_size), fullest_microbatch(config, cut)
+    rank = RankModels(config, shape, place, dtype, microbatch, gpu.is_cuda)
+    models = {role: rank.use(role) for role in _roles(config)}
+    rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
+    columns = shape.padded_vocab(place.tensor_size) // place.tensor_size
+    logits = min(rows, len(microbatch.target_T)) * columns * dtype.itemsize
+    layers = sum(len(run) for run in place.layout.chunks(shape.layers, place.pipeline_rank))
+    return (
+        work,
+        microbatch.tokens,
+        [
+            StageUse(
+                stage=stage,
+                ranks=count,
+                layers=layers,
+                models=models,
+                in_flight={
+                    role: use.in_flight(place.layout, stage, work.microbatches)
+                    for role, use in models.items()
+                },
+                buffers=rank.buffers,
+                logits=logits if stage == place.layout.pipeline - 1 else 0,
+            )
+            for stage, count in kind.stages.items()
+        ],
+    )
+
+
+def _roles(config: Config) -> list[build.Role]:
+    wanted: dict[build.Role, bool] = {
+        "actor": True,
+        "critic": config.needs_critic,
+        "reference": config.needs_reference,
+    }
+    return [role for role, is_needed in wanted.items() if is_needed]
+
+
+def _dtype(config: Config) -> torch.dtype:
+    """As launch.dtype decides on a GPU."""
+    name = config.model.dtype
+    return torch.bfloat16 if name == "auto" else getattr(torch, name)

@@ -1,0 +1,84 @@
+"""The reshard of a whole cluster: that every row arrives once, and what crosses which links."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
+
+
+@dataclass(frozen=True)
+class Exchange:
+    copies: int
+    moved: int  # bytes between ranks
+    least: int  # bytes that any plan must move between ranks
+    at_home: int  # bytes copied within a rank
+    between_nodes: int  # bytes
+    busiest_rank: int  # bytes that it sends or receives
+    busiest_node: int  # bytes to or from other nodes
+    seconds: float  # at least, by the busiest link
+
+
+def exchange(
+    sources: Mapping[int, Spans], targets: Mapping[int, Spans], widths: Mapping[str, int], size: int, gpu: Gpu
+) -> Exchange:
+    """`size`: bytes per element on the wire. Raises PlanError unless every target row is written once."""
+    links: dict[tuple[str, str, int], int] = defaultdict(int)  # of ranks and nodes, in and out
+    copies = moved = at_home = between = 0
+    for copy in _once(plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node), targets):
+        copies += 1
+        sent = copy.size * widths[copy.hf_key] * size
+        if copy.source_rank == copy.target_rank:
+            at_home += sent
+            continue
+        moved += sent
+        links["rank", "out", copy.source_rank] += sent
+        links["rank", "in", copy.target_rank] += sent
+        source, target = copy.source_rank // gpu.per_node, copy.target_rank // gpu.per_node
+        if source != target:
+            between += sent
+            links["node", "out", source] += sent
+            links["node", "in", target] += sent
+    rank, node = (
+        max((n for (kind, _, _), n in links.items() if kind == of), default=0) for of in ("rank", "node")
+    )
+    least = lower_bound(sources, targets, widths) * size
+    seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
+    return Exchange(copies, moved, least, at_home, between, rank, node, seconds)
+
+
+def _once(copies: Iterator[Copy], targets: Mapping[int, Spans]) -> Iterator[Copy]:
+    """The copies, which must fill the rows of every target tensor in order, without a gap or an overlap."""
+    expected = (
+        (rank, name, span.local, span.size)
+        for rank, spans in targets.items()
+        for name, parts in spans.items()
+        for span in parts
+        if span.hf_key != PADDING
+    )
+    for rank, name, local, size in expected:
+        at = local
+        while at < local + size:
+            copy = next(copies, None)
+            if copy is None or (copy.target_rank, copy.target, copy.target_offset) != (rank, name, at):
+                raise PlanError(f"row {at} of {name} on rank {rank} is not written in its turn by {copy}")
+            at += copy.size
+            yield copy
+        if at > local + size:
+            raise PlanError(f"{name} on rank {rank}: rows {local + size}..{at - 1} belong to another span")
+    extra = next(copies, None)
+    if extra is not None:
+        raise PlanError(f"{extra} writes rows that were written before")
+
+
+def shard_bytes(spans: Spans, widths: Mapping[str, int], size: int) -> int:
+    """Bytes of a rank's tensors, padding included. A tensor of padding alone is part of the vocabulary."""
+    total, vocabulary = 0, max(widths[key] for key in widths if "embed" in key)
+    for parts in spans.values():
+        width = next((widths[span.hf_key] for span in parts if span.hf_key != PADDING), vocabulary)
+        total += (parts[-1].local + parts[-1].size) * width * size
+    return total

@@ -1,0 +1,43 @@
+"""The GPU that a plan is for. Peaks are its maker's; nothing here has been measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int  # bytes that torch can allocate
+    reserve: int  # of these, what no tensor takes
+    flops: float  # per second
+    memory_rate: float  # bytes per second
+    node_rate: float  # bytes per second to GPUs of its node, one way
+    network_rate: float  # bytes per second of a whole node to other nodes, one way
+    per_node: int
+    is_cuda: bool  # whether what runs on it takes CUDA's paths
+    sources: tuple[str, ...]
+
+    @property
+    def usable(self) -> int:
+        return self.memory - self.reserve
+
+
+H100 = Gpu(
+    name="H100 80GB",
+    memory=int(79.1 * GIB),
+    reserve=int(3 * GIB),
+    flops=989e12,
+    memory_rate=3.35e12,
+    node_rate=450e9,
+    network_rate=400e9,
+    per_node=8,
+    is_cuda=True,
+    sources=(
+        "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
+        "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
+        "79.1 GiB visible, 3 GiB of it for CUDA, NCCL and fragmentation: assumed",
+    ),
+)

@@ -1,0 +1,90 @@
+"""What does not fit, each in one line: field, value, remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_stppo.config import Config
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.engine import EngineUse
+from megatron_stppo.plan.hardware import GIB, Gpu
+from megatron_stppo.plan.phases import Phase, StageUse
+
+
+def broken(
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+) -> list[str]:
+    """In the order in which a run would meet them; empty if it fits."""
+    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, gpu)]
+
+
+def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
+    needed = config.max_context * engine.cache_per_token
+    if engine.cache < needed:
+        share = config.rollout.gpu_memory_utilization
+        least = (engine.weights + engine.working + needed) / gpu.memory
+        remedy = f"at least {_up(least)}, or a " if least < 0.95 else "a "
+        yield (
+            f"rollout.gpu_memory_utilization={share}: {_gib(share * gpu.memory)} of a GPU hold "
+            f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and no keys and values of "
+            f"rollout.max_context={config.max_context} tokens ({_gib(needed)}); choose {remedy}larger "
+            f"rollout.engine_tensor than {config.engine_tensor}"
+        )
+
+
+def _phases(
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+) -> Iterator[str]:
+    """Of every phase that does not fit, the fullest stage."""
+    exchanges = layout.world > 1
+    for phase in ("serving", "reshard", "scoring", "update"):
+        fullest = max(stages, key=lambda one: one.totals(engine, exchanges)[phase])
+        taken = fullest.totals(engine, exchanges)[phase]
+        if taken > gpu.usable:
+            where = f" of stage {fullest.stage}" if layout.pipeline > 1 else ""
+            yield (
+                f"{_remedy(config, layout, phase, fullest, engine, gpu)} ({phase} takes {_gib(taken)} on a "
+                f"GPU{where}, and {_gib(gpu.usable)} are there)"
+            )
+
+
+def _remedy(
+    config: Config, layout: Layout, phase: Phase, stage: StageUse, engine: EngineUse, gpu: Gpu
+) -> str:
+    """The field whose change helps most, and to what."""
+    parallel, update = config.parallel, config.update
+    if stage.resident + engine.weights > gpu.usable or (
+        phase in ("scoring", "update") and stage.resident > 0.9 * gpu.usable
+    ):
+        return (
+            f"parallel.pipeline={parallel.pipeline}: models, gradients and optimizers alone hold "
+            f"{_gib(stage.resident)}; raise it or parallel.tensor={parallel.tensor}"
+            + (f", or the {layout.world} GPUs" if layout.data < 64 else "")
+        )
+    if phase == "serving":
+        most = (gpu.usable - stage.resident) / gpu.memory
+        share = config.rollout.gpu_memory_utilization
+        return (
+            f"rollout.gpu_memory_utilization={share}: lower it to {most - 0.005:.2f}, beside "
+            f"{_gib(stage.resident)} of the trainer"
+        )
+    if config.model.recompute != "full" and phase == "update":
+        return f"model.recompute={config.model.recompute}: choose full"
+    budget, longest = update.tokens_per_microbatch * layout.context, config.max_context
+    if budget > longest:
+        return (
+            f"update.tokens_per_microbatch={update.tokens_per_microbatch}: lower it, to "
+            f"{-(-longest // layout.context)} at least, a trajectory's share"
+        )
+    if stage.logits > 0.2 * gpu.usable:
+        return f"update.logit_rows={update.logit_rows}: lower it; a chunk takes {_gib(stage.logits)}"
+    return f"parallel.context={parallel.context}: raise it, so that a trajectory is shared by more ranks"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _up(share: float) -> float:
+    """To the next hundredth."""
+    return -(-share * 100 // 1) / 100

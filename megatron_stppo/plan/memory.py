@@ -1,0 +1,204 @@
+"""What one rank's models hold and what a microbatch adds, from the rank's real modules on meta tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.model import build
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.meter import Meter
+from megatron_stppo.plan.on_gpu import on_gpu
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """One model on one rank. Bytes; FLOP of one microbatch through all of the rank's chunks."""
+
+    parameters: int
+    weights: int
+    gradients: int  # float32 main gradients
+    optimizer: int  # its shard of states, and of float32 weights where the model's are not
+    scoring: int  # the most that a forward pass adds
+    kept: tuple[int, ...]  # per chunk, what one microbatch keeps between forward and backward
+    working: int  # the most that a microbatch adds while it is at work
+    stepping: int  # the most that reduction and optimizer step add
+    score_flop: int
+    update_flop: int
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def in_flight(self, layout: Layout, stage: int, microbatches: int) -> int:
+        """What microbatches keep that wait for their backward on this stage while another is at work."""
+        return sum(self.kept[chunk] for chunk in waiting(layout, stage, microbatches)) if self.kept else 0
+
+
+def waiting(layout: Layout, stage: int, microbatches: int) -> list[int]:
+    """Chunks whose forward passes run before a stage's first backward: megatron's warm-up, in its order.
+
+    One schedule: pipeline - stage - 1 of them; with model chunks 2 (pipeline - stage - 1) +
+    (virtual - 1) pipeline, `pipeline` microbatches of a chunk after one another (schedules.py,
+    get_pp_rank_microbatches and get_schedule_table). Example: stage 0 of 2 with 2 chunks: [0, 0, 1, 1].
+    """
+    behind, chunks = layout.pipeline - stage - 1, layout.virtual
+    count = behind if chunks == 1 else 2 * behind + (chunks - 1) * layout.pipeline
+    count = min(count, microbatches * chunks - 1)
+    return [k // layout.pipeline % chunks for k in range(count)]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One microbatch through one chunk: forward and backward."""
+
+    kept: int  # between the two
+    peak: int
+    flop: int
+
+
+class RankModels:
+    """The models of one rank, measured one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        place: Place,
+        dtype: torch.dtype,
+        microbatch: Microbatch,
+        is_cuda: bool,
+    ) -> None:
+        self.config, self.shape, self.place, self.dtype = config, shape, place, dtype
+        self.microbatch, self.is_cuda = microbatch, is_cuda
+        self.meter = Meter()
+
+    def use(self, role: build.Role) -> ModelUse:
+        with self.meter, on_gpu() if self.is_cuda else nullcontext():
+            used = self._reference() if role == "reference" else self._trained(role)
+        gc.collect()  # megatron's modules and hooks refer to each other
+        return used
+
+    @property
+    def buffers(self) -> int:
+        """What outlives the models: megatron's buffers, which all of them share."""
+        return self.meter.alive
+
+    def _reference(self) -> ModelUse:
+        chunks = build.build("reference", self.shape, self.config, self.place, self.dtype)
+        scoring, flop = self._score(chunks, "reference")
+        return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, flop, 0)
+
+    def _trained(self, role: build.Role) -> ModelUse:
+        config, meter = self.config, self.meter
+        settings = config.update.critic if role == "critic" else config.update.actor
+        before = meter.rest()
+        chunks = build.build(role, self.shape, config, self.place, self.dtype)
+        trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
+        weights = _weights(chunks)
+        gradients = _bytes(p.main_grad for chunk in chunks for p in chunk.parameters())
+        resident = meter.rest() - before
+        scoring, score_flop = self._score(trainer.model, role)
+        trainer.zero()
+        passes = [self._pass(trainer.model, number, role) for number in range(len(chunks))]
+        return ModelUse(
+            parameters=_count(chunks),
+            weights=weights,
+            gradients=gradients,
+            optimizer=resident - weights - gradients,
+            scoring=scoring,
+            kept=tuple(one.kept for one in passes),
+            working=max(one.peak for one in passes),
+            stepping=self._step(trainer),
+            score_flop=score_flop,
+            update_flop=sum(one.flop for one in passes),
+        )
+
+    def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:
+        """(bytes, FLOP) of a forward pass; a policy's ends with log-probs."""
+        for _ in range(2):  # the first one makes megatron's buffers, which stay
+            before = self.meter.rest()
+            with torch.no_grad():
+                for chunk in chunks:
+                    hidden, _given = self._forward(chunk)
+                    if _is_last(chunk) and role != "critic":
+                        self._head(chunks).logprob(hidden, self.microbatch)
+                    del hidden, _given
+        return self.meter.peak - before, self.meter.flop
+
+    def _pass(self, chunks: Sequence[torch.nn.Module], number: int, role: build.Role) -> _Pass:
+        meter, chunk = self.meter, chunks[number]
+        before = meter.rest()
+        out, given = self._forward(chunk)
+        if _is_last(chunk):
+            out = self._head(chunks).loss(out, self.microbatch, _terms)[0] if role == "actor" else out.sum()
+        kept = meter.alive - before
+        torch.autograd.backward(out, None if _is_last(chunk) else torch.empty_like(out))
+        del out, given
+        used = _Pass(kept, meter.peak - before, meter.flop)
+        assert meter.alive <= before, f"{role}: a backward left {meter.alive - before} bytes"
+        return used
+
+    def _forward(self, chunk: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The chunk's output, and what the stage before would have sent."""
+        model, given = getattr(chunk, "module", chunk), None
+        if not model.pre_process:
+            tokens = self.microbatch.tokens // (
+                self.place.tensor_size if self.config.parallel.sequence else 1
+            )
+            given = torch.empty(tokens, 1, self.shape.hidden, dtype=self.dtype, device="meta")
+            model.set_input_tensor(given.requires_grad_(torch.is_grad_enabled()))
+        out = chunk(self.microbatch)
+        if given is not None:
+            model.set_input_tensor(None)
+        return out, given
+
+    def _head(self, chunks: Sequence[torch.nn.Module]) -> PolicyHead:
+        c = self.config
+        settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
+        return PolicyHead.of(chunks, self.place, self.shape.vocab, *settings)
+
+    def _step(self, trainer: Trainer) -> int:
+        """Trainer.reduce without the norm, which megatron's plain torch version reads number by number, and
+        Trainer.step."""
+        before = self.meter.rest()
+        finalize_model_grads(trainer.model)
+        trainer.optimizer.prepare_grads()
+        trainer.step(1.0)
+        return self.meter.peak - before
+
+
+def _terms(logprob: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """As much of a loss as takes memory: cotangents for log-prob and entropy."""
+    loss = logprob.sum() + entropy.sum()
+    return loss, loss.detach()
+
+
+def _is_last(chunk: torch.nn.Module) -> bool:
+    return bool(getattr(chunk, "module", chunk).post_process)
+
+
+def _count(chunks: Sequence[torch.nn.Module]) -> int:
+    return sum(p.numel() for chunk in chunks for p in chunk.parameters())
+
+
+def _weights(chunks: Sequence[torch.nn.Module]) -> int:
+    return _bytes(p for chunk in chunks for p in chunk.parameters())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once: megatron lays parameters and gradients out in shared buffers."""
+    storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

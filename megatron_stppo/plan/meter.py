@@ -1,0 +1,103 @@
+"""What a computation takes, measured by running it on meta tensors: bytes alive at once, and FLOP.
+
+Every operation of the real graph passes through a dispatch mode, autograd's and the recomputation's too, so
+the numbers follow any setting and no formula has to know what a layer keeps for its backward.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.nn.attention import varlen  # noqa: F401 - registers its operators
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of the meta storages made inside. Tensors on the host do not count.
+
+    Where a computation would read data, it gets what costs most: every row is chosen, no flag is set, every number is 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.flop = 0
+        self._seen: set[int] = set()
+
+    def rest(self) -> int:
+        """Forgets the peak and the FLOP so far; the bytes alive now."""
+        self.peak, self.flop = self.alive, 0
+        return self.alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        answer = READS.get(func) if any(x.is_meta for x in given) else None
+        out = answer(args[0]) if answer else func(*args, **kwargs)
+        count = FLOP.get(func._overloadpacket)
+        if count is not None:
+            self.flop += count(*args, **kwargs, out_val=out)
+        before = {x.untyped_storage()._cdata for x in given}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._count(tensor.untyped_storage(), before)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in before or key in self._seen:
+            return
+        self._seen.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+def _every_row(mask: Tensor) -> Tensor:
+    return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device="meta")
+
+
+def _arrived(*_: object) -> Any:
+    """A collective of a fake group that is over; torch gives these two no meta kernel."""
+    return FakeWork().boxed()
+
+
+READS: dict[Any, Callable[[Any], Any]] = {
+    aten.nonzero.default: _every_row,
+    aten._local_scalar_dense.default: lambda x: x.dtype not in (torch.bool, torch.uint8),
+    torch.ops.c10d.reduce_scatter_tensor_coalesced_.default: _arrived,
+    torch.ops.c10d.allgather_into_tensor_coalesced_.default: _arrived,
+}
+
+
+def _causal(query: Tensor, keys: int) -> int:
+    """Two products of [1, D] by [D, keys] per query and head, half of them masked."""
+    return math.prod(query.shape) * keys * 2
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return _causal(query, args[3])
+
+
+def _varlen_backward(gradient: Tensor, query: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return _causal(query, args[7]) * 5 // 2  # five products for the forward's two
+
+
+FLOP: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.torch_attn._varlen_attn: _varlen,
+    torch.ops.torch_attn._varlen_attn_backward: _varlen_backward,
+}

@@ -1,0 +1,128 @@
+"""A plan for people, as tables, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_stppo.plan.dry_run import Plan
+from megatron_stppo.plan.hardware import GIB
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Bytes, seconds and FLOP; `phases` holds every item of every stage's phases."""
+    return {
+        "gpu": asdict(plan.gpu) | {"usable": plan.gpu.usable},
+        "layout": asdict(plan.layout) | {"world": plan.layout.world},
+        "layers": plan.layers,
+        "dtype": plan.dtype,
+        "work": asdict(plan.work) | {"microbatch_tokens": plan.microbatch_tokens},
+        "engine": asdict(plan.engine) | {"cached_tokens": plan.engine.cached_tokens},
+        "stages": [
+            asdict(one)
+            | {
+                "phases": one.phases(plan.engine, plan.exchanges),
+                "totals": one.totals(plan.engine, plan.exchanges),
+            }
+            for one in plan.stages
+        ],
+        "reshard": asdict(plan.exchange),
+        "bounds": asdict(plan.bounds)
+        | {"seconds": plan.bounds.seconds, "tokens_per_second": plan.bounds.tokens_per_second},
+        "broken": list(plan.broken),
+    }
+
+
+def write(plan: Plan, in_json: bool) -> None:
+    """On standard output."""
+    if in_json:
+        print(json.dumps(as_json(plan), indent=1))
+    else:
+        show(plan, Console(width=110, highlight=False))
+
+
+def show(plan: Plan, console: Console) -> None:
+    console.print(_opening(plan))
+    console.print(_memory(plan))
+    if plan.layout.pipeline > 1:
+        console.print(_stages(plan))
+    for line in _lines(plan):
+        console.print(line, soft_wrap=True)
+
+
+def _opening(plan: Plan) -> str:
+    at, c = plan.layout, plan.config
+    axes = {"tensor": at.tensor, "context": at.context, "expert": at.expert}
+    axes |= {"pipeline": at.pipeline, "virtual": at.virtual, "data": at.data}
+    mesh = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1 or name == "data")
+    return (
+        f"{plan.shape.family}, {plan.shape.layers} layers, hidden {plan.shape.hidden}, on {at.world} "
+        f"{plan.gpu.name}: {mesh}; engines of {c.engine_tensor}\n"
+        f"{plan.dtype}, {plan.layers} layers, recompute {c.model.recompute}; {plan.microbatch_tokens} tokens "
+        f"in a microbatch, {plan.work.microbatches} microbatches a step"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    """Items by phase, of the stage that is fullest in its fullest phase."""
+    engine, exchanges = plan.engine, plan.exchanges
+    fullest = max(plan.stages, key=lambda one: max(one.totals(engine, exchanges).values()))
+    phases, totals = fullest.phases(engine, exchanges), fullest.totals(engine, exchanges)
+    of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
+    table = Table(title=f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there", title_justify="left")
+    table.add_column("")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for item in dict.fromkeys(item for items in phases.values() for item in items):
+        table.add_row(item, *(_gib(items.get(item)) for items in phases.values()))
+    table.add_section()
+    table.add_row("total", *(_gib(total) for total in totals.values()))
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    table = Table(title="GiB per GPU by pipeline stage", title_justify="left")
+    engine, exchanges = plan.engine, plan.exchanges
+    for name in ("stage", "ranks", "layers", "parameters", "resident", "in flight"):
+        table.add_column(name, justify="right")
+    for name in plan.stages[0].totals(engine, exchanges):
+        table.add_column(name, justify="right")
+    for one in plan.stages:
+        table.add_row(
+            str(one.stage),
+            str(one.ranks),
+            str(one.layers),
+            f"{one.models['actor'].parameters / 1e9:.2f} B",
+            _gib(one.resident),
+            _gib(max(one.in_flight.values())),
+            *(_gib(total) for total in one.totals(engine, exchanges).values()),
+        )
+    return table
+
+
+def _lines(plan: Plan) -> list[str]:
+    moves, times, engine, gpu = plan.exchange, plan.bounds, plan.engine, plan.gpu
+    ratio = moves.moved / moves.least if moves.least else 1.0
+    last = plan.stages[-1]
+    lines = [
+        f"logits: one chunk takes {_gib(last.logits)} GiB of what is at work on the last stage",
+        f"engine: {engine.cached_tokens} tokens of keys and values, "
+        f"{engine.cached_tokens // plan.work.longest} trajectories of {plan.work.longest} at once",
+        f"reshard: {moves.copies} copies, every row once; {moves.moved / 1e9:.1f} GB between GPUs "
+        f"({ratio:.2f} of the least), {moves.between_nodes / 1e9:.1f} GB between nodes, "
+        f"{moves.at_home / 1e9:.1f} GB stay",
+        f"at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} s, "
+        f"reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
+        f"{times.tokens} tokens an iteration",
+        *(f"assumed: {source}" for source in gpu.sources),
+        "estimated, not built: the engine's memory at work",
+    ]
+    return [*lines, "fits" if not plan.broken else "does not fit"]
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f"{size / GIB:.2f}"

@@ -1,0 +1,60 @@
+"""The work of one rank in one iteration, if every trajectory is as long as the limits allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import Cut, Microbatch, pack, split_by_budget, to_batch
+from megatron_stppo.types import Task, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Work:
+    """Example: 512 trajectories of 7,048 tokens, 2 minibatches, 2 data-parallel ranks, a budget of 16,384:
+    128 trajectories per rank and step, 902,144 tokens in 64 microbatches."""
+
+    longest: int  # tokens of a trajectory
+    action_tokens: int  # of these, what the policy wrote
+    tokens: int  # of an optimizer step on one rank
+    microbatches: int  # the same
+
+    @classmethod
+    def of(cls, config: Config, cut: Cut, data: int) -> Work:
+        played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
+        mine, longest = played // (config.update.minibatches * data), config.max_context
+        bins = split_by_budget([longest] * mine, range(mine), cut.budget * cut.context_size)
+        microbatches = len(bins) + -len(bins) % cut.in_step
+        one = trajectory(config, longest)
+        tokens = mine * longest // cut.context_size
+        return cls(longest, len(one.action_positions), tokens, microbatches)
+
+
+def trajectory(config: Config, length: int) -> Trajectory:
+    """A prompt, turns and observations, each as long as its limit, until there are `length` tokens."""
+    left = length - (prompt := min(config.rollout.max_prompt_tokens, max(1, length // 2)))
+    turns = []
+    while left > 0:
+        action = min(left, config.rollout.max_turn_tokens)
+        observation = min(left - action, config.environment.max_observation_tokens)
+        turns.append(Turn((0,) * action, (0.0,) * action, (0,) * observation, 0.0, 0))
+        left -= action + observation
+    return Trajectory(Task("", (), ("",), "train", 0), (0,) * prompt, tuple(turns), "ok")
+
+
+def fullest_microbatch(config: Config, cut: Cut) -> Microbatch:
+    """Trajectories of the greatest length, and a shorter one that fills the budget. What is computed with is
+    on the meta device, what the host reads stays there."""
+    longest = config.max_context
+    count, rest = divmod(cut.budget * cut.context_size, longest)
+    lengths = [longest] * max(1, count) + ([rest] if count and rest > 1 else [])
+    batch = to_batch([trajectory(config, length) for length in lengths])
+    whole = replace(cut, budget=max(cut.budget, longest), in_step=1)
+    (microbatch,) = pack(batch, range(len(lengths)), whole)
+    return replace(
+        microbatch,
+        tokens_P=microbatch.tokens_P.to("meta"),
+        position_P=microbatch.position_P.to("meta"),
+        hidden_index_T=microbatch.hidden_index_T.to("meta"),
+        target_T=microbatch.target_T.to("meta"),
+    )

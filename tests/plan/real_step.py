@@ -1,0 +1,156 @@
+"""The same small run twice: measured on gloo ranks, and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.runtime import launch
+
+LENGTH = 128  # tokens of every trajectory
+SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 2001,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> Any:
+    """4 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
+    from megatron_stppo.config import Config
+
+    return Config.model_validate(
+        {
+            "model": {"path": folder, "dtype": "float32"} | model,
+            "parallel": parallel,
+            "environment": {"max_turns": 2, "max_observation_tokens": 32},
+            "rollout": {
+                "tasks_per_iteration": 16,
+                "max_turn_tokens": 32,
+                "max_prompt_tokens": 32,
+                "max_context": LENGTH,
+            },
+            "update": {"minibatches": 1, "tokens_per_microbatch": 4 * LENGTH, "logit_rows": 100},
+        }
+    )
+
+
+def measured(cases: list[Any]) -> list[dict[str, int]]:
+    """On a rank: per case the bytes that its models held, and that each call added at most."""
+    launch.prepare(engine=False)
+    return [_measure(*case) for case in cases]
+
+
+def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
+    """The same of every rank, from plans."""
+    launch.prepare(engine=False, device="meta")
+    from dataclasses import replace
+
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.plan.hardware import H100
+
+    host = replace(H100, name="CPU", is_cuda=False)
+    found = []
+    for case in cases:
+        made = plan(settings(*case), gpus, host)
+        ranks = []
+        for rank in range(gpus):
+            stage = made.stages[made.layout.coordinates(rank).pipeline]
+            actor, critic = stage.models["actor"], stage.models["critic"]
+            ranks.append(
+                {
+                    "actor": actor.resident,
+                    "critic": critic.resident,
+                    "reference": stage.models["reference"].resident,
+                    "score": actor.scoring,
+                    "actor step": max(stage.in_flight["actor"] + actor.working, actor.stepping),
+                    "critic step": max(stage.in_flight["critic"] + critic.working, critic.stepping),
+                }
+            )
+        found.append(ranks)
+    return found
+
+
+def _measure(*case: Any) -> dict[str, int]:
+    import gc
+
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.model import build
+    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.plan.work import trajectory
+    from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.update.critic_step import critic_step
+    from tests.ops.memory import Peak
+
+    config = settings(*case)
+    place = groups.initialize(config.parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    shape, a = read_shape(config.model.path), config.algorithm
+    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 16)), list(range(16))
+    packer = Packer.of(config, shape, place)
+    weight_T = minibatch_weights(batch, chosen, a)
+    found: dict[str, int] = {}
+    with Peak() as memory:
+
+        def added(name: str, call: Any) -> Any:
+            before = memory.peak = memory.alive
+            out = call()
+            held = memory.alive - before
+            found[name] = held if name in ("actor", "critic", "reference") else memory.peak - before
+            return out
+
+        actor = added("actor", lambda: build.trainer("actor", shape, config, place, torch.float32))
+        critic = added("critic", lambda: build.trainer("critic", shape, config, place, torch.float32))
+        reference = added(
+            "reference", lambda: build.from_hf("reference", shape, config, place, torch.float32)
+        )
+        head = PolicyHead.of(actor.model, place, shape.vocab, 1.0, a.segments, config.update.logit_rows)
+        logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
+        added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
+        loss = ActorLoss(batch, weight_T, a, head)
+        added("actor step", lambda: actor_step(actor, loss, chosen, packer))
+        added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
+    del actor, critic, reference, head, loss
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _scored(batch: Any) -> Any:
+    from dataclasses import replace
+
+    import torch
+
+    def random_T() -> Any:
+        return torch.randn(len(batch.action_index_T))
+
+    return replace(
+        batch,
+        old_logprob_T=random_T() - 8,  # ln 2001 is 7.6
+        advantage_T=random_T(),
+        value_T=random_T(),
+        return_T=random_T(),
+        reference_logprob_T=random_T() - 8,
+    )
+
+
+def write_model(folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    shape = transformers.Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "model_type"})
+    transformers.Qwen2ForCausalLM(shape).float().save_pretrained(folder)
