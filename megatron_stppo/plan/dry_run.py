@@ -48,10 +48,6 @@ class Plan:
     bounds: Bounds
     broken: tuple[str, ...]
 
-    @property
-    def exchanges(self) -> bool:
-        return self.layout.world > 1
-
 
 def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
     """Raises ConfigError for what cannot be built, PlanError for a reshard that would lose rows."""
@@ -84,7 +80,7 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
         engine=engine,
         exchange=moves,
         bounds=times,
-        broken=tuple(broken(config, layout, stages, engine, gpu)),
+        broken=tuple(broken(config, layout, stages, engine, moves.staging, gpu)),
     )
 
 

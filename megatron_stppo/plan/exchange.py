@@ -10,6 +10,8 @@ from megatron_stppo.model.spans import PADDING, Spans
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
 
+BUCKET = 256 << 20  # what Resharder sends at once on a GPU
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -21,6 +23,11 @@ class Exchange:
     busiest_rank: int  # bytes that it sends or receives
     busiest_node: int  # bytes to or from other nodes
     seconds: float  # at least, by the busiest link
+
+    @property
+    def staging(self) -> int:
+        """Bytes of a rank's buffers: two buckets out, two in (reshard/staging.py)."""
+        return 4 * min(BUCKET, self.busiest_rank)
 
 
 def exchange(

@@ -12,10 +12,11 @@ from megatron_stppo.plan.phases import Phase, StageUse
 
 
 def broken(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> list[str]:
-    """In the order in which a run would meet them; empty if it fits."""
-    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, gpu)]
+    """In the order in which a run would meet them; empty if it fits. staging: bytes of the reshard's
+    buffers."""
+    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, staging, gpu)]
 
 
 def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
@@ -33,13 +34,12 @@ def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
 
 
 def _phases(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> Iterator[str]:
     """Of every phase that does not fit, the fullest stage."""
-    exchanges = layout.world > 1
     for phase in ("serving", "reshard", "scoring", "update"):
-        fullest = max(stages, key=lambda one: one.totals(engine, exchanges)[phase])
-        taken = fullest.totals(engine, exchanges)[phase]
+        fullest = max(stages, key=lambda one: one.totals(engine, staging)[phase])
+        taken = fullest.totals(engine, staging)[phase]
         if taken > gpu.usable:
             where = f" of stage {fullest.stage}" if layout.pipeline > 1 else ""
             yield (

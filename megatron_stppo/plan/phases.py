@@ -10,7 +10,6 @@ from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.memory import ModelUse
 
 Phase = Literal["serving", "reshard", "scoring", "update"]
-STAGING = 4 * (256 << 20)  # buffers of the reshard: two buckets out, two in (reshard/staging.py)
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,9 @@ class StageUse:
     def resident(self) -> int:
         return sum(use.resident for use in self.models.values()) + self.buffers
 
-    def phases(self, engine: EngineUse, exchanges: bool) -> dict[Phase, dict[str, int]]:
-        """Bytes by phase and item; in scoring and update one model works at a time."""
+    def phases(self, engine: EngineUse, staging: int) -> dict[Phase, dict[str, int]]:
+        """Bytes by phase and item; in scoring and update one model works at a time. staging: bytes of the
+        reshard's buffers."""
         models = self.models
         resident = {
             "weights": sum(use.weights for use in models.values()),
@@ -51,10 +51,10 @@ class StageUse:
                 "KV cache": max(0, engine.cache),
             },
             "reshard": resident
-            | {"engine weights": engine.weights, "reshard buffers": STAGING if exchanges else 0},
+            | {"engine weights": engine.weights, "reshard buffers": staging},
             "scoring": resident | {"at work": max(use.scoring for use in models.values())},
             "update": resident | {"in flight": kept, "at work": updating[busiest] - kept},
         }
 
-    def totals(self, engine: EngineUse, exchanges: bool) -> dict[Phase, int]:
-        return {phase: sum(items.values()) for phase, items in self.phases(engine, exchanges).items()}
+    def totals(self, engine: EngineUse, staging: int) -> dict[Phase, int]:
+        return {phase: sum(items.values()) for phase, items in self.phases(engine, staging).items()}

@@ -48,8 +48,7 @@ def measured(cases: list[Any]) -> list[dict[str, int]]:
 
 
 def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
-    """The same of every rank, from plans."""
-    launch.prepare(engine=False, device="meta")
+    """The same of every rank, from plans; in a process of conftest.py's planner."""
     from dataclasses import replace
 
     from megatron_stppo.plan.dry_run import plan
