@@ -1,11 +1,11 @@
 # make quickstart   from a fresh clone to a trained agent; SEED=1 for another seed
-# make test         lint, types and the whole test suite, on CPU
+# make test         lint, types and the test suite, on CPU; make test-all: a longer matrix of layouts too
 # pip's own settings are honoured: PIP_EXTRA_INDEX_URL, PIP_INDEX_URL, pip.conf.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test test-all lint clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
@@ -18,7 +18,7 @@ STAMP := .venv/install-seconds
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
-	@grep -hE '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 20
 
 .venv: $(STAMP) ## the environment, pinned by tools/lock-cpu.txt; redone when that changes
 
@@ -41,6 +41,9 @@ lint: $(STAMP) ## ruff and mypy
 
 test: lint ## lint, then every test; needs no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-all: lint ## test, and the longer matrix of layouts and families
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
 
 clean: ## everything that make made; runs/ stays
 	rm -rf .venv build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

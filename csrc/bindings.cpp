@@ -87,6 +87,11 @@ int bucket_copy(Pointer slices, int64_t count, int source, int target, bool on_g
   return STPPO_CALL(BucketCopy, bucket_copy)(a, on_gpu, where);
 }
 
+int bucket_checksum(Pointer slices, int64_t count, int source, int target, Pointer sums, bool on_gpu, Pointer where) {
+  const BucketChecksum a{to<SummedSlice>(slices), count, Dtype(source), Dtype(target), to<uint64_t>(sums)};
+  return STPPO_CALL(BucketChecksum, bucket_checksum)(a, on_gpu, where);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_csrc, m) {
@@ -107,4 +112,5 @@ PYBIND11_MODULE(_csrc, m) {
   m.def("vocab_gradient", &vocab_gradient);        // cotangents of the three -> logits
   m.def("gae", &gae);                              // advantages and returns, per token or per turn
   m.def("bucket_copy", &bucket_copy);              // many strided slices, cast on the way
+  m.def("bucket_checksum", &bucket_checksum);      // a sum of each, cast on the way
 }

@@ -112,4 +112,19 @@ struct BucketCopy {
 Status bucket_copy_cpu(const BucketCopy &, int threads);
 Status bucket_copy_cuda(const BucketCopy &, void *stream);
 
+// ops/bucket_checksum.py: a sum of every slice's bits as cast to `target`, which depends on their order.
+struct SummedSlice {
+  const void *source;
+  int64_t rows, width, stride;  // in elements
+  int64_t place;                // of its sum
+};
+struct BucketChecksum {
+  const SummedSlice *slices;  // on the op's device
+  int64_t count;
+  Dtype source, target;
+  uint64_t *sums;  // zero before
+};
+Status bucket_checksum_cpu(const BucketChecksum &, int threads);
+Status bucket_checksum_cuda(const BucketChecksum &, void *stream);
+
 }  // namespace stppo

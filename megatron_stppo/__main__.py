@@ -158,6 +158,22 @@ def serve_retriever(
     retrieval_server.serve(index, host, port, token)
 
 
+@app.command("check-invariance")
+def check_invariance(
+    config: File,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for what was measured")] = None,
+) -> None:
+    """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
+    settings = _open(config, overrides, "check-invariance")
+    from megatron_stppo.runtime import launch
+
+    launch.prepare(engine=False)
+    from megatron_stppo.invariance.check import check_invariance as check
+
+    raise typer.Exit(int(check(settings, output) > 0))
+
+
 @app.command()
 def plan(
     config: File,

@@ -16,8 +16,10 @@ from megatron_stppo.environments.base import Environment
 from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.residency import Phase, Residency
 from megatron_stppo.model.spans import (
     check_layout,
     check_stages,
@@ -50,6 +52,7 @@ class Parts:
     engine: Engine
     reshard: Resharder
     packer: Packer
+    residency: Residency
     make_environment: Callable[[], Environment]
 
     @property
@@ -64,11 +67,18 @@ class Parts:
 
     def serve(self, version: int) -> None:
         """Wakes the engine and brings it to the policy's weights."""
+        self.residency.to("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
         self.engine.wake_weights()
         self.reshard.sync(version)
+        self.residency.to("rollout")
         self.engine.wake()
         self.engine.refresh()
+
+    def train(self, phase: Phase) -> None:
+        """Puts the engine to sleep and brings back what the phase needs."""
+        self.engine.sleep()
+        self.residency.to(phase)
 
     def play(
         self,
@@ -122,6 +132,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
     shape = read_shape(config.model.path)
     check_layout(shape, config.parallel.tensor)
     check_stages(shape, Layout.of_world(launch.world_size(), config.parallel))
+    check_experts(shape, config.parallel)
     check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
     make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
@@ -146,8 +157,11 @@ def assemble(config: Config, training: bool = True) -> Parts:
     )
     engine.published = reshard.published
     packer = Packer.of(config, shape, place)
+    trainers = {"actor": actor, "critic": critic}
+    residency = Residency({k: t for k, t in trainers.items() if t}, reference, config.update.offload)
     return Parts(
-        config, place, shape, policy, actor, critic, reference, engine, reshard, packer, make_environment
+        *(config, place, shape, policy, actor, critic, reference, engine, reshard, packer),
+        *(residency, make_environment),
     )
 
 

@@ -135,7 +135,7 @@ class RolloutConfig(Section):
     tasks_per_iteration: int = Field(64, ge=1)
     samples_per_task: int = Field(1, ge=1)
     engine_tensor: int | None = Field(
-        None, description="tensor parallel size of the engine; default: parallel.tensor"
+        None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -160,6 +160,11 @@ class UpdateConfig(Section):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
     tokens_per_microbatch: int = Field(16384, ge=1)
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what waits on the host while the engine serves: optimizer states and gradients; "
+        "all: weights too, whenever nobody reads them",
+    )
     logit_rows: int = Field(
         4096, ge=1, description="rows of logits that exist at a time; a longer turn takes more"
     )
@@ -200,6 +205,10 @@ class AlgorithmConfig(Section):
     )
     mismatch_level: Literal["token", "turn", "sequence"] = "token"
     mismatch_bound: float = Field(2.0, gt=1)
+    routing_replay: Literal["off", "old_policy"] = Field(
+        "off",
+        description="experts that an update uses: its own router's, or those of the old policy's scores",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -296,6 +305,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         )
     for override in overrides or []:
         _override(raw, override)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """The configuration of sections as they stand in a file, every field checked. Raises ConfigError."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

@@ -23,7 +23,8 @@ from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.model.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.model.hf_names import ModelShape, hf_shapes, read_shape
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.spans import Spans, hf_spans, row_widths, training_layouts
+from megatron_stppo.model.spans import hf_spans, row_widths, training_layouts
+from megatron_stppo.model.tiles import Spans
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.runtime import launch

@@ -22,6 +22,7 @@ from megatron_stppo.describe import describe, mean_of
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.routing import recording
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.faults import DoNotRestart
@@ -54,15 +55,16 @@ def train(config: Config, resume: bool = True) -> None:
         with metrics.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, _seed(run.seed, iteration))
-            parts.engine.sleep()
         # score: what actor, reference and critic say about the action tokens
         with metrics.phase("score"):
+            parts.train("score")
             batch = _score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
         # update: ST-PPO on actor and critic
         with metrics.phase("update"):
+            parts.train("update")
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
@@ -81,9 +83,11 @@ def train(config: Config, resume: bool = True) -> None:
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations:
             with metrics.phase("checkpoint"):
+                parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()}
                 folder = run.folder / "checkpoints"
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
+                parts.serve(version=done)
     metrics.close()
     parts.close()
 
@@ -93,9 +97,13 @@ def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
     assert actor is not None
     first_epoch = minibatches(len(batch.live_N), update.minibatches, parts.config.run.seed, iteration, 0)
     given = (batch, parts.packer, first_epoch)
+    with recording(actor.chunks) as record:
+        old_logprob_T = logprobs(actor.model, _head(parts, actor.model), *given)
+        routes_P = record.routes(len(batch.tokens_P)) if record else None
     return replace(
         batch,
-        old_logprob_T=logprobs(actor.model, _head(parts, actor.model), *given),
+        old_logprob_T=old_logprob_T,
+        routes_P=routes_P,
         reference_logprob_T=logprobs(reference, _head(parts, reference), *given) if reference else None,
         value_T=values(parts.critic.model, *given) if parts.critic else None,
     )

@@ -120,6 +120,8 @@ class Batch:
     old_logprob_T: torch.Tensor | None = None  # float32, the trainer's policy at the start of the iteration
     reference_logprob_T: torch.Tensor | None = None
     value_T: torch.Tensor | None = None
+    # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that the update must use; None: its own
+    routes_P: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None
 

@@ -2,7 +2,18 @@ import json
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_stppo.model.hf_checkpoint import INDEX
 from megatron_stppo.model.hf_names import hf_shapes, read_shape
@@ -17,9 +28,15 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=6, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, moe_intermediate_size=20, tie_word_embeddings=True)
+    ),
 }
 
 
@@ -49,5 +66,6 @@ def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
         assert len(files) > 2 and all((split / name).exists() for name in files)
         reloaded = type(FAMILIES[family]()).from_pretrained(split)
         assert reloaded.dtype == torch.bfloat16
-        held = reloaded.state_dict()
+        reloaded.save_pretrained(tmp_path / "again" / family)  # by a checkpoint's names
+        held = load_file(tmp_path / "again" / family / "model.safetensors")
         assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)

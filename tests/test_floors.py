@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("environments",),
     ("rollout", "score", "advantage", "update", "reshard"),
     ("convert", "describe", "plan"),
-    ("assemble",),
+    ("assemble", "invariance"),
     ("evaluate",),
     ("loop", "cold_start"),
     ("__main__",),

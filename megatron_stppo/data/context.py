@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 
-def padded_lengths(lengths: Tensor, size: int, multiple: int) -> Tensor:
+def padded_lengths(lengths: Tensor, size: int, multiple: int, least: int = 1) -> Tensor:
     """Lengths [n] rounded up so that each has 2 `size` pieces, and where needed a last one of dummy tokens,
-    which makes every rank's share a multiple of `multiple`. Without any sequence there is that one alone.
+    which makes every rank's share a multiple of `multiple` and at least `least`.
 
     Example: [3, 6] for 2 ranks and a multiple of 1 become [4, 8]; for 1 rank and a multiple of 4: [3, 6, 3].
     """
     unit = 2 * size if size > 1 else 1
     padded = -(-lengths // unit) * unit
-    share = int(padded.sum()) // size
-    dummy = next(
-        n for n in range(multiple + 1) if (share + n * unit // size) % multiple == 0 and share + n > 0
-    )
+    share, dummy = int(padded.sum()) // size, 0
+    while share < least or share % multiple:
+        share, dummy = share + unit // size, dummy + 1
     return torch.cat([padded, torch.tensor([dummy * unit])]) if dummy else padded
 
 

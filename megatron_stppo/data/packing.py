@@ -32,7 +32,9 @@ class Microbatch:
     whole_turn_offsets: Tensor  # int64
     whole_action_offsets: Tensor  # int64
     rows_T: Tensor  # int64 into the Batch's T
+    rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
     longest: int
+    routes_P: Tensor | None = None  # the Batch's
 
     @property
     def tokens(self) -> int:
@@ -50,6 +52,7 @@ class Cut:
     context_rank: int = 0
     context_size: int = 1
     in_step: int = 1  # the number of microbatches is a multiple of this; what lacks holds dummy tokens only
+    equal: bool = False  # all have the longest's number of tokens, for a pipeline that exchanges no shapes
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
@@ -129,7 +132,11 @@ def pack(
     lengths = batch.sequence_offsets.diff().tolist()
     runs = split_by_budget(lengths, chosen, cut.budget * cut.context_size)
     runs += [[]] * (-len(runs) % cut.in_step)
-    return [_pack_one(batch, run, cut, device) for run in runs]
+    padded = [_padded(lengths, run, cut) for run in runs]
+    if cut.equal:
+        least = max(int(x.sum()) for x in padded) // cut.context_size
+        padded = [_padded(lengths, run, cut, least) for run in runs]
+    return [_pack_one(batch, run, own, cut, device) for run, own in zip(runs, padded, strict=True)]
 
 
 def count(batch: Batch, chosen: Sequence[int], cut: Cut) -> int:
@@ -139,17 +146,25 @@ def count(batch: Batch, chosen: Sequence[int], cut: Cut) -> int:
     return bins + -bins % cut.in_step
 
 
-def _pack_one(batch: Batch, run: Sequence[int], cut: Cut, device: torch.device | str) -> Microbatch:
+def _padded(lengths: Sequence[int], run: Sequence[int], cut: Cut, least: int = 1) -> Tensor:
+    chosen = torch.tensor([lengths[i] for i in run], dtype=torch.int64)
+    return context.padded_lengths(chosen, cut.context_size, cut.multiple, least)
+
+
+def _pack_one(
+    batch: Batch, run: Sequence[int], padded: Tensor, cut: Cut, device: torch.device | str
+) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     rows_P, lengths = _slices(batch.sequence_offsets, index)
     rows_T, counts = _slices(batch.action_offsets, index)
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
-    padded = context.padded_lengths(lengths, cut.context_size, cut.multiple)
     offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
     # where the packed tokens lie among the padded ones, and this rank's share of those
     moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
     tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
+    origin = torch.full_like(tokens, -1)
+    origin[moved_P] = rows_P
     mine, local = context.share(padded, cut.context_rank, cut.context_size)
     start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
     predicting = moved_P[batch.action_index_T[rows_T] + start_of_rows - 1]
@@ -169,6 +184,9 @@ def _pack_one(batch: Batch, run: Sequence[int], cut: Cut, device: torch.device |
         whole_turn_offsets=whole_turns.to(**to),
         whole_action_offsets=whole_actions.to(**to),
         rows_T=rows_T,
+        rows_P=origin[mine],
+        # any experts do for dummy tokens, but different ones
+        routes_P=None if batch.routes_P is None else batch.routes_P[origin[mine].clamp(min=0)].to(**to),
         longest=int(padded.max()),
     )
 

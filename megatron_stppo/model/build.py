@@ -22,7 +22,9 @@ from megatron_stppo.model.attention import Pack
 from megatron_stppo.model.hf_checkpoint import load_hf
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.layers import block_spec, layer_spec
+from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.routing import Routing, attach
 from megatron_stppo.model.spans import chunk_prefix, training_spans
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import Place
@@ -34,7 +36,11 @@ Role = Literal["actor", "critic", "reference"]
 class TokenModel(GPTModel):
     """A GPT model whose output is hidden [T, H] of a microbatch's action tokens; a critic's is values [T]."""
 
+    routing: Routing | None = None  # of an actor whose experts are replayed
+
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
+        if self.routing is not None:
+            self.routing.begin(microbatch)
         hidden = super().forward(
             input_ids=microbatch.tokens_P[None],
             position_ids=microbatch.position_P[None],
@@ -102,10 +108,15 @@ def transformer_config(
         "context_parallel_size": place.context_size,
         "expert_model_parallel_size": place.layout.expert,
         "sequence_parallel": config.parallel.sequence,
-        "variable_seq_lengths": True,  # packs differ in length, so pipeline stages exchange shapes first
+        # Packs differ in length, so pipeline stages exchange shapes first; not under an interleaved schedule,
+        # where both neighbours of one of two stages are the same rank and shapes would be mistaken.
+        "variable_seq_lengths": place.layout.virtual == 1,
+        "overlap_p2p_comm": place.layout.virtual > 1,
+        "batch_p2p_comm": place.layout.virtual == 1,
         # losses carry their own global denominators; megatron must not divide
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
+        **_experts(shape, layer_spec(config)),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -120,6 +131,20 @@ def transformer_config(
         **recompute,
     }
     return TransformerConfig(**(fields | config.megatron))
+
+
+def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.renormalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",  # the policy gradient alone moves the router
+        "moe_grouped_gemm": spec == "transformer_engine",
+    }
 
 
 def build(
@@ -144,6 +169,8 @@ def build(
             share_embeddings_and_output_weights=shape.tied and not is_critic,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=number,
         )
         if last and is_critic:
@@ -152,6 +179,8 @@ def build(
         # inside anyway
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
+    if role == "actor" and config.algorithm.routing_replay != "off":
+        attach(models)
     return models
 
 

@@ -25,8 +25,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.spans import LayerSpec
 from megatron_stppo.parallel.collectives import broadcast_bytes
 
 # Every optimizer state in the shape of its parameter: loadable under another data-parallel size.

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.model.spans import PADDING, Span, Spans
+from megatron_stppo.model.tiles import PADDING, Span, Spans
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

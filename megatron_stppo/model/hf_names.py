@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint says about a model: its shape, read from config.json without transformers.
 
-Supported families: Qwen2 / Qwen2.5 (q, k, v biases), Qwen3 (q and k norms), dense only.
+A family is a row of FAMILIES: the same decoder, with or without biases, norms and experts, by other names.
 """
 
 from __future__ import annotations
@@ -8,17 +8,50 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_stppo.config import ConfigError
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
-FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False}, "qwen3": {"qkv_bias": False, "qk_norm": True}}
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Family(NamedTuple):
+    """What sets a family apart from Llama."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    ffn: str = "intermediate_size"  # the field of config.json with the rows of a gate projection
+    renormalised: bool = True  # where norm_topk_prob is left out
+    mlp: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mixtral": Family(experts=True, mlp="block_sparse_moe", projections=("w1", "w3", "w2")),
+    "qwen2": Family(qkv_bias=True),  # and Qwen2.5
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True, ffn="moe_intermediate_size", renormalised=False),
+}
+# What the layers do not do otherwise; a field that config.json leaves out, or null, has this value.
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_jitter_noise": 0.0,
+}
+# Llama 3's scaled rotary embeddings: megatron has these constants in its code and takes the factor only.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder.
+    """Sizes of a decoder.
 
     Example: Qwen2.5-7B is ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, ...).
     """
@@ -29,7 +62,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # of an expert, where there are any
     vocab: int  # true rows of the embedding, before any padding
     tied: bool
     qkv_bias: bool
@@ -37,15 +70,31 @@ class ModelShape:
     rope_theta: float
     norm_eps: float
     max_positions: int
+    rope_factor: float | None = None  # of Llama 3's scaling; None: plain rotary embeddings
+    experts: int = 0  # of a layer; 0: a dense model
+    experts_per_token: int = 0
+    renormalised: bool = True  # a token's expert weights sum to 1; else they are shares among all experts
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows megatron allocates: the vocabulary rounded up to a multiple of 128 * tensor."""
         unit = 128 * tensor
         return -(-self.vocab // unit) * unit
 
+    def mlp_prefix(self, layer: int) -> str:
+        return f"model.layers.{layer}.{FAMILIES[self.family].mlp}."
+
+    def router(self, layer: int) -> str:
+        return self.mlp_prefix(layer) + "gate.weight"
+
+    def projections(self, layer: int, expert: int | None = None) -> tuple[str, str, str]:
+        """The names of gate, up and down projection, of one expert if there are any."""
+        prefix = self.mlp_prefix(layer) + (f"experts.{expert}." if self.experts else "")
+        gate, up, down = (f"{prefix}{name}.weight" for name in FAMILIES[self.family].projections)
+        return gate, up, down
+
 
 def read_shape(folder: Path) -> ModelShape:
-    """Reads folder/config.json. Raises ConfigError for a missing file or an unsupported family."""
+    """Reads folder/config.json. Raises ConfigError for a missing file, or a model that is not supported."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -53,32 +102,60 @@ def read_shape(folder: Path) -> ModelShape:
         raise ConfigError(f"{folder}: config.json unreadable ({error.strerror}); {REMEDY}") from None
     except json.JSONDecodeError:
         raise ConfigError(f"{folder}: config.json is not JSON; {REMEDY}") from None
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"{folder}: model_type={family!r} is not supported; choose one of {sorted(FAMILIES)}"
-        )
-    heads = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or {}
-    if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"{folder}: scaled rotary embeddings are not supported; use a checkpoint with rope_type=default"
-        )
+    name = raw.get("model_type")
+    if name not in FAMILIES:
+        raise ConfigError(f"{folder}: model_type={name!r} is not supported; choose one of {sorted(FAMILIES)}")
+    family = FAMILIES[name]
+    _check_plain(folder, raw)
+    heads, rope = raw["num_attention_heads"], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return ModelShape(
-        family=family,
+        family=name,
         layers=raw["num_hidden_layers"],
         hidden=raw["hidden_size"],
         heads=heads,
         kv_heads=raw.get("num_key_value_heads", heads),
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        ffn=raw["intermediate_size"],
+        ffn=raw[family.ffn],
         vocab=raw["vocab_size"],
         tied=bool(raw.get("tie_word_embeddings", False)),
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         max_positions=int(raw.get("max_position_embeddings", 32768)),
-        **FAMILIES[family],
+        rope_factor=_rope_factor(folder, rope),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        experts=(raw.get("num_experts") or raw["num_local_experts"]) if family.experts else 0,
+        experts_per_token=raw["num_experts_per_tok"] if family.experts else 0,
+        renormalised=raw.get("norm_topk_prob", family.renormalised),
     )
+
+
+def _check_plain(folder: Path, raw: dict[str, Any]) -> None:
+    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
+    for name, plain in PLAIN.items():
+        value = raw.get(name)
+        if value not in (None, plain) and name not in unused:
+            raise ConfigError(
+                f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
+            )
+
+
+def _rope_factor(folder: Path, rope: dict[str, Any]) -> float | None:
+    """Of Llama 3's scaling, or None for plain rotary embeddings. Raises ConfigError for any other."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise ConfigError(
+            f"{folder}: rope_type={kind!r} is not supported; use a checkpoint with default or llama3"
+        )
+    if kind == "default":
+        return None
+    for name, known in LLAMA3.items():
+        if rope.get(name) != known:
+            raise ConfigError(
+                f"{folder}: {name}={rope.get(name)} of rope_type=llama3 is not supported, megatron "
+                f"computes with {known}; use a checkpoint that does too"
+            )
+    return float(rope["factor"])
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -99,9 +176,11 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.q_norm.weight"] = (c.head_dim,)
             shapes[f"{prefix}self_attn.k_norm.weight"] = (c.head_dim,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (c.hidden, rows["q_proj"])
-        shapes[f"{prefix}mlp.gate_proj.weight"] = (c.ffn, c.hidden)
-        shapes[f"{prefix}mlp.up_proj.weight"] = (c.ffn, c.hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (c.hidden, c.ffn)
+        if c.experts:
+            shapes[c.router(layer)] = (c.experts, c.hidden)
+        for expert in range(c.experts or 1):
+            gate, up, down = c.projections(layer, expert)
+            shapes |= {gate: (c.ffn, c.hidden), up: (c.ffn, c.hidden), down: (c.hidden, c.ffn)}
         shapes[f"{prefix}input_layernorm.weight"] = hidden
         shapes[f"{prefix}post_attention_layernorm.weight"] = hidden
     return shapes

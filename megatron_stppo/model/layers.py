@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
 from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.spans import LayerSpec
+from megatron_stppo.model.mlp_spans import LayerSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -29,6 +31,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class Router(TopKRouter):
+    """megatron's router with logits in float32. Its own way to these needs TransformerEngine (0.16.1)."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.linear(input.float(), self.weight.float())
 
 
 def layer_spec(config: Config) -> LayerSpec:
@@ -52,7 +61,9 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage (of one of its chunks), and the norm after the last of all."""
     if spec == "transformer_engine":
-        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.experts or None, moe_grouped_gemm=shape.experts > 0, qk_layernorm=shape.qk_norm
+        )
         norm = gpt_layer_specs.TENorm
     else:
         layer, norm = _local_layer(shape), RMSNorm
@@ -61,10 +72,14 @@ def block_spec(
 
 def _local_layer(shape: ModelShape) -> Any:
     """megatron's local layer with packed attention and a norm that sequence parallelism accepts."""
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if shape.experts:
+        layer.mlp.submodules.router = Router
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -77,6 +77,20 @@ class Trainer:
         """The models themselves, without the wrapper that keeps their gradients."""
         return [chunk.module for chunk in self.model]
 
+    def states(self) -> Iterator[Tensor]:
+        """Adam's moments and the parameters that it steps on, which may be the weights themselves."""
+        for wrapped in self.optimizer.chained_optimizers:
+            for group in wrapped.optimizer.param_groups:
+                yield from group["params"]
+            for state in wrapped.optimizer.state.values():
+                yield from (x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0)
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """What all main gradients are views of."""
+        for chunk in self.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
         """Whatever is accumulated and reduced inside, the gradients are afterwards what they were before."""
@@ -88,13 +102,15 @@ class Trainer:
     def restore(self, state: dict[str, Any], updates: int, skipped: int, warmup: int) -> None:
         """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and
         the counters."""
-        moments = state.pop("param_state", None)  # the distributed optimizer's
+        chained = self.optimizer.chained_optimizers  # under expert parallelism two, which megatron numbers
+        states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
+        moments = [part.pop("param_state", None) for part in states]  # the distributed optimizer's
         self.optimizer.load_state_dict(state)
-        if moments is not None:
-            (wrapped,) = self.optimizer.chained_optimizers
-            for parameter_state in wrapped.optimizer.state.values():
-                parameter_state.pop("step", None)  # megatron would look for it among the moments
-            wrapped.load_parameter_state_from_fully_reshardable(moments)
+        for wrapped, own in zip(chained, moments, strict=True):
+            if own is not None:
+                for parameter_state in wrapped.optimizer.state.values():
+                    parameter_state.pop("step", None)  # megatron would look for it among the moments
+                wrapped.load_parameter_state_from_fully_reshardable(own)
         self.updates, self.skipped = updates, skipped
         self.warmup = warmup  # of the run as it was planned: more iterations do not warm up again
         self._set_adam_steps(updates)
@@ -122,9 +138,10 @@ class Trainer:
         return self.settings.lr * min(1.0, (self.updates + 1) / max(1, self.warmup))
 
     def _gradients(self) -> Iterator[Tensor]:
-        for parameter in self.optimizer.get_parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
+        for wrapped in self.optimizer.chained_optimizers:
+            for parameter in wrapped.get_parameters():
+                if parameter.grad is not None:
+                    yield parameter.grad
 
 
 def _megatron_settings(

@@ -36,7 +36,9 @@ class Packer:
             place.tensor_size if config.parallel.sequence else 1,
             place.context_rank,
             place.context_size,
-            place.pipeline_size if place.layout.virtual > 1 else 1,  # the interleaved schedule's groups
+            # the interleaved schedule takes groups of microbatches, all of one length
+            in_step=place.pipeline_size if place.layout.virtual > 1 else 1,
+            equal=place.layout.virtual > 1,
         )
         return cls(cut, place, shape.hidden, torch.cuda.current_device())
 
@@ -119,7 +121,7 @@ def _run(
         data_iterator=[iter(microbatches) for _ in model],  # every chunk of the model sees every microbatch
         model=list(model),
         num_microbatches=len(microbatches),
-        seq_length=1,  # ignored: variable_seq_lengths
+        seq_length=int(microbatches[0].sequence_offsets[-1]),  # of all; ignored where shapes are exchanged
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -140,10 +142,12 @@ def score(
     The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
     rows together.
     """
-    microbatches = [microbatch for chosen in together for microbatch in packer.pack(batch, chosen)]
-    total, place = len(batch.action_index_T), packer.place
-    answers = forward(model, microbatches, answer)
-    out_T = unpack(microbatches, answers, total) if place.is_last_stage else torch.zeros(total)
+    place, out_T = packer.place, torch.zeros(len(batch.action_index_T))
+    for chosen in together:
+        microbatches = packer.pack(batch, chosen)
+        answers = forward(model, microbatches, answer)
+        if place.is_last_stage:
+            out_T += unpack(microbatches, answers, len(out_T))
     dist.all_reduce(out_T, group=place.token_group)
     dist.all_reduce(out_T, group=place.pipeline_group)
     return out_T

@@ -1,39 +1,20 @@
 """Where the rows of a checkpoint live: on a training rank, on a serving rank, and in the checkpoint itself.
 
-A tensor is a tuple of spans that tile it along one dimension. Nothing here moves or converts a weight; the
-same three descriptions serve the reshard into the engine, the import and the export.
+Nothing here moves or converts a weight; the same three descriptions serve the reshard into the engine, the
+import and the export. mlp_spans.py has what follows attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.model.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.model.hf_names import EMBEDDING, FAMILIES, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.model.mlp_spans import LayerSpec, serving_mlp, training_mlp
+from megatron_stppo.model.tiles import PADDING, Part, Span, Spans, cut, tile, whole
 from megatron_stppo.parallel.layout import Layout
 
-LayerSpec = Literal["local", "transformer_engine"]  # whose layers: they name their norms differently
-PADDING = ""  # the hf_key of rows that exist on one side only; they hold zeros and never travel
-
-
-class Span(NamedTuple):
-    """Rows (or columns, dim 1) [local, local + size) of a tensor are [start, start + size) of `hf_key`.
-
-    Example: Span("model.layers.0.mlp.up_proj.weight", 0, 32, 16, 16) in a rank's linear_fc1: its rows 16..31
-    are rows 32..47 of the checkpoint's up projection.
-    """
-
-    hf_key: str
-    dim: int
-    start: int
-    size: int
-    local: int
-
-
-Spans = Mapping[str, tuple[Span, ...]]  # {tensor name: its spans}
-Part = tuple[str, int, int]  # hf_key, first row, rows
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight", "w2.weight")  # the last is Mixtral's down projection
 
 
 def training_spans(
@@ -62,9 +43,10 @@ def training_spans(
         for local, layer in enumerate(layers):
             source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
             spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+            spans |= training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
         if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
             continue
-        spans[prefix + "decoder.final_layernorm.weight"] = _whole(NORM, shape.hidden)
+        spans[prefix + "decoder.final_layernorm.weight"] = whole(NORM, shape.hidden)
         output = prefix + "output_layer.weight"
         if head and not shape.tied:
             spans[output] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
@@ -81,29 +63,24 @@ def chunk_prefix(virtual: int, chunk: int) -> str:
 def _training_layer(
     shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: LayerSpec
 ) -> dict[str, tuple[Span, ...]]:
-    heads, ffn = shape.heads * shape.head_dim // size, shape.ffn // size
-    norms = {
-        "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-        "transformer_engine": (
-            "self_attention.linear_qkv.layer_norm_weight",
-            "mlp.linear_fc1.layer_norm_weight",
-        ),
-    }[spec]
+    heads, fused = shape.heads * shape.head_dim // size, spec == "transformer_engine"
+    norms = (
+        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight" if fused and not shape.experts else "pre_mlp_layernorm.weight",
+    )
     spans = {
-        target + "self_attention.linear_proj.weight": _tile(
+        target + "self_attention.linear_proj.weight": tile(
             1, [(source + "self_attn.o_proj.weight", tensor * heads, heads)]
         ),
-        target + "mlp.linear_fc1.weight": _gate_up(source, tensor, ffn),
-        target + "mlp.linear_fc2.weight": _tile(1, [(source + "mlp.down_proj.weight", tensor * ffn, ffn)]),
-        target + norms[0]: _whole(source + "input_layernorm.weight", shape.hidden),
-        target + norms[1]: _whole(source + "post_attention_layernorm.weight", shape.hidden),
+        target + norms[0]: whole(source + "input_layernorm.weight", shape.hidden),
+        target + norms[1]: whole(source + "post_attention_layernorm.weight", shape.hidden),
     }
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         spans[target + f"self_attention.linear_qkv.{kind}"] = _grouped_qkv(
             shape, size, tensor, source + "self_attn.", kind
         )
     for x in "qk" if shape.qk_norm else "":
-        spans[target + f"self_attention.{x}_layernorm.weight"] = _whole(
+        spans[target + f"self_attention.{x}_layernorm.weight"] = whole(
             source + f"self_attn.{x}_norm.weight", shape.head_dim
         )
     return spans
@@ -124,11 +101,11 @@ def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: s
             (f"{prefix}v_proj.{kind}", group * dim, dim),
         ]
     rows = (shape.heads + 2 * shape.kv_heads) * dim // size
-    return _cut(_tile(0, parts), tensor * rows, rows)
+    return cut(tile(0, parts), tensor * rows, rows)
 
 
 def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
-    """The engine's parameters on tensor rank `tensor` of `tensor_size` (vLLM's Qwen2 and Qwen3 modules).
+    """The engine's parameters on tensor rank `tensor` of `tensor_size` (vLLM's own modules).
 
     vLLM pads the vocabulary to a multiple of 64, and repeats a KV head on tensor_size / kv_heads ranks.
     A tied model has no lm_head parameter.
@@ -137,11 +114,10 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
     spans = {EMBEDDING: _vocabulary(EMBEDDING, shape, padded, tensor, tensor_size)}
     if not shape.tied:
         spans[HEAD] = _vocabulary(HEAD, shape, padded, tensor, tensor_size)
-    spans[NORM] = _whole(NORM, shape.hidden)
+    spans[NORM] = whole(NORM, shape.hidden)
     queries = shape.heads // tensor_size * shape.head_dim
     keys = max(1, shape.kv_heads // tensor_size) * shape.head_dim
     key_rank = tensor // max(1, tensor_size // shape.kv_heads)
-    ffn = shape.ffn // tensor_size
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         attention = prefix + "self_attn."
@@ -151,17 +127,15 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
                 (f"{attention}k_proj.{kind}", key_rank * keys, keys),
                 (f"{attention}v_proj.{kind}", key_rank * keys, keys),
             ]
-            spans[f"{attention}qkv_proj.{kind}"] = _tile(0, parts)
-        spans[attention + "o_proj.weight"] = _tile(
+            spans[f"{attention}qkv_proj.{kind}"] = tile(0, parts)
+        spans[attention + "o_proj.weight"] = tile(
             1, [(attention + "o_proj.weight", tensor * queries, queries)]
         )
-        spans[prefix + "mlp.gate_up_proj.weight"] = _gate_up(prefix, tensor, ffn)
-        down = prefix + "mlp.down_proj.weight"
-        spans[down] = _tile(1, [(down, tensor * ffn, ffn)])
+        spans |= serving_mlp(shape, layer, tensor_size, tensor)
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            spans[prefix + norm] = _whole(prefix + norm, shape.hidden)
+            spans[prefix + norm] = whole(prefix + norm, shape.hidden)
         for x in "qk" if shape.qk_norm else "":
-            spans[f"{attention}{x}_norm.weight"] = _whole(f"{attention}{x}_norm.weight", shape.head_dim)
+            spans[f"{attention}{x}_norm.weight"] = whole(f"{attention}{x}_norm.weight", shape.head_dim)
     return spans
 
 
@@ -187,7 +161,7 @@ def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
 
 def shard_dim(hf_key: str) -> int:
     """The dimension both sides cut: the input of a row-parallel projection, otherwise the output."""
-    return 1 if hf_key.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    return 1 if hf_key.endswith(ROW_PARALLEL) else 0
 
 
 def row_widths(shape: ModelShape) -> dict[str, int]:
@@ -243,10 +217,12 @@ def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
         return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
     if shape.ffn % tensor:
-        return f"must divide model.intermediate_size={shape.ffn}"
+        return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if not serving and rows % tensor:
         return f"must divide the {rows} rows of the joint q, k, v projection"
+    if serving and 0 < shape.experts < tensor:
+        return f"exceeds the model's {shape.experts} experts"
     padded = -(-shape.vocab // 64) * 64
     if serving and padded % tensor:
         return f"must divide model.vocab_size={shape.vocab} padded to {padded}"
@@ -258,38 +234,9 @@ def _listed(values: list[int]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _whole(hf_key: str, size: int) -> tuple[Span, ...]:
-    return (Span(hf_key, 0, 0, size, 0),)
-
-
-def _tile(dim: int, parts: list[Part]) -> tuple[Span, ...]:
-    """Parts laid end to end, from local position 0."""
-    spans, local = [], 0
-    for key, start, size in parts:
-        spans.append(Span(key, dim, start, size, local))
-        local += size
-    return tuple(spans)
-
-
-def _cut(spans: tuple[Span, ...], first: int, size: int) -> tuple[Span, ...]:
-    """What of the spans lies in local positions [first, first + size), counted from `first`."""
-    out = []
-    for key, dim, start, length, local in spans:
-        begin, end = max(first, local), min(first + size, local + length)
-        if begin < end:
-            shift = begin - local
-            out.append(Span(key, dim, 0 if key == PADDING else start + shift, end - begin, begin - first))
-    return tuple(out)
-
-
 def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:
     parts: list[Part] = [(key, 0, shape.vocab)]
     if padded > shape.vocab:
         parts.append((PADDING, 0, padded - shape.vocab))
     rows = padded // size
-    return _cut(_tile(0, parts), tensor * rows, rows)
-
-
-def _gate_up(prefix: str, tensor: int, rows: int) -> tuple[Span, ...]:
-    """[gate of this rank; up of this rank], on both sides."""
-    return _tile(0, [(f"{prefix}mlp.{x}_proj.weight", tensor * rows, rows) for x in ("gate", "up")])
+    return cut(tile(0, parts), tensor * rows, rows)

@@ -1,5 +1,6 @@
 """The computations worth a kernel, each one function: fast twins of the specification in algorithm/."""
 
+from megatron_stppo.ops.bucket_checksum import BucketChecksum, checksum
 from megatron_stppo.ops.bucket_copy import BucketCopy, bucket_copy
 from megatron_stppo.ops.clipped_surrogate import clipped_surrogate
 from megatron_stppo.ops.gae import gae
@@ -8,8 +9,10 @@ from megatron_stppo.ops.vocab_logprob import vocab_logprob
 
 __all__ = [
     "CHUNK",
+    "BucketChecksum",
     "BucketCopy",
     "bucket_copy",
+    "checksum",
     "chunk_bounds",
     "clipped_surrogate",
     "gae",

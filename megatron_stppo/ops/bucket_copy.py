@@ -39,7 +39,7 @@ class BucketCopy:
             if source.numel():
                 kind = extension.DTYPES[source.dtype], extension.DTYPES[target.dtype]
                 slices.setdefault(kind, []).append(_slice(source, target))
-        self._slices = [(kind, _on_device(rows, device)) for kind, rows in slices.items()]
+        self._slices = [(kind, on_device(rows, device)) for kind, rows in slices.items()]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -88,6 +88,7 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
     return [source.data_ptr(), target.data_ptr(), rows, width, *strides]
 
 
-def _on_device(slices: list[list[int]], device: torch.device) -> Tensor:
+def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
+    """csrc's records, each a row of 8-byte numbers, as one tensor."""
     table = torch.tensor(slices, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -142,7 +142,8 @@ def _segment_sums(inputs: _Inputs, settings: _Settings) -> Tensor:
         assert inputs.offsets is not None
         shape = (max(0, len(inputs.offsets) - 1), extension.SEGMENT_SUMS)
         part = torch.empty(shape, dtype=torch.float64, device=inputs.logprob.device)
-        _run(inputs, settings, part=part)
+        if len(part):  # without segments it has no address, which would ask for everything
+            _run(inputs, settings, part=part)
         return part
     _check_order(inputs)
     return segment_sums(*inputs[:3], inputs.weight_T, inputs.offsets)

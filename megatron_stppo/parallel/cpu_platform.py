@@ -99,11 +99,19 @@ def install(device: str = "cpu") -> None:
     _substitute_random_state()
     _substitute_factories(device)
     _substitute_type_names()
+    _substitute_uneven_collectives()
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     # torch's lazy-initialisation hooks, imported by name there: nothing is lazy on a CPU
     megatron_random._lazy_call = lambda callback, **kwargs: callback()
     megatron_random._lazy_init = lambda: None
+    # split sizes reach an all-to-all as numpy arrays only by way of a copy from the device
+    dispatcher.maybe_move_tensor_to_cpu = _as_moved
+
+
+def _as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _substitute_device(device: str) -> None:
@@ -162,3 +170,33 @@ def _substitute_type_names() -> None:
         return plain(self, *args, **kwargs)
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+
+
+def _substitute_uneven_collectives() -> None:
+    """NCCL gathers and scatters pieces of different sizes, gloo only by an all-to-all."""
+    dist: Any = torch.distributed
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def gather(pieces: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return all_gather(pieces, tensor, group=group, **kwargs)
+        sizes = [len(piece) for piece in pieces]
+        received = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        dist.all_to_all_single(
+            received, torch.cat([tensor] * len(sizes)), sizes, [len(tensor)] * len(sizes), group=group
+        )
+        for piece, own in zip(pieces, received.split(sizes), strict=True):
+            piece.copy_(own)
+
+    def scatter(output: torch.Tensor, pieces: list[torch.Tensor], *args: Any, group: Any = None) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return reduce_scatter(output, pieces, *args, group=group)
+        assert not args, "sums only"
+        sizes = [len(piece) for piece in pieces]
+        received = output.new_empty(len(sizes), *output.shape)
+        dist.all_to_all_single(
+            received.flatten(0, 1), torch.cat(pieces), [len(output)] * len(sizes), sizes, group=group
+        )
+        output.copy_(received.sum(0))
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from megatron_stppo.config import ParallelConfig
 from megatron_stppo.parallel.layout import Layout
@@ -55,6 +55,12 @@ def carry_bytes() -> bool:
     return dist.get_backend() != "fake"
 
 
+def replace(parallel: ParallelConfig) -> Place:
+    """Other groups in place of those that there are. Models built on the former are of no use then."""
+    parallel_state.destroy_model_parallel()
+    return initialize(parallel)
+
+
 def initialize(parallel: ParallelConfig) -> Place:
     """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
     ranks do not suffice."""
@@ -67,6 +73,7 @@ def initialize(parallel: ParallelConfig) -> Place:
         expert_model_parallel_size=layout.expert,
         create_gloo_process_groups=carry_bytes(),
     )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left
     ps = parallel_state
     return Place(
         rank=dist.get_rank(),

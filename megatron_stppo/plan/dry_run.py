@@ -14,7 +14,9 @@ from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.model.spans import Spans, row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.residency import Offload
+from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.tiles import Spans
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
@@ -47,6 +49,11 @@ class Plan:
     exchange: Exchange
     bounds: Bounds
     broken: tuple[str, ...]
+
+    @property
+    def beside(self) -> tuple[EngineUse, int, Offload]:
+        """What a stage's phases depend on beside the stage."""
+        return self.engine, self.exchange.staging, self.config.update.offload
 
 
 def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_stppo.model.spans import PADDING, Span, Spans
+from megatron_stppo.model.tiles import PADDING, Span, Spans
 
 
 class PlanError(ValueError):
@@ -99,7 +99,7 @@ def plan_copies(
 
 
 class _Places:
-    """Who holds which rows of one key: its intervals in order, their holders by rank, and the ranks by node."""
+    """Who holds which rows of one key: intervals in order, their holders by rank, and the ranks by node."""
 
     def __init__(self, held: list[Holder], ranks_per_node: int) -> None:
         intervals: dict[int, dict[int, Holder]] = defaultdict(dict)

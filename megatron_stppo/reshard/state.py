@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.parallel.collectives import all_agree, all_reduce_sum, gather_records
 from megatron_stppo.reshard.execute import Exchange, Guard
 from megatron_stppo.reshard.plan import Plan, PlanError, build_plan

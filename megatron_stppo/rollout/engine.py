@@ -93,9 +93,15 @@ class Engine:
         self.group: dist.ProcessGroup = get_tp_group().cpu_group
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's shard by vLLM's names; writing into the tensors changes what the engine computes."""
-        worker = self._llm.model_executor.driver_worker.worker
-        return {name: parameter.data for name, parameter in worker.get_model().named_parameters()}
+        """This rank's shard by vLLM's names; writing into the tensors changes what the engine computes.
+
+        Stacked experts come one by one: "...w13_weight.3" is a view of the fourth.
+        """
+        worker, shard = self._llm.model_executor.driver_worker.worker, {}
+        for name, parameter in worker.get_model().named_parameters():
+            slices = parameter.data.unbind() if parameter.ndim == 3 else ()
+            shard |= {f"{name}.{n}": part for n, part in enumerate(slices)} or {name: parameter.data}
+        return shard
 
     def refresh(self) -> int:
         """To be called after each sync: forgets key-value blocks that older weights wrote; the version."""

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from megatron_stppo.rollout import cpu_experts  # noqa: E402
 from megatron_stppo.rollout.cpu_worker import TOKEN  # noqa: E402
 
 PINNED_VLLM = "0.32.0"
@@ -155,6 +156,11 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if on_cpu() and head_size not in (known := CPUAttentionBackend.get_supported_head_sizes()):
         raise ConfigError(f"model.path: its head size {head_size} cannot be served on a CPU; known: {known}")
+    if on_cpu() and getattr(config, "num_experts", 0) and config.hidden_size % 32:
+        raise ConfigError(
+            f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
+            "a multiple of 32 can"
+        )
     if max_context > positions:
         raise ConfigError(
             f"rollout.max_context={max_context} exceeds the model's max_position_embeddings={positions}; "
@@ -169,6 +175,7 @@ def _keep_weights_plain() -> None:
     """
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
+    cpu_experts.keep_plain()
 
 
 def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
@@ -177,7 +184,8 @@ def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
 
 def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
     if not on_cpu():
-        return {"enable_sleep_mode": True}
+        # the one MoE backend that leaves the experts' weights as the reshard writes them
+        return {"enable_sleep_mode": True, "moe_backend": "triton"}
     return {
         "enforce_eager": True,
         # vLLM's 128 here would never find a short history in the prefix cache; 32 saved a fifth of the time.

@@ -19,11 +19,19 @@ from tokenizers import Tokenizer
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
 
 # The files of data.* that a command reads.
-DATA = {"train": ("train",), "evaluate": ("evaluate",), "cold-start": ("demonstrations",), "convert": (), "plan": ()}
+DATA = {
+    "train": ("train",),
+    "evaluate": ("evaluate",),
+    "cold-start": ("demonstrations",),
+    "convert": (),
+    "check-invariance": (),
+    "plan": (),
+}
 ROLLS_OUT = ("train", "evaluate")
 
 
@@ -37,9 +45,9 @@ def check(config: Config, world_size: int, command: str) -> None:
         _data_file(f"data.{field}", getattr(config.data, field))
     if command == "cold-start" and config.cold_start.output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
-    layout = _layout(config, world_size)
+    layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
-        _engine(config, world_size)
+        check_engine(config, world_size)
         _context(config)
     if command in ROLLS_OUT:
         _chat_template(config)
@@ -156,7 +164,8 @@ def _chat_template(config: Config) -> None:
         raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")
 
 
-def _layout(config: Config, world_size: int) -> Layout:
+def check_parallel(config: Config, world_size: int) -> Layout:
+    """The training layout. Raises ConfigError unless it fits the ranks and the model."""
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError(
@@ -165,10 +174,17 @@ def _layout(config: Config, world_size: int) -> Layout:
     shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
     check_layout(shape, parallel.tensor)
     check_stages(shape, layout)
+    check_experts(shape, parallel)
+    if config.algorithm.routing_replay != "off" and not shape.experts:
+        raise ConfigError(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
+            "set it to off"
+        )
     return layout
 
 
-def _engine(config: Config, world_size: int) -> None:
+def check_engine(config: Config, world_size: int) -> None:
+    """Raises ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
     tensor = config.engine_tensor
     if world_size % tensor:
         raise ConfigError(

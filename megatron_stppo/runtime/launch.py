@@ -87,9 +87,6 @@ def start(config: Config) -> Place:
     # a GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
     place = groups.initialize(config.parallel)
-    from megatron.core import tensor_parallel
-
-    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
     if place.rank == 0:
         print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)
     return place

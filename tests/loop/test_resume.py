@@ -15,7 +15,8 @@ TIMES = ("seconds", "share", "memory", "rollout/tokens_per_second", "evaluate/to
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6)."""
+    """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6 with memory that comes and
+    goes)."""
     root = tmp_path_factory.mktemp("run")
     config = small_run.write(root)
     straight, resumed = root / "runs" / "straight", root / "runs" / "resumed"
@@ -23,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert done.returncode == 0, done.stderr[-3000:]
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
     assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
-    done = small_run.run("train", config, "run.name=resumed", "--resume")
+    done = small_run.run("train", config, "run.name=resumed", "update.offload=all", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     return straight, resumed
 

@@ -59,14 +59,12 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(config: Path, name: str)
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)
 
 
-def test_larger_microbatches_change_no_more_than_rounding(config: Path) -> None:
+def test_larger_microbatches_under_context_parallelism_change_no_more_than_rounding(config: Path) -> None:
     """Needs the run of tensor_to_replicas_s_ppo, whose microbatches are at most 80 tokens each."""
     rows, name = [], "tensor_to_replicas_s_ppo"
     larger = (
-        "run.name=larger",
-        "run.iterations=1",
-        "run.evaluate_every=0",
-        "update.tokens_per_microbatch=200",
+        *("run.name=larger", "run.iterations=1", "run.evaluate_every=0", "update.tokens_per_microbatch=200"),
+        *("parallel.tensor=1", "parallel.context=2", "parallel.sequence=false"),
     )
     done = small_run.run("train", config, *CASES[name], *larger)
     assert done.returncode == 0, done.stderr[-3000:]

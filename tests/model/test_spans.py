@@ -2,13 +2,12 @@ import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.spans import (
-    PADDING,
-    Span,
     check_layout,
     check_stages,
     serving_spans,
     training_spans,
 )
+from megatron_stppo.model.tiles import PADDING, Span
 from megatron_stppo.parallel.layout import Layout
 from tests.reshard.pieces import model_shape
 

@@ -37,6 +37,11 @@ CASES = [{}, {"pooling": "sum", "dual_clip": 2.0, "clip_low": 0.1}]
 
 
 def on_a_rank():
+    import torch.distributed as dist
+
+    nothing = torch.zeros(0)
+    none = ops.clipped_surrogate(nothing, nothing, nothing, torch.tensor([0]), group=dist.group.WORLD)
+    assert none.objective == 0 and none.tokens == 0 and len(none.ratio) == 0
     return [part_of_a_rank(settings) for settings in CASES]
 
 

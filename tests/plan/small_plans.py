@@ -50,7 +50,7 @@ def limits(folder: str) -> dict[str, list[str]]:
     made = plan(config, 2)
     cache = config.max_context * made.engine.cache_per_token  # one trajectory's
     stage, engine = made.stages[0], replace(made.engine, working=0, cache=cache)
-    totals = stage.totals(engine, 0)
+    totals = stage.totals(engine, 0, "none")
 
     def lines(memory: int, engine: Any = engine, config: Any = config) -> list[str]:
         gpu = replace(H100, memory=memory, reserve=0)
@@ -64,6 +64,11 @@ def limits(folder: str) -> dict[str, list[str]]:
             config=config.model_copy(update={"model": config.model.model_copy(update={"recompute": "full"})}),
         ),
         "serving": lines(totals["update"], replace(engine, cache=totals["update"])),
-        "resident": lines(stage.resident),
+        "offloaded": lines(
+            totals["update"],
+            replace(engine, cache=totals["update"]),
+            config.model_copy(update={"update": config.update.model_copy(update={"offload": "all"})}),
+        ),
+        "resident": lines(sum(stage.held("update", "none").values())),
         "engine": lines(H100.memory, replace(engine, cache=cache - 1)),
     }

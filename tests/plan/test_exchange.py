@@ -18,8 +18,8 @@ SIDES = (
 
 
 def test_two_stages_send_each_other_half_the_layers() -> None:
-    """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows but for one norm.
-    Every rank serves its tensor half of all: each needs from the other stage what its own stage holds less."""
+    """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows and a norm. Every
+    rank serves its tensor half of all, and lacks what the other stage holds."""
     found = exchange(*SIDES, 2, H100)
     first, second = (
         sum(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.model.hf_names import ModelShape, hf_shapes
-from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.reshard.plan import Plan
 
 

@@ -2,27 +2,44 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_stppo.model.hf_names import FAMILIES
 from megatron_stppo.model.spans import (
-    PADDING,
-    Span,
     hf_spans,
     row_widths,
     serving_layouts,
     training_layouts,
 )
+from megatron_stppo.model.tiles import PADDING, Span
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import PlanError, buckets, build_plan, lower_bound
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
 
 
 @st.composite
+def meshes(draw):
+    """A layout of at most 12 ranks, and a number of layers that its stages and model chunks can share out."""
+    tensor, pipeline, data, context = (
+        draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 3], [1, 2], [1, 2])
+    )
+    virtual, first, last = 1, None, None
+    if pipeline > 1:
+        virtual = draw(st.sampled_from([1, 2]))
+        first, last = (draw(st.sampled_from([None, None, virtual, 2 * virtual])) for _ in range(2))
+    layout = Layout(tensor, pipeline, data, context, 1, virtual, first, last)
+    layers = [n for n in range(1, 9) if layout.stage_sizes(n)]
+    assume(layers and layout.world <= 12)
+    return layout, draw(st.sampled_from(layers[:2]))
+
+
+@st.composite
 def models_and_layouts(draw):
     """A model, a training layout and an engine size that megatron and vLLM both accept."""
-    tensor, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 3], [1, 2]))
-    serving = draw(st.sampled_from([s for s in (1, 2, 4, 8) if (tensor * pipeline * data) % s == 0]))
+    layout, layers = draw(meshes())
+    tensor = layout.tensor
+    serving = draw(st.sampled_from([s for s in (1, 2, 4, 8) if layout.world % s == 0]))
     kv_heads = draw(
         st.sampled_from([1, 2, 3, 4]).filter(
             lambda k: all(k % t == 0 or t % k == 0 for t in (tensor, serving))
@@ -32,10 +49,12 @@ def models_and_layouts(draw):
         st.sampled_from([h for h in (1, 2, 4, 6, 8) if kv_heads * h % max(tensor, serving) == 0])
     )
     head_dim = draw(st.sampled_from([d for d in (1, 2, 4) if (heads + 2 * kv_heads) * d % tensor == 0]))
-    family = draw(st.sampled_from(["qwen2", "qwen3"]))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    expert = draw(st.sampled_from([1, 2])) if FAMILIES[family].experts and layout.data == 2 else 1
+    experts = expert * draw(st.sampled_from([1, 2, 3])) if FAMILIES[family].experts else 0
     shape = model_shape(
         family=family,
-        layers=pipeline * draw(st.integers(1, 2)),
+        layers=layers,
         hidden=draw(st.integers(1, 5)),
         heads=heads,
         kv_heads=kv_heads,
@@ -43,11 +62,12 @@ def models_and_layouts(draw):
         ffn=8 * draw(st.integers(1, 2)),
         vocab=draw(st.integers(1, 600)),
         tied=draw(st.booleans()),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm,
+        experts=experts,
     )
     spec = draw(st.sampled_from(["local", "transformer_engine"]))
-    return shape, Layout(tensor, pipeline, data), spec, serving
+    return shape, dataclasses.replace(layout, expert=expert), spec, serving
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""A random Qwen3 of two layers with a byte-level tokenizer of 320 tokens, and a game for it to play.
+"""A random model of two layers with a byte-level tokenizer of 320 tokens, and a game for it to play.
 
 Being random, it emits any byte; so every stop string, broken character and limit is met within a few turns.
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.types import Message, Task
@@ -23,6 +24,22 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# transformers' prefix, and what the family's model has besides the common sizes
+OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": True}),
+}
 CORPUS = [
     "<search>capital of France</search> <information>Doc 1(Title: Paris) Paris is the capital of France.",
     "</information> <answer>Paris</answer> Question: which city is the capital? The user and the assistant.",
@@ -45,9 +62,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(folder: Path) -> None:
+def build_model(folder: Path, family: str = "qwen3") -> None:
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
+    prefix, special = OF_FAMILY[family]
+    config = getattr(transformers, f"{prefix}Config")(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
@@ -61,9 +79,10 @@ def build_model(folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         initializer_range=0.1,
         dtype="float32",
+        **special,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, f"{prefix}ForCausalLM")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -124,6 +124,13 @@ def test_trajectories_spread_evenly_over_minibatches_and_ranks(path: Path) -> No
     assert "choose 48 or 64" in message
 
 
+def test_experts_are_asked_for_of_a_model_that_has_them(path: Path) -> None:
+    message = refusal(path, ["parallel.tensor=1", "parallel.expert=2"])
+    assert message == "parallel.expert=2: the model has no experts; set it to 1"
+    message = refusal(path, ["algorithm.routing_replay=old_policy"])
+    assert message == "algorithm.routing_replay=old_policy: the model has no experts; set it to off"
+
+
 def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
     assert "parallel.sequence=true" in refusal(path, ["parallel.tensor=1", "parallel.sequence=true"])
 

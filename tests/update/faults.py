@@ -13,7 +13,6 @@ from tests.update.layouts import SETTINGS, batch
 def trainer(model: str, tensor: int) -> tuple[Any, ...]:
     launch.prepare(engine=False)
     import torch
-    from megatron.core import tensor_parallel
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
@@ -24,7 +23,6 @@ def trainer(model: str, tensor: int) -> tuple[Any, ...]:
         {"model": {"path": model}, "parallel": {"tensor": tensor}, "update": {"actor": SETTINGS}}
     )
     place = groups.initialize(config.parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = read_shape(Path(model))
     return build.trainer("actor", shape, config, place, torch.float32), config, place, shape
 

@@ -12,27 +12,47 @@ from megatron_stppo.runtime import launch
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
 HEAD_SCALE = 0.2  # of the critic's head in these tests: at its initial zero the trunk would get no gradient
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# transformers' prefix, and what differs from SIZES
+OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
+}
+
 
 def write_model(folder: Path, family: str = "qwen3") -> None:
-    """A tiny random model: odd vocabulary, 2 layers. Qwen3: tied, q and k norms; Qwen2: untied, biases."""
+    """A tiny random model of 4 layers with an odd vocabulary; OF_FAMILY says what is special."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    name = family.capitalize()
-    shape = getattr(transformers, f"{name}Config")(
-        vocab_size=301,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **({"head_dim": 16} if family == "qwen3" else {}),
-        max_position_embeddings=128,
-        tie_word_embeddings=family == "qwen3",
-        initializer_range=0.1,
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(shape).float()
+    prefix, special = OF_FAMILY[family]
+    shape = getattr(transformers, f"{prefix}Config")(**(SIZES | special))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(shape).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms and biases off their initial ones and zeros
@@ -88,9 +108,8 @@ def batch() -> Any:
 
 def steps(
     model: str,
-    layout: tuple[int, int, int],
+    parallel: dict[str, Any],
     budgets: tuple[int, ...],
-    sequence: bool,
     distributed: bool,
     algorithm: dict,
     out: str,
@@ -101,7 +120,6 @@ def steps(
     """
     launch.prepare(engine=False)
     import torch
-    from megatron.core import tensor_parallel
 
     from megatron_stppo.config import Config
     from megatron_stppo.convert import export_hf
@@ -116,17 +134,15 @@ def steps(
     from megatron_stppo.update.critic_step import critic_step
 
     torch.set_num_threads(1)
-    tensor, pipeline, _ = layout
     config = Config.model_validate(
         {
             "model": {"path": model},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence},
+            "parallel": parallel,
             "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
         }
     )
     place = groups.initialize(config.parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
     results = []
     for budget in budgets:

@@ -30,7 +30,16 @@ def copies():
     return targets
 
 
-@pytest.mark.parametrize("evaluate", [mixed, by_token, by_vocabulary, by_trajectory, by_turn, copies])
+def checksums():
+    source = normal(30, 70)
+    views, dtypes = [source[:, 1:34], source[:, 34:], source], [torch.bfloat16, torch.float32, torch.bfloat16]
+    return ops.BucketChecksum(views, dtypes)()
+
+
+CASES = [mixed, by_token, by_vocabulary, by_trajectory, by_turn, copies, checksums]
+
+
+@pytest.mark.parametrize("evaluate", CASES)
 def test_orders_change_no_bit(evaluate, implementation, emulated):
     expected = evaluate()
     for seed in range(2, 8):

@@ -1,0 +1,1 @@
+"""check-invariance: the same step under every layout that fits the ranks at hand."""

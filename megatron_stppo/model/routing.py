@@ -1,0 +1,143 @@
+"""Routing Replay: the experts that tokens went to in one pass, used again in another (arXiv 2507.18071, 5.3).
+
+A step moves the router too. Where the update sends a token to other experts than the old policy did, the
+importance ratio compares two networks that share no weights there. So the experts are recorded while the old
+policy's log-probs are computed and replayed in every update of that batch; their weights are the present
+router's, and gradients flow through them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_stppo.data.packing import Microbatch
+
+if TYPE_CHECKING:
+    from megatron_stppo.model.build import TokenModel
+
+
+class Choice:
+    """One router's, where megatron keeps a RouterReplay of its own. Experts are int64 [tokens, k]."""
+
+    def __init__(self) -> None:
+        self.replayed: Tensor | None = None  # what the pass under way must choose; None: what scores best
+        self.recorded: list[Tensor] | None = None  # one per microbatch; None: not recording
+        self.trains = False  # the pass will be followed by a backward pass
+        self._again: deque[Tensor] = deque()  # of passes whose layers are computed again in the backward
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: object, group_topk: object, best: Callable[..., tuple]
+    ) -> tuple[Tensor, Tensor]:
+        """(scores of the chosen experts, the chosen experts); megatron calls it in place of top-k."""
+        if self.replayed is None:
+            chosen: Tensor = best(scores, topk, num_groups, group_topk)[1]
+            if self.recorded is not None:
+                self.recorded.append(chosen)
+        else:
+            chosen = self._replay(self.replayed)
+        return scores.gather(1, chosen), chosen
+
+    def _replay(self, chosen: Tensor) -> Tensor:
+        # Layers that are computed again run without gradients first, then with them, in the same order of
+        # microbatches; by then `replayed` may be of a later one.
+        if self.trains and not torch.is_grad_enabled():
+            self._again.append(chosen)
+        elif self._again:
+            return self._again.popleft()
+        return chosen
+
+
+class Routing:
+    """The routers of one model chunk, in the order of their layers."""
+
+    def __init__(self, chunk: TokenModel) -> None:
+        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self.choices = [Choice() for _ in routers]
+        for router, choice in zip(routers, self.choices, strict=True):
+            router.router_replay = choice
+        self.first_layer = 0  # of the rank's layers
+        self.rows: list[Tensor] | None = None  # while recording: each microbatch's rows of the batch
+        self._shared = chunk.config.sequence_parallel
+
+    def begin(self, microbatch: Microbatch) -> None:
+        """Before a forward pass: replays the microbatch's routes, if it has any."""
+        routes = None if microbatch.routes_P is None else self._own(microbatch.routes_P).long()
+        if self.rows is not None:
+            self.rows.append(self._own(microbatch.rows_P))
+        for layer, choice in enumerate(self.choices, self.first_layer):
+            choice.replayed = None if routes is None else routes[:, layer]
+            choice.trains = torch.is_grad_enabled()
+
+    def _own(self, value_P: Tensor) -> Tensor:
+        """What this tensor rank's router sees of the packed tokens."""
+        if not self._shared:
+            return value_P
+        size, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        return value_P.chunk(size)[rank]
+
+
+def attach(model: Sequence[TokenModel]) -> None:
+    """Lets the chunks of one rank record and replay."""
+    first = 0
+    for chunk in model:
+        chunk.routing = Routing(chunk)
+        chunk.routing.first_layer = first
+        first += len(chunk.routing.choices)
+
+
+class Record:
+    """What `recording` saw."""
+
+    def __init__(self, parts: Sequence[Routing], experts: int) -> None:
+        self._parts, self._experts = parts, experts
+
+    def routes(self, tokens: int) -> Tensor:
+        """[tokens, layers of this rank's chunks, k] on the host, of all of the batch's tokens. Collective.
+
+        Every rank knows the rows that it computed; the others are zero, so sums only put rows together.
+        """
+        dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL adds no int16
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        layers = []
+        for part in self._parts:
+            assert part.rows is not None
+            rows = torch.cat(part.rows)
+            own = rows >= 0
+            for choice in part.choices:
+                assert choice.recorded is not None
+                chosen = torch.cat(choice.recorded).to(dtype)
+                out = chosen.new_zeros(tokens, chosen.shape[1])
+                out[rows[own].to(out.device)] = chosen[own.to(out.device)]
+                dist.all_reduce(out, group=group)
+                layers.append(out.cpu())
+        return torch.stack(layers, dim=1)
+
+
+@contextlib.contextmanager
+def recording(model: Sequence[TokenModel]) -> Iterator[Record | None]:
+    """Keeps the experts that the chunks' routers choose inside; None without `attach`."""
+    parts = [chunk.routing for chunk in model if chunk.routing is not None]
+    if not parts:
+        yield None
+        return
+    for part in parts:
+        part.rows = []
+        for choice in part.choices:
+            choice.recorded = []
+    yield Record(parts, model[0].config.num_moe_experts)
+    for part in parts:
+        part.rows = None
+        for choice in part.choices:
+            choice.recorded = None

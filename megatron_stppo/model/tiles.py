@@ -1,0 +1,50 @@
+"""A tensor as a tuple of spans that tile it along one dimension, and the few ways to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PADDING = ""  # the hf_key of rows that exist on one side only; they hold zeros and never travel
+
+
+class Span(NamedTuple):
+    """Rows (or columns, dim 1) [local, local + size) of a tensor are [start, start + size) of `hf_key`.
+
+    Example: Span("model.layers.0.mlp.up_proj.weight", 0, 32, 16, 16) in a rank's linear_fc1: its rows 16..31
+    are rows 32..47 of the checkpoint's up projection.
+    """
+
+    hf_key: str
+    dim: int
+    start: int
+    size: int
+    local: int
+
+
+Spans = Mapping[str, tuple[Span, ...]]  # {tensor name: its spans}
+Part = tuple[str, int, int]  # hf_key, first row, rows
+
+
+def whole(hf_key: str, size: int) -> tuple[Span, ...]:
+    return (Span(hf_key, 0, 0, size, 0),)
+
+
+def tile(dim: int, parts: list[Part]) -> tuple[Span, ...]:
+    """Parts laid end to end, from local position 0."""
+    spans, local = [], 0
+    for key, start, size in parts:
+        spans.append(Span(key, dim, start, size, local))
+        local += size
+    return tuple(spans)
+
+
+def cut(spans: tuple[Span, ...], first: int, size: int) -> tuple[Span, ...]:
+    """What of the spans lies in local positions [first, first + size), counted from `first`."""
+    out = []
+    for key, dim, start, length, local in spans:
+        begin, end = max(first, local), min(first + size, local + length)
+        if begin < end:
+            shift = begin - local
+            out.append(Span(key, dim, 0 if key == PADDING else start + shift, end - begin, begin - first))
+    return tuple(out)

@@ -1,0 +1,101 @@
+"""One 64-bit sum per tensor, of many in one call: whether what a reshard wrote is what its source held."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.ops import extension
+from megatron_stppo.ops.bucket_copy import expressible, on_device
+
+PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
+AT_ONCE = 512 * PIECE  # elements that the twin widens to 8 bytes at a time
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A 0-d int64 sum of the tensor's bits, as they are after a cast to `dtype`, that depends on their order.
+
+    bytes + sum_i bits_i * element_weight(i mod PIECE) * piece_weight(i div PIECE) mod 2^64 over the elements
+    in the order of their indices, each an unsigned number (8-byte elements count as two of 4). All weights
+    are odd, so changing one element always changes the sum; exchanging two unequal ones does unless their
+    weights agree in all the bits that matter. How the tensor lies in memory does not matter.
+    """
+    plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    flat = plain.copy_(tensor).view(-1)
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.itemsize])
+    mask = (1 << 8 * words.itemsize) - 1
+    of_element, total = _element_weights(words.device), words.new_tensor(plain.nbytes, dtype=torch.int64)
+    for first in range(0, len(words), AT_ONCE):
+        bits = words[first : first + AT_ONCE].to(torch.int64) & mask
+        rest = -len(bits) % PIECE
+        rows = torch.nn.functional.pad(bits, (0, rest)).view(-1, PIECE)
+        of_piece = _mixed(torch.arange(len(rows), device=words.device) + (PIECE + 1 + first // PIECE)) | 1
+        total += ((rows * of_element).sum(-1) * of_piece).sum()
+    return total
+
+
+class BucketChecksum:
+    """The checksums of the same tensors again and again: described once, one kernel per pair of types a call.
+
+    dtypes[i]: the type that tensors[i] is cast to before it is summed. Tensors that csrc/ does not know (of
+    other types than float32 and bfloat16, or not contiguous in the last of one or two dimensions) are summed
+    in plain torch. The tensors' addresses are taken now: give tensors whose storage stays where it is.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+        self._pairs = [(t.detach(), dtype) for t, dtype in zip(tensors, dtypes, strict=True)]  # kept alive
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._tables = self._described(range(len(self._pairs)))
+
+    def __call__(self, chosen: Sequence[int] | None = None) -> Tensor:
+        """int64 [chosen]: `checksum` of the chosen tensors; None: of all, which needs no new description."""
+        tables, others = self._tables if chosen is None else self._described(chosen)
+        count = len(self._pairs) if chosen is None else len(chosen)
+        sums = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for kind, table in tables:
+            extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+        for place, pair in others:
+            sums[place] = checksum(*pair)
+        return sums
+
+    def _described(
+        self, chosen: Sequence[int]
+    ) -> tuple[list[tuple[tuple[int, int], Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
+        """([(types, csrc's records)], [(place, what is summed in plain torch)])."""
+        records: dict[tuple[int, int], list[list[int]]] = {}
+        others, serves = [], extension.serves(self._device)
+        for place, index in enumerate(chosen):
+            tensor, dtype = self._pairs[index]
+            if not serves or not expressible(tensor) or dtype not in extension.DTYPES:
+                others.append((place, (tensor, dtype)))
+            elif tensor.numel():
+                kind = extension.DTYPES[tensor.dtype], extension.DTYPES[dtype]
+                records.setdefault(kind, []).append([*_rows(tensor), place])
+        return [(kind, on_device(rows, self._device)) for kind, rows in records.items()], others
+
+
+def _rows(tensor: Tensor) -> list[int]:
+    """Address, rows, width, stride in elements; a tensor without gaps is one row."""
+    if tensor.dim() == 1 or tensor.is_contiguous():
+        return [tensor.data_ptr(), 1, tensor.numel(), 0]
+    return [tensor.data_ptr(), *tensor.shape, tensor.stride(0)]
+
+
+@functools.cache
+def _element_weights(device: torch.device) -> Tensor:
+    return (_mixed(torch.arange(1, PIECE + 1, device=device)) & 0xFFFFFFFF) | 1
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """`mixed` of csrc/bucket_checksum.h. int64 products wrap; the sign bits that >> repeats are masked."""
+    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

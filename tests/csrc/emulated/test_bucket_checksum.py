@@ -1,0 +1,1 @@
+from tests.ops.test_bucket_checksum import *  # noqa: F403

@@ -1,0 +1,49 @@
+"""Runs on a rank: a family's checkpoint through megatron's shards and the reshard into vLLM, and back out as
+log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.runtime import launch
+from tests.rollout.tiny import CONTEXT
+
+PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(3)]
+
+
+def observe(folder: Path, parallel: dict[str, int], engine_tensor: int) -> dict[str, Any]:
+    """What the engine generates with weights that came over the reshard; equal on the ranks of a replica."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()  # the program makes its own
+    launch.prepare()
+    import torch
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model import build
+    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
+    from megatron_stppo.reshard.state import Resharder
+    from megatron_stppo.rollout.engine import Engine
+
+    config = Config.model_validate({"model": {"path": folder}, "parallel": parallel})
+    place, shape = launch.start(config), read_shape(folder)
+    engine = Engine(folder, tensor=engine_tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    policy = build.from_hf("actor", shape, config, place, torch.float32)
+    reshard = Resharder(
+        build.named_parameters(policy),
+        engine.parameters(),
+        training_layouts(shape, place.layout),
+        serving_layouts(shape, place.world, engine_tensor),
+        row_widths(shape),
+    )
+    reshard.sync(1)
+    engine.published = reshard.published
+    engine.refresh()
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, seed=number, max_tokens=24)
+    finished = {}
+    while engine.unfinished:
+        finished.update((done.request_id, done) for done in engine.step())
+    return {name: (done.token_ids, done.logprobs) for name, done in finished.items()}

@@ -1,0 +1,119 @@
+"""tools/show_reshard_plan.py on a model whose bytes can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.model.hf_names import hf_shapes, read_shape
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 2, "intermediate_size": 12, "vocab_size": 300}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | SIZES))
+    return tmp_path
+
+
+def run(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Apart, with torch.distributed's and CUDA's variables absent."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/show_reshard_plan.py"), str(model), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def planned(model: Path, *arguments: str) -> dict:
+    done = run(model, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_two_tensor_ranks_that_each_serve_the_whole_model_send_each_other_their_half(model: Path) -> None:
+    sizes = hf_shapes(read_shape(model)).values()
+    matrices, norms = (2 * sum(prod(s) for s in sizes if len(s) == dims) for dims in (2, 1))
+    found = planned(model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1")
+    assert found["pairs"]["same node"]["bytes"] == found["moved"] == found["bound"] == matrices
+    assert found["pairs"]["same rank"]["bytes"] == matrices + 2 * norms  # a half each; every norm on both
+    # embedding and head are padded from 300 to 512 rows: rank 0 holds 256 true rows of each, rank 1 44
+    more = 2 * (256 - 44) * 8 * 2 // 2
+    assert found["sends_most"] == {"rank": 0, "bytes": matrices // 2 + more}
+    assert found["receives_most"] == {"rank": 1, "bytes": matrices // 2 + more}
+    apart = planned(
+        model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1", "--ranks-per-node", "1"
+    )
+    assert apart["pairs"]["other node"] == found["pairs"]["same node"]
+    assert apart["pairs"]["same node"] == {"bytes": 0, "copies": 0}
+    wide = planned(model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1", "--dtype", "float32")
+    assert wide["moved"] == 2 * found["moved"]
+
+
+@pytest.mark.parametrize(
+    ("train", "ranks"),
+    [
+        ("tensor=2,pipeline=2", 4),
+        ("pipeline=2,virtual=2", 4),
+        ("tensor=2,context=2,pipeline=2,first_stage_layers=1", 8),
+    ],
+)
+def test_no_layout_moves_more_than_the_bound(model: Path, train: str, ranks: int) -> None:
+    for engine in (1, 2):
+        found = planned(model, "--train", train, "--ranks", str(ranks), "--engine-tensor", str(engine))
+        assert found["moved"] == found["bound"] > 0 and found["ratio"] == 1
+
+
+def test_the_table_shows_what_the_json_holds(model: Path) -> None:
+    found = planned(model, "--train", "tensor=2", "--ranks", "4")
+    text = run(model, "--train", "tensor=2", "--ranks", "4").stdout
+    assert "tensor=2 on 4 ranks -> 2 engines of 2, bfloat16" in text
+    for pair, moved in found["pairs"].items():
+        assert any(
+            pair in line and f" {moved['bytes']:,} " in line and f" {moved['copies']:,} " in line
+            for line in text.splitlines()
+        )
+    assert f"lower bound {found['bound']:,}: 1.000 x" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--train", "tensr=2", "--ranks", "2"], "parallel.tensr=2: no such field; did you mean"),
+        (["--train", "tensor", "--ranks", "2"], "--train 'tensor' is not AXIS=NUMBER; for example"),
+        (
+            ["--train", "tensor=3", "--ranks", "3"],
+            "parallel.tensor=3 must divide model.num_attention_heads=4",
+        ),
+        (["--train", "tensor=2", "--ranks", "3"], "parallel.tensor=2 * parallel.pipeline=1 must divide"),
+        (
+            ["--train", "pipeline=3", "--ranks", "3"],
+            "parallel.pipeline=3 must divide model.num_hidden_layers",
+        ),
+        (
+            ["--ranks", "4", "--engine-tensor", "3"],
+            "rollout.engine_tensor=3 must divide the number of ranks 4",
+        ),
+        (["--ranks", "4", "--engine-tensor", "0"], "rollout.engine_tensor=0: "),
+        (["--ranks", "0"], "--ranks=0 must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_exit_2(model: Path, arguments: list[str], says: str) -> None:
+    done = run(model, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(says) and done.stderr.count("\n") == 1
+
+
+def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "--ranks", "2")
+    assert done.returncode == 2 and "config.json unreadable" in done.stderr

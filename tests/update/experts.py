@@ -1,0 +1,119 @@
+"""Runs on a rank: a step with replayed experts, and a checkpoint of experts that ranks share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.runtime import launch
+from tests.update.faults import state_of
+from tests.update.layouts import SETTINGS, batch
+
+
+def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -> dict[str, Any]:
+    """What test_experts makes claims about."""
+    launch.prepare(engine=False)
+    import torch
+    from megatron.core import tensor_parallel
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model import build, checkpoint
+    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.model.routing import recording
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+
+    torch.set_num_threads(1)
+    config = Config.model_validate(
+        {
+            "model": {"path": model, "recompute": recompute},
+            "parallel": parallel,
+            "update": {"actor": SETTINGS},
+            "algorithm": {"routing_replay": "old_policy", "correction": "gradient"},
+        }
+    )
+    place, a, chosen, given = groups.initialize(config.parallel), config.algorithm, list(range(8)), batch()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    shape = read_shape(Path(model))
+    actor = build.trainer("actor", shape, config, place, torch.float32)
+    packer = Packer.of(config, shape, place)
+    packer = replace(packer, cut=replace(packer.cut, budget=24))
+    head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
+
+    def routes() -> tuple[Any, Any]:
+        with recording(actor.chunks) as record:
+            own_T = logprobs(actor.model, head, batch(), packer, [chosen])
+            return own_T, record.routes(len(given.tokens_P))
+
+    own_T, old = routes()
+    given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
+    start = state_of(actor)
+
+    def step(**changes: Any) -> Any:
+        """The step's numbers, and how often each map from tokens to experts was used."""
+        at = replace(given, **changes)
+        loss = ActorLoss(at, minibatch_weights(at, chosen, a), a, head)
+        with routed(actor.chunks) as used:
+            numbers = actor_step(actor, loss, chosen, packer)
+        return numbers, Counter(used)
+
+    checkpoint.save(Path(folder), 1, {"actor": actor}, {"iteration": 1}, keep=3)
+    plain, _ = step()
+    checkpoint.load(Path(folder), {"actor": actor})
+    loaded = all(torch.equal(x, y) for x, y in zip(start, state_of(actor), strict=True))
+    same, _ = step(routes_P=old)
+    for chunk in actor.chunks:  # as if many updates had moved the routers
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.data.neg_()
+    _, new = routes()
+    _, used = step(routes_P=old)
+    maps = expected(packer.pack(replace(given, routes_P=old), chosen), shape.experts, place, parallel)
+    return {
+        "routes": old.tolist(),
+        "moved": float((old.sort(-1)[0] != new.sort(-1)[0]).float().mean()),
+        "replayed": used,
+        "expected": Counter(maps),
+        "loaded": loaded,
+        "same": same == plain,
+    }
+
+
+@contextmanager
+def routed(chunks: Any) -> Any:
+    """The maps [tokens, experts] that routers hand to their dispatchers, in the order of the calls."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    used: list[Any] = []
+    hooks = [
+        module.register_forward_hook(lambda module, given, answer: used.append(fingerprint(answer[1])))
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, TopKRouter)
+    ]
+    yield used
+    for hook in hooks:
+        hook.remove()
+
+
+def fingerprint(routed: Any) -> bytes:
+    return bytes(routed.bool().flatten().tolist())
+
+
+def expected(microbatches: Any, experts: int, place: Any, parallel: dict[str, Any]) -> list[Any]:
+    import torch
+
+    maps = []
+    for microbatch in microbatches:
+        own_P = microbatch.routes_P.long()
+        if parallel.get("sequence"):
+            own_P = own_P.chunk(place.tensor_size)[place.tensor_rank]
+        for layer in range(own_P.shape[1]):
+            maps.append(fingerprint(torch.zeros(len(own_P), experts).scatter(1, own_P[:, layer], 1.0)))
+    return maps

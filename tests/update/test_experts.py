@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from tests.update import experts, layouts
+
+# ranks, mesh, recompute, and how often a step then uses a map: a pass for the loss, one for the clipping bias
+CASES = {
+    "experts, tensor and sequence": (4, {"tensor": 2, "sequence": True, "expert": 2}, "none", 2),
+    "pipeline, layers computed again": (2, {"pipeline": 2}, "full", 4),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder of the model, uses of a map, what every rank saw)."""
+    root = tmp_path_factory.mktemp("experts")
+    layouts.write_model(root / "hf", "qwen3_moe")
+    world, parallel, recompute, uses = CASES[request.param]
+    arguments = (str(root / "hf"), str(root / "checkpoints"), parallel, recompute)
+    return root / "hf", uses, run_ranks(experts.observe, world, *arguments)
+
+
+def test_an_update_uses_the_experts_that_the_old_policy_chose_and_no_others(seen: Any) -> None:
+    _, uses, ranks = seen
+    for rank in ranks:
+        assert rank["moved"] > 0.5, "routers that choose the same experts prove nothing"
+        assert rank["replayed"] == {key: count * uses for key, count in rank["expected"].items()}
+
+
+def test_replaying_what_the_router_would_choose_changes_no_bit(seen: Any) -> None:
+    assert all(rank["same"] for rank in seen[2])
+
+
+def test_recorded_experts_are_those_of_transformers(seen: Any) -> None:
+    folder, _, ranks = seen
+    recorded = torch.tensor(ranks[0]["routes"]).sort(-1)[0]  # the first stage's layers
+    assert torch.equal(reference(folder)[:, : recorded.shape[1]], recorded)
+
+
+def test_weights_and_optimizer_of_shared_experts_come_back_from_a_checkpoint(seen: Any) -> None:
+    assert all(rank["loaded"] for rank in seen[2])
+
+
+def reference(folder: Path) -> torch.Tensor:
+    """[P, layers, k], ascending: the experts that transformers sends every token of the batch to."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    given, parts = layouts.batch(), []
+    for first, last in zip(given.sequence_offsets[:-1], given.sequence_offsets[1:], strict=True):
+        out = model(given.tokens_P[first:last][None], output_router_logits=True)
+        parts.append(torch.stack([logits.topk(3).indices for logits in out.router_logits], 1))
+    return torch.cat(parts).sort(-1)[0]
