@@ -50,15 +50,15 @@ class Place:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def carry_bytes() -> bool:
+    """False in a dry run, whose process groups only have ranks and sizes."""
+    return dist.get_backend() != "fake"
+
+
 def replace(parallel: ParallelConfig) -> Place:
     """Other groups in place of those that there are. Models built on the former are of no use then."""
     parallel_state.destroy_model_parallel()
     return initialize(parallel)
-
-
-def carry_bytes() -> bool:
-    """False in a dry run, whose process groups only have ranks and sizes."""
-    return dist.get_backend() != "fake"
 
 
 def initialize(parallel: ParallelConfig) -> Place:

@@ -14,7 +14,9 @@ from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.model.spans import Spans, row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.residency import Offload
+from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.tiles import Spans
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
@@ -49,8 +51,9 @@ class Plan:
     broken: tuple[str, ...]
 
     @property
-    def exchanges(self) -> bool:
-        return self.layout.world > 1
+    def beside(self) -> tuple[EngineUse, int, Offload]:
+        """What a stage's phases depend on beside the stage."""
+        return self.engine, self.exchange.staging, self.config.update.offload
 
 
 def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
@@ -84,7 +87,7 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
         engine=engine,
         exchange=moves,
         bounds=times,
-        broken=tuple(broken(config, layout, stages, engine, gpu)),
+        broken=tuple(broken(config, layout, stages, engine, moves.staging, gpu)),
     )
 
 

@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_stppo.model.spans import PADDING, Spans
+from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
+
+BUCKET = 256 << 20  # what Resharder sends at once on a GPU
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,11 @@ class Exchange:
     busiest_rank: int  # bytes that it sends or receives
     busiest_node: int  # bytes to or from other nodes
     seconds: float  # at least, by the busiest link
+
+    @property
+    def staging(self) -> int:
+        """Bytes of a rank's buffers: two buckets out, two in (reshard/staging.py)."""
+        return 4 * min(BUCKET, self.busiest_rank)
 
 
 def exchange(

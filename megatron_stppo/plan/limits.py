@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_stppo.config import Config
+from megatron_stppo.model.residency import Phase
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.hardware import GIB, Gpu
-from megatron_stppo.plan.phases import Phase, StageUse
+from megatron_stppo.plan.phases import StageUse
 
 
 def broken(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> list[str]:
-    """In the order in which a run would meet them; empty if it fits."""
-    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, gpu)]
+    """In the order in which a run would meet them; empty if it fits. staging: bytes of the reshard's
+    buffers."""
+    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, staging, gpu)]
 
 
 def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
@@ -26,20 +28,20 @@ def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
         remedy = f"at least {_up(least)}, or a " if least < 0.95 else "a "
         yield (
             f"rollout.gpu_memory_utilization={share}: {_gib(share * gpu.memory)} of a GPU hold "
-            f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and no keys and values of "
-            f"rollout.max_context={config.max_context} tokens ({_gib(needed)}); choose {remedy}larger "
+            f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and no keys and values "
+            f"of rollout.max_context={config.max_context} tokens ({_gib(needed)}); choose {remedy}larger "
             f"rollout.engine_tensor than {config.engine_tensor}"
         )
 
 
 def _phases(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, gpu: Gpu
+    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> Iterator[str]:
     """Of every phase that does not fit, the fullest stage."""
-    exchanges = layout.world > 1
-    for phase in ("serving", "reshard", "scoring", "update"):
-        fullest = max(stages, key=lambda one: one.totals(engine, exchanges)[phase])
-        taken = fullest.totals(engine, exchanges)[phase]
+    offload = config.update.offload
+    for phase in ("rollout", "reshard", "score", "update"):
+        fullest = max(stages, key=lambda one: one.totals(engine, staging, offload)[phase])
+        taken = fullest.totals(engine, staging, offload)[phase]
         if taken > gpu.usable:
             where = f" of stage {fullest.stage}" if layout.pipeline > 1 else ""
             yield (
@@ -53,20 +55,24 @@ def _remedy(
 ) -> str:
     """The field whose change helps most, and to what."""
     parallel, update = config.parallel, config.update
-    if stage.resident + engine.weights > gpu.usable or (
-        phase in ("scoring", "update") and stage.resident > 0.9 * gpu.usable
-    ):
+    held = sum(stage.held(phase, update.offload).values())
+    serves = phase in ("rollout", "reshard")
+    if serves and update.offload != "all":
+        better = "optimizer or all" if update.offload == "none" else "all"
+        return (
+            f"update.offload={update.offload}: {_gib(held)} of the trainer stay; choose {better}, or lower "
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}"
+        )
+    if held + (engine.weights if serves else 0) > 0.9 * gpu.usable:
         return (
             f"parallel.pipeline={parallel.pipeline}: models, gradients and optimizers alone hold "
-            f"{_gib(stage.resident)}; raise it or parallel.tensor={parallel.tensor}"
-            + (f", or the {layout.world} GPUs" if layout.data < 64 else "")
+            f"{_gib(held)}; raise it or parallel.tensor={parallel.tensor}, or the {layout.world} GPUs"
         )
-    if phase == "serving":
-        most = (gpu.usable - stage.resident) / gpu.memory
-        share = config.rollout.gpu_memory_utilization
+    if serves:
+        share, most = config.rollout.gpu_memory_utilization, (gpu.usable - held) / gpu.memory
         return (
-            f"rollout.gpu_memory_utilization={share}: lower it to {most - 0.005:.2f}, beside "
-            f"{_gib(stage.resident)} of the trainer"
+            f"rollout.gpu_memory_utilization={share}: lower it to {most - 0.005:.2f}, beside {_gib(held)} of "
+            "the trainer"
         )
     if config.model.recompute != "full" and phase == "update":
         return f"model.recompute={config.model.recompute}: choose full"

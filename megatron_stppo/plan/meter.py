@@ -25,7 +25,8 @@ aten = torch.ops.aten
 class Meter(TorchDispatchMode):
     """Bytes of the meta storages made inside. Tensors on the host do not count.
 
-    Where a computation would read data, it gets what costs most: every row is chosen, no flag is set, every number is 1.
+    Where a computation would read data, it gets what costs most: every row is chosen. No flag is set, every
+    number is 1.
     """
 
     def __init__(self) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from megatron_stppo.model.residency import MAY_LEAVE, NEEDED, Offload, Phase
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.memory import ModelUse
-
-Phase = Literal["serving", "reshard", "scoring", "update"]
-STAGING = 4 * (256 << 20)  # buffers of the reshard: two buckets out, two in (reshard/staging.py)
 
 
 @dataclass(frozen=True)
@@ -25,36 +22,35 @@ class StageUse:
     buffers: int  # megatron's, shared by its models
     logits: int  # of all that, one chunk of logits on the last stage
 
-    @property
-    def resident(self) -> int:
-        return sum(use.resident for use in self.models.values()) + self.buffers
-
-    def phases(self, engine: EngineUse, exchanges: bool) -> dict[Phase, dict[str, int]]:
-        """Bytes by phase and item; in scoring and update one model works at a time."""
-        models = self.models
-        resident = {
-            "weights": sum(use.weights for use in models.values()),
-            "gradients": sum(use.gradients for use in models.values()),
-            "optimizer": sum(use.optimizer for use in models.values()),
+    def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
+        """Bytes that are on the GPU whatever is at work there."""
+        away = set(MAY_LEAVE[offload]) - set(NEEDED[phase])
+        models = self.models.values()
+        return {
+            "weights": sum(use.weights for role, use in self.models.items() if role not in away),
+            "gradients": 0 if "gradients" in away else sum(use.gradients for use in models),
+            "optimizer": 0 if "optimizer" in away else sum(use.optimizer for use in models),
             "buffers": self.buffers,
         }
+
+    def phases(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, dict[str, int]]:
+        """Bytes by phase and item; in score and update one model works at a time. staging: bytes of the
+        reshard's buffers; offload: update.offload."""
+        models = self.models
         updating = {
             role: max(self.in_flight[role] + use.working, use.stepping) for role, use in models.items()
         }
         busiest = max(updating, key=updating.__getitem__)
         kept = self.in_flight[busiest]
-        return {
-            "serving": resident
-            | {
-                "engine weights": engine.weights,
-                "engine at work": engine.working,
-                "KV cache": max(0, engine.cache),
-            },
-            "reshard": resident
-            | {"engine weights": engine.weights, "reshard buffers": STAGING if exchanges else 0},
-            "scoring": resident | {"at work": max(use.scoring for use in models.values())},
-            "update": resident | {"in flight": kept, "at work": updating[busiest] - kept},
+        serving = {"engine weights": engine.weights, "engine at work": engine.working}
+        at_work: dict[Phase, dict[str, int]] = {
+            "rollout": serving | {"KV cache": max(0, engine.cache)},
+            "reshard": {"engine weights": engine.weights, "reshard buffers": staging},
+            "score": {"at work": max(use.scoring for use in models.values())},
+            "update": {"in flight": kept, "at work": updating[busiest] - kept},
         }
+        return {phase: self.held(phase, offload) | items for phase, items in at_work.items()}
 
-    def totals(self, engine: EngineUse, exchanges: bool) -> dict[Phase, int]:
-        return {phase: sum(items.values()) for phase, items in self.phases(engine, exchanges).items()}
+    def totals(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, int]:
+        phases = self.phases(engine, staging, offload)
+        return {phase: sum(items.values()) for phase, items in phases.items()}

@@ -25,8 +25,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "stages": [
             asdict(one)
             | {
-                "phases": one.phases(plan.engine, plan.exchanges),
-                "totals": one.totals(plan.engine, plan.exchanges),
+                "phases": one.phases(*plan.beside),
+                "totals": one.totals(*plan.beside),
             }
             for one in plan.stages
         ],
@@ -69,9 +69,8 @@ def _opening(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Table:
     """Items by phase, of the stage that is fullest in its fullest phase."""
-    engine, exchanges = plan.engine, plan.exchanges
-    fullest = max(plan.stages, key=lambda one: max(one.totals(engine, exchanges).values()))
-    phases, totals = fullest.phases(engine, exchanges), fullest.totals(engine, exchanges)
+    fullest = max(plan.stages, key=lambda one: max(one.totals(*plan.beside).values()))
+    phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
     of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
     table = Table(title=f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there", title_justify="left")
     table.add_column("")
@@ -86,10 +85,9 @@ def _memory(plan: Plan) -> Table:
 
 def _stages(plan: Plan) -> Table:
     table = Table(title="GiB per GPU by pipeline stage", title_justify="left")
-    engine, exchanges = plan.engine, plan.exchanges
-    for name in ("stage", "ranks", "layers", "parameters", "resident", "in flight"):
+    for name in ("stage", "ranks", "layers", "parameters", "trainer", "in flight"):
         table.add_column(name, justify="right")
-    for name in plan.stages[0].totals(engine, exchanges):
+    for name in plan.stages[0].totals(*plan.beside):
         table.add_column(name, justify="right")
     for one in plan.stages:
         table.add_row(
@@ -97,9 +95,9 @@ def _stages(plan: Plan) -> Table:
             str(one.ranks),
             str(one.layers),
             f"{one.models['actor'].parameters / 1e9:.2f} B",
-            _gib(one.resident),
+            _gib(sum(one.held("update", plan.config.update.offload).values())),
             _gib(max(one.in_flight.values())),
-            *(_gib(total) for total in one.totals(engine, exchanges).values()),
+            *(_gib(total) for total in one.totals(*plan.beside).values()),
         )
     return table
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.spans import Spans
+from megatron_stppo.model.tiles import Spans
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
@@ -34,9 +34,7 @@ def standing_at(rank: int, world: int, config: Config) -> Iterator[Place]:
     """This process as `rank` of `world`."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        place = groups.initialize(config.parallel)
-        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
-        yield place
+        yield groups.initialize(config.parallel)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

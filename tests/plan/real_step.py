@@ -44,12 +44,20 @@ def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> An
 def measured(cases: list[Any]) -> list[dict[str, int]]:
     """On a rank: per case the bytes that its models held, and that each call added at most."""
     launch.prepare(engine=False)
-    return [_measure(*case) for case in cases]
+    import gc
+
+    from megatron.core import parallel_state
+
+    found = []
+    for case in cases:
+        found.append(_measure(*case))
+        gc.collect()
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
-    """The same of every rank, from plans."""
-    launch.prepare(engine=False, device="meta")
+    """The same of every rank, from plans; in a process of conftest.py's planner."""
     from dataclasses import replace
 
     from megatron_stppo.plan.dry_run import plan
@@ -78,10 +86,7 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
 
 
 def _measure(*case: Any) -> dict[str, int]:
-    import gc
-
     import torch
-    from megatron.core import parallel_state, tensor_parallel
 
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
@@ -97,7 +102,6 @@ def _measure(*case: Any) -> dict[str, int]:
 
     config = settings(*case)
     place = groups.initialize(config.parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape, a = read_shape(config.model.path), config.algorithm
     batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 16)), list(range(16))
     packer = Packer.of(config, shape, place)
@@ -114,18 +118,14 @@ def _measure(*case: Any) -> dict[str, int]:
 
         actor = added("actor", lambda: build.trainer("actor", shape, config, place, torch.float32))
         critic = added("critic", lambda: build.trainer("critic", shape, config, place, torch.float32))
-        reference = added(
-            "reference", lambda: build.from_hf("reference", shape, config, place, torch.float32)
-        )
+        kept = added("reference", lambda: build.from_hf("reference", shape, config, place, torch.float32))
+        assert len(kept) == place.layout.virtual
         head = PolicyHead.of(actor.model, place, shape.vocab, 1.0, a.segments, config.update.logit_rows)
         logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
         added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
         loss = ActorLoss(batch, weight_T, a, head)
         added("actor step", lambda: actor_step(actor, loss, chosen, packer))
         added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
-    del actor, critic, reference, head, loss
-    gc.collect()
-    parallel_state.destroy_model_parallel()
     return found
 
 

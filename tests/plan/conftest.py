@@ -1,0 +1,27 @@
+"""A process of its own for plans: what a dry run substitutes in torch lasts as long as the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.runtime import launch
+from tests.plan import real_step
+
+
+@pytest.fixture(scope="package")
+def planner() -> Iterator[ProcessPoolExecutor]:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, launch.prepare, (False, "meta")) as alone:
+        yield alone
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    real_step.write_model(folder)
+    return folder

@@ -1,0 +1,74 @@
+"""Runs in the planner's process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from tests.plan.real_step import settings
+
+
+def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]]]:
+    """(first rank, {stage: ranks}) of an 8-layer model."""
+    from megatron_stppo.model.hf_names import ModelShape
+    from megatron_stppo.model.spans import training_layouts
+    from megatron_stppo.parallel.layout import Layout
+    from megatron_stppo.plan.world import kinds
+
+    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    mesh = Layout(*layout)
+    return [(kind.rank, dict(kind.stages)) for kind in kinds(mesh, training_layouts(shape, mesh))]
+
+
+def warm_ups(pipeline: int, virtual: int, microbatches: int) -> list[tuple[list[int], list[int]]]:
+    """Per stage: ours, and what megatron's schedule runs before the first backward."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+
+    from megatron_stppo.parallel.layout import Layout
+    from megatron_stppo.plan.memory import waiting
+
+    found = []
+    for stage in range(pipeline):
+        group = SimpleNamespace(size=lambda: pipeline, rank=lambda stage=stage: stage)
+        chunks = virtual if virtual > 1 else None
+        at = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+        total, _, count, _ = get_pp_rank_microbatches(microbatches, virtual, pipeline, p2p_communicator=at)
+        order = [chunk for _, chunk in get_schedule_table(microbatches, virtual, pipeline)]
+        ours = waiting(Layout(pipeline=pipeline, virtual=virtual), stage, microbatches)
+        found.append((ours, order[: min(count, total - 1)]))
+    return found
+
+
+def limits(folder: str) -> dict[str, list[str]]:
+    """What does not fit on GPUs with less and less memory."""
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.plan.hardware import H100
+    from megatron_stppo.plan.limits import broken
+
+    config = settings(folder, {"dtype": "auto"}, {"tensor": 2, "sequence": True})
+    made = plan(config, 2)
+    cache = config.max_context * made.engine.cache_per_token  # one trajectory's
+    stage, engine = made.stages[0], replace(made.engine, working=0, cache=cache)
+    totals = stage.totals(engine, 0, "none")
+
+    def lines(memory: int, engine: Any = engine, config: Any = config) -> list[str]:
+        gpu = replace(H100, memory=memory, reserve=0)
+        return broken(config, made.layout, made.stages, engine, 0, gpu)
+
+    return {
+        "all": list(made.broken),
+        "update": lines(totals["update"] - 1),
+        "recomputed": lines(
+            totals["update"] - 1,
+            config=config.model_copy(update={"model": config.model.model_copy(update={"recompute": "full"})}),
+        ),
+        "serving": lines(totals["update"], replace(engine, cache=totals["update"])),
+        "offloaded": lines(
+            totals["update"],
+            replace(engine, cache=totals["update"]),
+            config.model_copy(update={"update": config.update.model_copy(update={"offload": "all"})}),
+        ),
+        "resident": lines(sum(stage.held("update", "none").values())),
+        "engine": lines(H100.memory, replace(engine, cache=cache - 1)),
+    }

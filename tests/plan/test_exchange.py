@@ -1,0 +1,59 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.exchange import _once, exchange, shard_bytes
+from megatron_stppo.plan.hardware import H100
+from megatron_stppo.reshard.plan import PlanError, plan_copies
+
+SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+SIDES = (
+    training_layouts(SHAPE, Layout(tensor=2, pipeline=2)),
+    serving_layouts(SHAPE, 4, 2),
+    row_widths(SHAPE),
+)
+
+
+def test_two_stages_send_each_other_half_the_layers() -> None:
+    """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows and a norm. Every
+    rank serves its tensor half of all, and lacks what the other stage holds."""
+    found = exchange(*SIDES, 2, H100)
+    first, second = (
+        sum(
+            SIDES[2][span.hf_key] * span.size * 2
+            for spans in SIDES[0][rank].values()
+            for span in spans
+            if span.hf_key
+        )
+        for rank in (0, 2)
+    )
+    assert found.moved == found.least == 2 * (first + second)
+    assert found.at_home == 2 * (first + second)
+    assert second <= found.busiest_rank < 1.01 * second  # the final norm is on the second stage
+    assert (found.between_nodes, found.busiest_node) == (0, 0)
+    assert found.seconds == found.busiest_rank / H100.node_rate
+
+
+def test_what_leaves_a_node_is_counted_apart() -> None:
+    found = exchange(*SIDES, 2, replace(H100, per_node=2, network_rate=1.0))
+    assert found.between_nodes == found.moved
+    assert found.moved / 2 < found.busiest_node < found.moved / 2 * 1.01  # what one stage lacks, of two
+    assert found.seconds == found.busiest_node
+
+
+def test_a_copy_that_is_missing_or_comes_twice_is_refused() -> None:
+    copies = list(plan_copies(*SIDES))
+    assert list(_once(iter(copies), SIDES[1])) == copies
+    for wrong in (copies[:7] + copies[8:], copies[:7] + copies[6:], copies[:-1], copies + copies[-1:]):
+        with pytest.raises(PlanError):
+            list(_once(iter(wrong), SIDES[1]))
+
+
+def test_an_engine_of_one_rank_holds_the_whole_model() -> None:
+    (whole,) = serving_layouts(SHAPE, 1, 1).values()
+    attention = 64 * (64 + 2 * 32) + (64 + 2 * 32) + 64 * 64
+    parameters = 2 * 512 * 64 + 64 + 4 * (attention + 3 * 64 * 96 + 2 * 64)
+    assert shard_bytes(whole, row_widths(SHAPE), 2) == 2 * parameters

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.plan import small_plans
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PLANNED = {
+    "qwen2.5-7b": 8,
+    "qwen2.5-32b": 64,
+    "qwen2.5-72b": 1024,
+    "llama-3.3-70b": 128,
+    "qwen3-235b-a22b": 256,
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_stppo", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=EXAMPLES.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+
+
+def test_the_smallest_example_fits_and_its_plan_is_the_one_beside_it() -> None:
+    result = run("examples/qwen2.5-7b/config.yaml", "--gpus", "8")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == (EXAMPLES / "qwen2.5-7b" / "plan.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_example_fits_its_gpus(name: str) -> None:
+    lines = (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8").splitlines()
+    assert f"on {PLANNED[name]} H100" in lines[0]
+    assert lines[-1] == "fits"
+
+
+def test_a_run_that_does_not_fit_exits_2_and_json_says_the_same(model: Path) -> None:
+    config = model / "run.yaml"
+    config.write_text(f"model: {{path: {model}}}\nrollout: {{max_context: 256, tasks_per_iteration: 8}}\n")
+    result = run(str(config), "rollout.gpu_memory_utilization=0.0001", "--gpus", "2", "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == 2
+    assert result.stderr == f"megatron-stppo: {found['broken'][0]}\n"
+    assert found["broken"][0].startswith("rollout.gpu_memory_utilization=0.0001: ")
+    assert found["layout"]["data"] == 2
+    (stage,) = found["stages"]
+    assert stage["totals"]["update"] == sum(stage["phases"]["update"].values())
+
+
+def test_a_layout_that_is_impossible_exits_2_without_a_plan(model: Path) -> None:
+    config = model / "run.yaml"
+    config.write_text(f"model: {{path: {model}}}\nparallel: {{tensor: 3}}\n")
+    result = run(str(config), "--gpus", "3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "parallel.tensor=3 must divide model.num_attention_heads=4" in result.stderr
+
+
+def test_each_broken_limit_names_the_field_that_helps(model: Path, planner: ProcessPoolExecutor) -> None:
+    found = planner.submit(small_plans.limits, str(model)).result()
+    assert found["all"] == []
+    assert [line.partition("=")[0] for line in found["update"]] == ["model.recompute"]
+    assert [line.partition("=")[0] for line in found["recomputed"]] == ["update.tokens_per_microbatch"]
+    assert [line.partition("=")[0] for line in found["serving"]] == ["update.offload"]
+    assert [line.partition("=")[0] for line in found["offloaded"]] == ["rollout.gpu_memory_utilization"]
+    assert "parallel.pipeline" in {line.partition("=")[0] for line in found["resident"]}
+    assert [line.partition("=")[0] for line in found["engine"]] == ["rollout.gpu_memory_utilization"]
+
+
+def test_stages_in_between_are_built_once(planner: ProcessPoolExecutor) -> None:
+    ranks = planner.submit(small_plans.shared_kinds, (2, 4, 2)).result()
+    assert ranks == [(0, {0: 4}), (4, {1: 4, 2: 4}), (12, {3: 4})]
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 3, 4), (1, 1, 3)])
+def test_microbatches_in_flight_are_those_of_megatrons_schedule(
+    sizes: tuple[int, int, int], planner: ProcessPoolExecutor
+) -> None:
+    for ours, megatrons in planner.submit(small_plans.warm_ups, *sizes).result():
+        assert ours == megatrons
