@@ -112,6 +112,7 @@ class PackedAttention(torch.nn.Module):
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # aligned at the end, where the queries are
         return varlen_attn(
-            query, key, value, pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
+            query, key, value, pieces.query_offsets, pieces.key_offsets,
+            max(pieces.queries), max(pieces.keys),
             scale=self.scale, window_size=causal, enable_gqa=True,
         )  # fmt: skip
