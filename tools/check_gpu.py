@@ -211,6 +211,7 @@ def calls() -> int:
 
     from megatron_stppo import ops
     from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, three, unaligned, uniform
+    from tests.ops.test_two_phases import test_two_parts_of_every_turn_make_the_whole as two_phases
 
     os.environ["STPPO_OPS"] = "extension"
     with torch.device("cuda"):
@@ -221,6 +222,7 @@ def calls() -> int:
             new, old, advantage = three(total)
             out = ops.clipped_surrogate(new.requires_grad_(), old, advantage, segments, **settings)
             out.objective.backward()
+        two_phases("mean", None, 0.5)
         for columns in (1003, 4096):
             for dtype in (torch.float32, torch.bfloat16):
                 logits, target = rows(3, columns)
