@@ -29,8 +29,9 @@ class Meter(TorchDispatchMode):
     number is 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts_per_token: int = 0) -> None:
         super().__init__()
+        self._experts_per_token = experts_per_token
         self.alive = self.peak = self.flop = 0
         self._seen: set[int] = set()
 
@@ -43,7 +44,10 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         answer = READS.get(func) if any(x.is_meta for x in given) else None
-        out = answer(args[0]) if answer else func(*args, **kwargs)
+        if func is aten.masked_select.default and given[0].is_meta:
+            out = self._routed(*args)
+        else:
+            out = answer(args[0]) if answer else func(*args, **kwargs)
         count = FLOP.get(func._overloadpacket)
         if count is not None:
             self.flop += count(*args, **kwargs, out_val=out)
@@ -52,6 +56,10 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage(), before)
         return out
+
+    def _routed(self, values: Tensor, routing: Tensor) -> Tensor:
+        """What megatron selects by a mask [experts, tokens]: every token's experts."""
+        return values.new_empty(routing.shape[1] * self._experts_per_token)
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
