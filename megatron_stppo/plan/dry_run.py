@@ -72,7 +72,9 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
     stages.sort(key=lambda one: one.stage)
     weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
     engine = EngineUse.of(config, shape, weights, size, gpu)
-    moves = exchange(training, serving, widths, layers_alike(layout, shape.layers), size, gpu)
+    every = dict.fromkeys(range(shape.layers), 1)
+    alike = layers_alike(layout, shape.layers) if shape.experts else every  # experts: millions of copies
+    moves = exchange(training, serving, widths, alike, size, gpu)
     times = bounds(config, layout, stages, engine, work, tokens, moves.seconds, gpu)
     return Plan(
         config=config,

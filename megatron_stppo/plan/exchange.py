@@ -1,6 +1,7 @@
 """The reshard of a whole cluster: that every row arrives once, and what crosses which links.
 
-Layers of one model chunk lie alike on its ranks: one of them is planned and counted for all.
+Layers of one model chunk lie alike on its ranks, so one of them can be planned and counted for all. The bytes
+are exact then; who of several holders sends is chosen for the layers together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Routing without tokens to look at: every expert gets as many as any other.
 
-What megatron's dispatcher would read back from the device, how many tokens go where, is even here. A run whose
-router prefers some experts takes more memory on their ranks.
+What megatron's dispatcher would read back from the device, how many tokens go where, is even here. A run
+whose router prefers some experts takes more memory on their ranks.
 """
 
 from __future__ import annotations
