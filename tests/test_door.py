@@ -33,7 +33,7 @@ def test_help_takes_less_than_half_a_second() -> None:
     # Processor time, which is the wall time of a machine that is not busy with other tests.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert result.returncode == 0
-    for command in ("train", "evaluate", "cold-start", "convert", "serve-retriever", "doctor"):
+    for command in ("train", "evaluate", "cold-start", "convert", "serve-retriever", "plan", "doctor"):
         assert command in result.stdout
 
 

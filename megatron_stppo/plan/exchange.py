@@ -1,12 +1,17 @@
-"""The reshard of a whole cluster: that every row arrives once, and what crosses which links."""
+"""The reshard of a whole cluster: that every row arrives once, and what crosses which links.
+
+Layers of one model chunk lie alike on its ranks, so one of them can be planned and counted for all. The bytes
+are exact then; who of several holders sends is chosen for the layers together.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_stppo.model.tiles import PADDING, Spans
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
 
@@ -31,13 +36,24 @@ class Exchange:
 
 
 def exchange(
-    sources: Mapping[int, Spans], targets: Mapping[int, Spans], widths: Mapping[str, int], size: int, gpu: Gpu
+    sources: Mapping[int, Spans],
+    targets: Mapping[int, Spans],
+    widths: Mapping[str, int],
+    alike: Mapping[int, int],
+    size: int,
+    gpu: Gpu,
 ) -> Exchange:
-    """`size`: bytes per element on the wire. Raises PlanError unless every target row is written once."""
+    """alike: {layer: how many it stands for}; size: bytes per element on the wire.
+
+    Raises PlanError unless every target row is written once.
+    """
+    sources, targets = _only(sources, alike), _only(targets, alike)
+    weights = {key: 1 if layer_of(key) is None else alike.get(layer_of(key), 0) for key in widths}
+    widths = {key: width * weights[key] for key, width in widths.items()}  # a row of each layer
     links: dict[tuple[str, str, int], int] = defaultdict(int)  # of ranks and nodes, in and out
     copies = moved = at_home = between = 0
     for copy in _once(plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node), targets):
-        copies += 1
+        copies += weights[copy.hf_key]
         sent = copy.size * widths[copy.hf_key] * size
         if copy.source_rank == copy.target_rank:
             at_home += sent
@@ -56,6 +72,31 @@ def exchange(
     least = lower_bound(sources, targets, widths) * size
     seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
     return Exchange(copies, moved, least, at_home, between, rank, node, seconds)
+
+
+def layers_alike(layout: Layout, layers: int) -> dict[int, int]:
+    """{first layer of a model chunk: its layers}. Example: 8 layers on 2 stages: {0: 4, 4: 4}."""
+    chunks = [run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)]
+    return {run[0]: len(run) for run in chunks}
+
+
+def layer_of(hf_key: str) -> int | None:
+    parts = hf_key.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else None
+
+
+def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spans]:
+    """The layouts without the tensors of other layers; ranks that shared one share it still."""
+    thinned: dict[int, Spans] = {}
+    for spans in layouts.values():
+        if id(spans) not in thinned:
+            numbers = {name: {layer_of(span.hf_key) for span in parts} for name, parts in spans.items()}
+            thinned[id(spans)] = {
+                name: parts
+                for name, parts in spans.items()
+                if any(number is None or number in layers for number in numbers[name])
+            }
+    return {rank: thinned[id(spans)] for rank, spans in layouts.items()}
 
 
 def _once(copies: Iterator[Copy], targets: Mapping[int, Spans]) -> Iterator[Copy]:

@@ -38,6 +38,6 @@ H100 = Gpu(
     sources=(
         "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
         "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
-        "79.1 GiB visible, 3 GiB of it for CUDA, NCCL and fragmentation: assumed",
+        "79.1 GiB visible, of which CUDA, NCCL and fragmentation take 3 GiB: no source",
     ),
 )

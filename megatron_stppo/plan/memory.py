@@ -19,6 +19,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.experts import evenly_routed, forget
 from megatron_stppo.plan.meter import Meter
 from megatron_stppo.plan.on_gpu import on_gpu
 
@@ -83,10 +84,11 @@ class RankModels:
     ) -> None:
         self.config, self.shape, self.place, self.dtype = config, shape, place, dtype
         self.microbatch, self.is_cuda = microbatch, is_cuda
-        self.meter = Meter()
+        self.warm = False
+        self.meter = Meter(shape.experts_per_token)
 
     def use(self, role: build.Role) -> ModelUse:
-        with self.meter, on_gpu() if self.is_cuda else nullcontext():
+        with self.meter, evenly_routed(), on_gpu() if self.is_cuda else nullcontext():
             used = self._reference() if role == "reference" else self._trained(role)
         gc.collect()  # megatron's modules and hooks refer to each other
         return used
@@ -113,6 +115,7 @@ class RankModels:
         scoring, score_flop = self._score(trainer.model, role)
         trainer.zero()
         passes = [self._pass(trainer.model, number, role) for number in range(len(chunks))]
+        forget(chunks)
         return ModelUse(
             parameters=_count(chunks),
             weights=weights,
@@ -128,7 +131,7 @@ class RankModels:
 
     def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:
         """(bytes, FLOP) of a forward pass; a policy's ends with log-probs."""
-        for _ in range(2):  # the first one makes megatron's buffers, which stay
+        for _ in range(1 if self.warm else 2):  # the first of all makes megatron's buffers, which stay
             before = self.meter.rest()
             with torch.no_grad():
                 for chunk in chunks:
@@ -136,6 +139,7 @@ class RankModels:
                     if _is_last(chunk) and role != "critic":
                         self._head(chunks).logprob(hidden, self.microbatch)
                     del hidden, _given
+        self.warm = True
         return self.meter.peak - before, self.meter.flop
 
     def _pass(self, chunks: Sequence[torch.nn.Module], number: int, role: build.Role) -> _Pass:
@@ -147,9 +151,7 @@ class RankModels:
         kept = meter.alive - before
         torch.autograd.backward(out, None if _is_last(chunk) else torch.empty_like(out))
         del out, given
-        used = _Pass(kept, meter.peak - before, meter.flop)
-        assert meter.alive <= before, f"{role}: a backward left {meter.alive - before} bytes"
-        return used
+        return _Pass(kept, meter.peak - before, meter.flop)
 
     def _forward(self, chunk: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
         """The chunk's output, and what the stage before would have sent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.nn.attention import varlen  # noqa: F401 - registers its operators
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -29,8 +28,9 @@ class Meter(TorchDispatchMode):
     number is 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts_per_token: int = 0) -> None:
         super().__init__()
+        self._experts_per_token = experts_per_token
         self.alive = self.peak = self.flop = 0
         self._seen: set[int] = set()
 
@@ -41,17 +41,24 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         answer = READS.get(func) if any(x.is_meta for x in given) else None
-        out = answer(args[0]) if answer else func(*args, **kwargs)
+        if func is aten.masked_select.default and given[0].is_meta:
+            out = self._routed(*args)
+        else:
+            out = answer(args[0]) if answer else func(*args, **kwargs)
         count = FLOP.get(func._overloadpacket)
         if count is not None:
             self.flop += count(*args, **kwargs, out_val=out)
         before = {x.untyped_storage()._cdata for x in given}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
+        for tensor in _tensors((out,)):
+            if tensor.is_meta:
                 self._count(tensor.untyped_storage(), before)
         return out
+
+    def _routed(self, values: Tensor, routing: Tensor) -> Tensor:
+        """What megatron selects by a mask [experts, tokens]: every token's experts."""
+        return values.new_empty(routing.shape[1] * self._experts_per_token)
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -65,6 +72,15 @@ class Meter(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.alive -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operator's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _every_row(mask: Tensor) -> Tensor:

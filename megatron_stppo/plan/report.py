@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_stppo.plan.dry_run import Plan
 from megatron_stppo.plan.hardware import GIB
+from megatron_stppo.plan.phases import StageUse
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -47,8 +48,12 @@ def write(plan: Plan, in_json: bool) -> None:
 
 def show(plan: Plan, console: Console) -> None:
     console.print(_opening(plan))
-    console.print(_memory(plan))
+    fullest = max(plan.stages, key=lambda one: max(one.totals(*plan.beside).values()))
+    of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
+    console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there")
+    console.print(_memory(plan, fullest))
     if plan.layout.pipeline > 1:
+        console.print("GiB per GPU by pipeline stage")
         console.print(_stages(plan))
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
@@ -67,12 +72,10 @@ def _opening(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Plan, fullest: StageUse) -> Table:
     """Items by phase, of the stage that is fullest in its fullest phase."""
-    fullest = max(plan.stages, key=lambda one: max(one.totals(*plan.beside).values()))
     phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
-    of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
-    table = Table(title=f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there", title_justify="left")
+    table = Table()
     table.add_column("")
     for phase in phases:
         table.add_column(phase, justify="right")
@@ -84,7 +87,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table:
-    table = Table(title="GiB per GPU by pipeline stage", title_justify="left")
+    table = Table()
     for name in ("stage", "ranks", "layers", "parameters", "trainer", "in flight"):
         table.add_column(name, justify="right")
     for name in plan.stages[0].totals(*plan.beside):

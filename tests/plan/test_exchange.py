@@ -5,11 +5,12 @@ import pytest
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.exchange import _once, exchange, shard_bytes
+from megatron_stppo.plan.exchange import _once, exchange, layers_alike, shard_bytes
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.reshard.plan import PlanError, plan_copies
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+ALIKE = layers_alike(Layout(tensor=2, pipeline=2), 4)
 SIDES = (
     training_layouts(SHAPE, Layout(tensor=2, pipeline=2)),
     serving_layouts(SHAPE, 4, 2),
@@ -20,7 +21,7 @@ SIDES = (
 def test_two_stages_send_each_other_half_the_layers() -> None:
     """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows and a norm. Every
     rank serves its tensor half of all, and lacks what the other stage holds."""
-    found = exchange(*SIDES, 2, H100)
+    found = exchange(*SIDES, ALIKE, 2, H100)
     first, second = (
         sum(
             SIDES[2][span.hf_key] * span.size * 2
@@ -37,8 +38,15 @@ def test_two_stages_send_each_other_half_the_layers() -> None:
     assert found.seconds == found.busiest_rank / H100.node_rate
 
 
+def test_one_layer_of_a_stage_stands_for_all() -> None:
+    assert ALIKE == {0: 2, 2: 2}
+    every = exchange(*SIDES, dict.fromkeys(range(4), 1), 2, H100)
+    found = exchange(*SIDES, ALIKE, 2, H100)
+    assert (found.copies, found.moved, found.least) == (every.copies, every.moved, every.least)
+
+
 def test_what_leaves_a_node_is_counted_apart() -> None:
-    found = exchange(*SIDES, 2, replace(H100, per_node=2, network_rate=1.0))
+    found = exchange(*SIDES, ALIKE, 2, replace(H100, per_node=2, network_rate=1.0))
     assert found.between_nodes == found.moved
     assert found.moved / 2 < found.busiest_node < found.moved / 2 * 1.01  # what one stage lacks, of two
     assert found.seconds == found.busiest_node

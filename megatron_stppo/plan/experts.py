@@ -1,0 +1,53 @@
+"""Routing without tokens to look at: every expert gets as many as any other.
+
+What megatron's dispatcher would read back from the device, how many tokens go where, is even here. A run
+whose router prefers some experts takes more memory on their ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def evenly_routed() -> Iterator[None]:
+    """Inside, the dispatcher's counts are on the host and even; it does everything else on meta tensors."""
+    measured = Dispatcher.preprocess
+
+    def preprocess(self: Dispatcher, routing_map: Tensor) -> Tensor:
+        measured(self, routing_map)
+        ranks, local = self.tp_size * self.ep_size, slice(None, self.num_local_experts)
+        sent = even(self.num_out_tokens, self.num_experts)
+        mine = sent[local]  # of each rank; ranks with other experts get one more or less
+        if ranks > 1:
+            self.input_splits = sent.reshape(self.ep_size, -1).sum(1)
+            self.output_splits = mine.sum().repeat(self.ep_size)
+            self.output_splits_tp = self.output_splits.sum().repeat(self.tp_size)
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = mine.repeat(ranks, 1)
+        return mine * ranks
+
+    Dispatcher.preprocess = preprocess
+    try:
+        yield
+    finally:
+        Dispatcher.preprocess = measured
+
+
+def forget(chunks: Iterable[torch.nn.Module]) -> None:
+    """Dispatchers keep their last graph, which holds the models in a circle that Python does not see."""
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer):
+                layer.token_dispatcher.probs = None
+
+
+def even(total: int, parts: int) -> Tensor:
+    """int64 [parts] on the host. Example: even(7, 3) is [3, 2, 2]."""
+    return torch.tensor([total // parts + (part < total % parts) for part in range(parts)])
