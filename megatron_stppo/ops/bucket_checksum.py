@@ -53,11 +53,14 @@ class BucketChecksum:
 
     def __call__(self, chosen: Sequence[int] | None = None) -> Tensor:
         """int64 [chosen]: `checksum` of the chosen tensors; None: of all, which needs no new description."""
-        tables, others = self._tables if chosen is None else self._described(chosen)
-        count = len(self._pairs) if chosen is None else len(chosen)
-        sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        for kind, table in tables:
-            extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+        wanted = range(len(self._pairs)) if chosen is None else chosen
+        sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
+        if extension.serves(self._device):
+            tables, others = self._tables if chosen is None else self._described(chosen)
+            for kind, table in tables:
+                extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+        else:
+            others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
         for place, pair in others:
             sums[place] = checksum(*pair)
         return sums
@@ -65,12 +68,12 @@ class BucketChecksum:
     def _described(
         self, chosen: Sequence[int]
     ) -> tuple[list[tuple[tuple[int, int], Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
-        """([(types, csrc's records)], [(place, what is summed in plain torch)])."""
+        """([(types, csrc's records)], [(place, what csrc does not know)])."""
         records: dict[tuple[int, int], list[list[int]]] = {}
-        others, serves = [], extension.serves(self._device)
+        others = []
         for place, index in enumerate(chosen):
             tensor, dtype = self._pairs[index]
-            if not serves or not expressible(tensor) or dtype not in extension.DTYPES:
+            if not expressible(tensor) or dtype not in extension.DTYPES:
                 others.append((place, (tensor, dtype)))
             elif tensor.numel():
                 kind = extension.DTYPES[tensor.dtype], extension.DTYPES[dtype]
