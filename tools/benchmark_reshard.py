@@ -10,7 +10,7 @@ rank's, from a barrier on:
     reshard, unchecked   a whole sync of random weights without checksums
     reshard, checked     the same, every copy summed at both ends
     plain                one all_to_all_single of the bytes that must cross between ranks, already packed
-    plain, own bytes too the same with the bytes that a rank keeps as its message to itself
+    local copies         what a rank casts into that buffer, out of it, and from its own tensors to its own
 """
 
 from __future__ import annotations
@@ -35,17 +35,12 @@ from torch import Tensor
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.spans import PADDING, row_widths, serving_layouts, training_layouts
-from megatron_stppo.ops import extension
+from megatron_stppo.ops import BucketCopy, extension
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import Copy, lower_bound, plan_copies
 from megatron_stppo.reshard.state import Resharder
 
-UNCHECKED, CHECKED, PLAIN, WITH_OWN = (
-    "reshard, unchecked",
-    "reshard, checked",
-    "plain",
-    "plain, own bytes too",
-)
+UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
 NEVER = 1 << 62  # every n-th copy is compared, counted from the version: with this n, none is
 
 
@@ -64,10 +59,10 @@ class Measured:
     def ratio(self) -> float:
         return 1.0 if self.moved == self.bound else self.moved / max(self.bound, 1)
 
-    def against(self, variant: str, baseline: str) -> float | None:
-        """How many times the baseline's median the variant takes; None without that baseline."""
-        pair = self.times.get(variant), self.times.get(baseline)
-        return pair[0][1] / pair[1][1] if pair[0] and pair[1] else None
+    def against(self, variant: str, *baselines: str) -> float | None:
+        """How many times the baselines' medians together the variant takes; None where nothing moves."""
+        below = sum(self.times[name][1] for name in baselines if name in self.times)
+        return self.times[variant][1] / below if below else None
 
 
 def model(given: argparse.Namespace) -> ModelShape:
@@ -99,9 +94,14 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
         name: lambda each=each: each.sync(1) for name, each in resharders.items()
     }
     copies = list(plan_copies(train, engine, widths))
-    for name, with_own in ((PLAIN, False), (WITH_OWN, True)):
-        if exchange := plain(copies, widths, target_type.itemsize, with_own, device):
-            variants[name] = exchange
+    sizes = traffic(copies, widths)
+    to, come = sizes[rank], [row[rank] for row in sizes]
+    send, receive = (torch.ones(sum(n), dtype=target_type, device=device) for n in (to, come))
+    if any(map(any, sizes)):
+        splits = [[n * target_type.itemsize for n in each] for each in (come, to)]
+        as_bytes = receive.view(torch.uint8), send.view(torch.uint8)
+        variants[PLAIN] = lambda: dist.all_to_all_single(*as_bytes, *splits)
+    variants[LOCAL] = local(copies, rank, source, target, send, receive)
     report = resharders[CHECKED].sync(1)
     return Measured(
         pair,
@@ -126,20 +126,40 @@ def tensor(
     return torch.randn(shape, device=device).to(dtype)
 
 
-def plain(
-    copies: Sequence[Copy], widths: Mapping[str, int], item: int, with_own: bool, device: torch.device
-) -> Callable[[], object] | None:
-    """One all_to_all_single with as many bytes between each pair of ranks; None if there are none at all."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def traffic(copies: Sequence[Copy], widths: Mapping[str, int]) -> list[list[int]]:
+    """[source rank][target rank]: elements between different ranks."""
+    world = dist.get_world_size()
     sizes = [[0] * world for _ in range(world)]
     for copy in copies:
-        if with_own or copy.source_rank != copy.target_rank:
-            sizes[copy.source_rank][copy.target_rank] += copy.size * widths[copy.hf_key] * item
-    if not any(map(any, sizes)):
-        return None
-    to, come = sizes[rank], [row[rank] for row in sizes]
-    send, receive = (torch.ones(sum(n), dtype=torch.uint8, device=device) for n in (to, come))
-    return lambda: dist.all_to_all_single(receive, send, come, to)
+        if copy.source_rank != copy.target_rank:
+            sizes[copy.source_rank][copy.target_rank] += copy.size * widths[copy.hf_key]
+    return sizes
+
+
+def local(
+    copies: Sequence[Copy],
+    rank: int,
+    source: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    send: Tensor,
+    receive: Tensor,
+) -> BucketCopy:
+    """All of the rank's copies at once: into `send`, out of `receive`, and between its own tensors."""
+    pairs, sent, received = [], 0, 0
+    for copy in copies:
+        if copy.source_rank == rank:
+            here = source[copy.source].narrow(copy.dim, copy.source_offset, copy.size)
+        if copy.target_rank == rank:
+            there = target[copy.target].narrow(copy.dim, copy.target_offset, copy.size)
+        if copy.source_rank == copy.target_rank == rank:
+            pairs.append((here, there))
+        elif copy.source_rank == rank:
+            pairs.append((here, send[sent : sent + here.numel()].view(here.shape)))
+            sent += here.numel()
+        elif copy.target_rank == rank:
+            pairs.append((receive[received : received + there.numel()].view(there.shape), there))
+            received += there.numel()
+    return BucketCopy([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def interleaved(
@@ -167,19 +187,19 @@ def show(found: Sequence[Measured], about: dict, console: Console) -> None:
     console.print(
         f"{about['name']}, {about['cores']} cores, {about['ranks']} ranks over {about['backend']}, "
         f"{about['source']} -> {about['target']}, {about['date']}, load {about['load'][0]:g}. "
-        "Times in ms, median (p10-p90); x: of plain, of plain with own bytes",
+        "Times in ms, median (p10-p90); x: of plain, of plain and local copies together",
         highlight=False,
     )
-    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, WITH_OWN, UNCHECKED, CHECKED)
+    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, UNCHECKED, CHECKED)
     for row in found:
         cells = []
-        for variant in (PLAIN, WITH_OWN, UNCHECKED, CHECKED):
+        for variant in (PLAIN, LOCAL, UNCHECKED, CHECKED):
             if variant not in row.times:
                 cells.append("-")
                 continue
             low, middle, high = (1e3 * t for t in row.times[variant])
-            ratios = [row.against(variant, base) for base in (PLAIN, WITH_OWN)]
-            marks = "" if variant in (PLAIN, WITH_OWN) else ", ".join(f"{x:.2f}x" for x in ratios if x)
+            ratios = [row.against(variant, PLAIN), row.against(variant, PLAIN, LOCAL)]
+            marks = "" if variant in (PLAIN, LOCAL) else ", ".join(f"{x:.2f}x" for x in ratios if x)
             cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f}) {marks}".strip())
         sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", str(row.buckets))
         table.add_row(row.pair, *sizes, *cells)
