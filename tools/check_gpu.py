@@ -234,6 +234,7 @@ def calls() -> int:
         ops.gae(*given, lam=0.9, turn_offsets=offsets_of(3, 2000, 3000, 1))
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
         ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
+        ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
         for dtype in (torch.float32, torch.bfloat16):
             hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
             target = rows(64, 1003)[1]
