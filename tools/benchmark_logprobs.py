@@ -37,6 +37,11 @@ class Produced(torch.autograd.Function):
         return None, None
 
 
+def alone(bench: Bench, columns: int) -> str:
+    """A GPU's cases of few columns are one rank's part of a large vocabulary."""
+    return " (local shard, no collective)" if bench.device == "cuda" and columns < 2**15 else ""
+
+
 def vocab_rows(
     bench: Bench,
     cases: Sequence[tuple[int, int, torch.dtype]],
@@ -56,7 +61,7 @@ def vocab_rows(
         cotangent = torch.randn(rows, device=bench.device)
         reference = exact_logprob(logits[:REFERENCE_ROWS], target, cotangent)
         work, size = torch.empty_like(logits), logits.numel() * logits.element_size()
-        section = f"vocab_logprob [{rows:,}, {columns:,}] {str(dtype).removeprefix('torch.')}"
+        section = f"vocab_logprob [{rows:,}, {columns:,}] {str(dtype).removeprefix('torch.')}{alone(bench, columns)}"
 
         def fresh(work: Tensor = work, logits: Tensor = logits) -> Tensor:
             produced: Tensor = Produced.apply(leaf, work.copy_(logits))
@@ -138,7 +143,8 @@ def linear_rows(
         weight = (
             (torch.randn(columns, width, device=bench.device) * 2 / width**0.5).to(dtype).requires_grad_()
         )
-        section = f"linear_logprob [{rows:,}, {width:,}] x {columns:,} {str(dtype).removeprefix('torch.')}"
+        kind = str(dtype).removeprefix("torch.") + alone(bench, columns)
+        section = f"linear_logprob [{rows:,}, {width:,}] x {columns:,} {kind}"
         chunk = min(rows, CHUNK) * columns * hidden.element_size()
         for part in valid:
             dead = torch.rand(rows, device=bench.device) >= part

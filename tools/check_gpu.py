@@ -279,11 +279,17 @@ def repeats() -> int:
             out = ops.linear_logprob(*head, labels, chunk=1500)
             return *out, *torch.autograd.grad(sum(x.sum() for x in out), head)
 
+        def copied() -> Sequence[torch.Tensor]:
+            out = torch.empty(logits.shape, dtype=torch.bfloat16)
+            ops.bucket_copy([logits], [out])
+            return [out]
+
         ops_of: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
             "clipped_surrogate by turn": lambda: ops.clipped_surrogate(*given, cut, **settings),
             "clipped_surrogate by token": lambda: ops.clipped_surrogate(*given, **settings),
             "vocab_logprob float32": lambda: logprob_and_gradient(logits, target),
             "vocab_logprob bfloat16": lambda: logprob_and_gradient(narrow, target),
+            "bucket_copy": copied,
             "linear_loss bfloat16": linear_loss,
             "linear_logprob bfloat16": linear_logprob,
             "gae by token": lambda: ops.gae(*steps, cut, lam=0.95),
