@@ -22,7 +22,7 @@ SHAPE = {
 
 
 def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> Any:
-    """4 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
+    """2 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
     from megatron_stppo.config import Config
 
     return Config.model_validate(
@@ -31,7 +31,7 @@ def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> An
             "parallel": parallel,
             "environment": {"max_turns": 2, "max_observation_tokens": 32},
             "rollout": {
-                "tasks_per_iteration": 16,
+                "tasks_per_iteration": 8,
                 "max_turn_tokens": 32,
                 "max_prompt_tokens": 32,
                 "max_context": LENGTH,
@@ -103,7 +103,7 @@ def _measure(*case: Any) -> dict[str, int]:
     config = settings(*case)
     place = groups.initialize(config.parallel)
     shape, a = read_shape(config.model.path), config.algorithm
-    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 16)), list(range(16))
+    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 8)), list(range(8))
     packer = Packer.of(config, shape, place)
     weight_T = minibatch_weights(batch, chosen, a)
     found: dict[str, int] = {}
