@@ -9,7 +9,6 @@ from megatron_stppo.runtime import launch
 
 LENGTH = 128  # tokens of every trajectory
 SHAPE = {
-    "model_type": "qwen2",
     "vocab_size": 2001,
     "hidden_size": 256,
     "intermediate_size": 640,
@@ -19,6 +18,7 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "head_dim": 64}
 
 
 def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> Any:
@@ -147,10 +147,11 @@ def _scored(batch: Any) -> Any:
     )
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, family: str = "Qwen2") -> None:
+    """Qwen2, or Qwen3Moe of which every token takes every expert: they are shared out evenly then."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    shape = transformers.Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "model_type"})
-    transformers.Qwen2ForCausalLM(shape).float().save_pretrained(folder)
+    shape = getattr(transformers, f"{family}Config")(**SHAPE, **(EXPERTS if family == "Qwen3Moe" else {}))
+    getattr(transformers, f"{family}ForCausalLM")(shape).float().save_pretrained(folder)
