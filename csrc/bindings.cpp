@@ -88,7 +88,7 @@ int bucket_copy(Pointer slices, int64_t count, int source, int target, bool on_g
 }
 
 int bucket_checksum(Pointer slices, int64_t count, int source, int target, Pointer sums, bool on_gpu, Pointer where) {
-  const BucketChecksum a{to<SummedSlice>(slices), count, Dtype(source), Dtype(target), to<uint64_t>(sums)};
+  const BucketChecksum a{to<SummedSlice>(slices), count, Dtype(source), Dtype(target), to<uint32_t>(sums)};
   return STPPO_CALL(BucketChecksum, bucket_checksum)(a, on_gpu, where);
 }
 

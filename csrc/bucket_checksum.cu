@@ -10,28 +10,30 @@ namespace stppo {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int FOURS = CHECKSUM_PIECE / (4 * THREADS);  // of neighbouring elements, per thread and piece
 
-__device__ __forceinline__ uint64_t bits(float x) { return std::bit_cast<uint32_t>(x); }
-__device__ __forceinline__ uint64_t bits(__nv_bfloat16 x) { return std::bit_cast<uint16_t>(x); }
+__device__ __forceinline__ uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
+__device__ __forceinline__ uint32_t bits(__nv_bfloat16 x) { return std::bit_cast<uint16_t>(x); }
 
 template <class S, class T>
-__global__ void __launch_bounds__(THREADS) checksum_kernel(const SummedSlice *slices, unsigned long long *sums) {
+__global__ void __launch_bounds__(THREADS) checksum_kernel(const SummedSlice *slices, uint32_t *sums) {
+  constexpr int NUMBERS = sizeof(T) / 2, ELEMENTS = CHECKSUM_PIECE / NUMBERS, FOURS = ELEMENTS / (4 * THREADS);
   const SummedSlice s = slices[blockIdx.x];
   const S *source = static_cast<const S *>(s.source);
   const bool wide = s.width % 4 == 0 && aligned(source, s.stride);
-  const int64_t total = s.rows * s.width, pieces = (total + CHECKSUM_PIECE - 1) / CHECKSUM_PIECE;
+  const int64_t total = s.rows * s.width, pieces = (total + ELEMENTS - 1) / ELEMENTS;
   if (blockIdx.y >= pieces) return;
-  uint64_t weight[FOURS][4], sum = blockIdx.y == 0 && threadIdx.x == 0 ? total * sizeof(T) : 0;
+  Weights<int16_t> weight[FOURS][4 * NUMBERS];
 #pragma unroll
   for (int j = 0; j < FOURS; ++j)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) weight[j][k] = element_weight((j * THREADS + threadIdx.x) * 4 + k);
+    for (int k = 0; k < 4 * NUMBERS; ++k)
+      weight[j][k] = number_weights((j * THREADS + threadIdx.x) * 4 * NUMBERS + k);
+  uint32_t low = blockIdx.y == 0 && threadIdx.x == 0 ? uint32_t(total * sizeof(T)) : 0, high = 0;
   for (int64_t piece = blockIdx.y; piece < pieces; piece += gridDim.y) {
-    uint64_t of_piece = 0;
+    uint32_t first = 0, second = 0;
 #pragma unroll
     for (int j = 0; j < FOURS; ++j) {
-      const int64_t i = piece * CHECKSUM_PIECE + (j * THREADS + threadIdx.x) * 4;
+      const int64_t i = piece * ELEMENTS + (j * THREADS + threadIdx.x) * 4;
       if (i >= total) continue;
       const int64_t row = s.rows == 1 ? 0 : i / s.width;
       Four<S> in;
@@ -45,13 +47,25 @@ __global__ void __launch_bounds__(THREADS) checksum_kernel(const SummedSlice *sl
         }
         T cast;
         convert(in.value[k], cast);
-        of_piece += bits(cast) * weight[j][k];
+#pragma unroll
+        for (int n = 0; n < NUMBERS; ++n) {
+          const int number = int16_t(bits(cast) >> 16 * n);
+          first += uint32_t(number * weight[j][k * NUMBERS + n].first);
+          second += uint32_t(number * weight[j][k * NUMBERS + n].second);
+        }
       }
     }
-    sum += of_piece * piece_weight(piece);
+    const Weights<uint32_t> of_piece = piece_weights(piece);
+    low += first * of_piece.first;
+    high += second * of_piece.second;
   }
-  for (int distance = 16; distance; distance /= 2) sum += __shfl_down_sync(~0u, sum, distance);
-  if (threadIdx.x % 32 == 0) atomicAdd(sums + s.place, static_cast<unsigned long long>(sum));
+  for (int distance = 16; distance; distance /= 2) {
+    low += __shfl_down_sync(~0u, low, distance);
+    high += __shfl_down_sync(~0u, high, distance);
+  }
+  if (threadIdx.x % 32 != 0) return;
+  atomicAdd(sums + 2 * s.place, low);
+  atomicAdd(sums + 2 * s.place + 1, high);
 }
 
 }  // namespace
@@ -62,8 +76,7 @@ Status bucket_checksum_cuda(const BucketChecksum &a, void *stream) {
   const auto kernel = a.source == FLOAT32 ? a.target == FLOAT32 ? checksum_kernel<float, float> : checksum_kernel<float, __nv_bfloat16>
                       : a.target == FLOAT32 ? checksum_kernel<__nv_bfloat16, float>
                                             : checksum_kernel<__nv_bfloat16, __nv_bfloat16>;
-  const auto sums = reinterpret_cast<unsigned long long *>(a.sums);
-  kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.slices, sums);
+  kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.slices, a.sums);
   return cudaGetLastError() == cudaSuccess ? OK : LAUNCH_FAILED;
 }
 

@@ -3,59 +3,68 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 
 #include "bucket_checksum.h"
 #include "bucket_copy.h"
 #include "ops.h"
+#include "simd.h"
 
 namespace stppo {
 namespace {
 
 constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
 
-constexpr auto WEIGHTS = [] {
-  std::array<uint32_t, CHECKSUM_PIECE> weights{};
-  for (int k = 0; k < CHECKSUM_PIECE; ++k) weights[k] = element_weight(k);
+struct Sums {
+  uint32_t low = 0, high = 0;
+};
+
+template <auto which>
+constexpr auto table() {
+  std::array<int16_t, CHECKSUM_PIECE> weights{};
+  for (int k = 0; k < CHECKSUM_PIECE; ++k) weights[k] = number_weights(k).*which;
   return weights;
-}();
+}
+constexpr auto FIRST = table<&Weights<int16_t>::first>(), SECOND = table<&Weights<int16_t>::second>();
 
-STPPO_CLONES uint64_t sum32(const uint32_t *__restrict x, const uint32_t *__restrict weight, int64_t n) {
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += uint64_t(x[i]) * weight[i];
-  return sum;
+STPPO_CLONES Sums sum_numbers(const int16_t *__restrict x, const int16_t *__restrict first,
+                              const int16_t *__restrict second, int64_t n) {
+  uint32_t low = 0, high = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    low += uint32_t(int32_t(x[i]) * first[i]);
+    high += uint32_t(int32_t(x[i]) * second[i]);
+  }
+  return {low, high};
 }
 
-STPPO_CLONES uint64_t sum16(const uint16_t *__restrict x, const uint32_t *__restrict weight, int64_t n) {
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += uint64_t(uint32_t(x[i])) * weight[i];
-  return sum;
-}
-
-STPPO_CLONES uint64_t sum_narrowed(const float *__restrict x, const uint32_t *__restrict weight, int64_t n) {
-  uint64_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += uint64_t(uint32_t(narrowed(x[i]))) * weight[i];
-  return sum;
-}
-
-uint64_t sum_elements(const BucketChecksum &a, const SummedSlice &s, int64_t from, const uint32_t *weight, int64_t n) {
-  const auto words = static_cast<const uint32_t *>(s.source) + from;
+// Elements [from, from + n) as the target's bits: where they are, or cast into `room`.
+const int16_t *numbers(const BucketChecksum &a, const SummedSlice &s, int64_t from, int64_t n, void *room) {
+  const auto floats = static_cast<const float *>(s.source) + from;
   const auto halves = static_cast<const uint16_t *>(s.source) + from;
-  if (a.source == FLOAT32 && a.target == FLOAT32) return sum32(words, weight, n);
-  if (a.source == FLOAT32) return sum_narrowed(static_cast<const float *>(s.source) + from, weight, n);
-  return sum16(halves, weight, n) << (a.target == FLOAT32 ? 16 : 0);  // widened, the bits lie 16 higher
+  if (a.source != a.target && a.source == FLOAT32) narrow(floats, static_cast<uint16_t *>(room), n);
+  else if (a.source != a.target) widen(halves, static_cast<float *>(room), n);
+  else return reinterpret_cast<const int16_t *>(a.source == FLOAT32 ? static_cast<const void *>(floats) : halves);
+  return static_cast<const int16_t *>(room);
 }
 
 // Of elements [start, stop) of a slice, counted row by row.
-uint64_t sum_range(const BucketChecksum &a, const SummedSlice &s, int64_t start, int64_t stop) {
-  uint64_t sum = 0;
+Sums sum_range(const BucketChecksum &a, const SummedSlice &s, int64_t start, int64_t stop) {
+  alignas(64) std::byte room[2 * CHECKSUM_PIECE];
+  const int64_t per_element = a.target == FLOAT32 ? 2 : 1, elements = CHECKSUM_PIECE / per_element;
+  Sums total;
+  if (start == 0) total.low = uint32_t(s.rows * s.width * per_element * 2);  // the slice's bytes, once
   for (int64_t at = start; at < stop;) {
-    const int64_t row = at / s.width, column = at - row * s.width, piece = at / CHECKSUM_PIECE;
-    const int64_t within = at - piece * CHECKSUM_PIECE;
-    const int64_t n = std::min({s.width - column, stop - at, CHECKSUM_PIECE - within});
-    sum += sum_elements(a, s, row * s.stride + column, WEIGHTS.data() + within, n) * piece_weight(piece);
+    const int64_t row = at / s.width, column = at - row * s.width, piece = at / elements;
+    const int64_t n = std::min({s.width - column, stop - at, (piece + 1) * elements - at});
+    const int64_t within = (at - piece * elements) * per_element;
+    const Sums part = sum_numbers(numbers(a, s, row * s.stride + column, n, room), FIRST.data() + within,
+                                  SECOND.data() + within, n * per_element);
+    const Weights<uint32_t> of_piece = piece_weights(piece);
+    total.low += part.low * of_piece.first;
+    total.high += part.high * of_piece.second;
     at += n;
   }
-  return sum;
+  return total;
 }
 
 }  // namespace
@@ -73,10 +82,11 @@ Status bucket_checksum_cpu(const BucketChecksum &a, int threads) {
       size = s.rows * s.width;
       const int64_t start = std::max<int64_t>(begin - first, 0), stop = std::min(end - first, size);
       if (start >= stop) continue;
-      uint64_t sum = sum_range(a, s, start, stop);
-      if (start == 0) sum += size * (a.target == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
+      const Sums sums = sum_range(a, s, start, stop);
 #pragma omp atomic
-      a.sums[s.place] += sum;
+      a.sums[2 * s.place] += sums.low;
+#pragma omp atomic
+      a.sums[2 * s.place + 1] += sums.high;
     }
   }
   return OK;

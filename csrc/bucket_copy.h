@@ -1,14 +1,10 @@
-// float32 to bfloat16 as the CPU twins over slices round it.
+// Casts of a row, as the CPU twins over slices make them (bucket_copy_cpu.cpp).
 #pragma once
-#include "simd.h"
+#include <cstdint>
 
 namespace stppo {
 
-// To the nearest, ties to even; every NaN becomes the same one.
-STPPO_INLINE uint16_t narrowed(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint16_t rounded = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  return x != x ? uint16_t(0x7fc0) : rounded;
-}
+void widen(const uint16_t *source, float *target, int64_t width);
+void narrow(const float *source, uint16_t *target, int64_t width);
 
 }  // namespace stppo

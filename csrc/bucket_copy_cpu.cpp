@@ -3,23 +3,31 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "bucket_copy.h"
 #include "ops.h"
+#include "simd.h"
 
 namespace stppo {
-namespace {
-
-constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
 
 STPPO_CLONES void widen(const uint16_t *__restrict source, float *__restrict target, int64_t width) {
   for (int64_t i = 0; i < width; ++i) target[i] = std::bit_cast<float>(uint32_t(source[i]) << 16);
 }
 
+// To the nearest, ties to even; every NaN becomes the same one.
 STPPO_CLONES void narrow(const float *__restrict source, uint16_t *__restrict target, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) target[i] = narrowed(source[i]);
+  for (int64_t i = 0; i < width; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
+    const uint16_t rounded = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    target[i] = source[i] != source[i] ? uint16_t(0x7fc0) : rounded;
+  }
 }
+
+namespace {
+
+constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
 
 void copy_elements(const BucketCopy &a, const Slice &s, int64_t from, int64_t to, int64_t width) {
   const auto floats = static_cast<const float *>(s.source) + from;

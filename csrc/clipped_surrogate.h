@@ -14,7 +14,6 @@ struct SegmentSums {
 };
 
 struct Coefficients {
-  float ratio;
   double objective, gradient, bias;
   bool too_high, too_low;  // which tokens are clipped: those with A > 0, those with A < 0
 };
@@ -42,12 +41,8 @@ STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, d
   const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low | (ratio > dual);
   const double kept = pick(too_high, 0, gain) + pick(dropped, 0, loss);
   const double removed = pick(too_high, gain, 0) + pick(too_low, loss, 0);
-  return {ratio,
-          objective(ratio, gain, loss, low, high, dual),
-          times(slope, kept),
-          times(slope, removed),
-          too_high,
-          too_low};
+  const double gives = objective(ratio, gain, loss, low, high, dual);
+  return {gives, times(slope, kept), times(slope, removed), too_high, too_low};
 }
 
 // |d logprob / d logits|^2 = 1 - 2p + sum p^2, never below 0 but for rounding.

@@ -27,6 +27,7 @@ STPPO_INLINE float live_advantage(float advantage, float weight) {
   return WEIGHTED ? pick(weight == 0, 0.f, advantage) : advantage;
 }
 STPPO_INLINE float below_zero(float advantage) { return pick(advantage < 0, advantage, 0.f); }
+STPPO_INLINE float above_zero(float advantage) { return pick(advantage < 0, 0.f, advantage); }  // NaN included
 
 // Sums over one segment. A token of weight 0 counts in the ratio only.
 template <bool WEIGHTED>
@@ -37,7 +38,7 @@ STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
     for (int64_t i = t.first; i < t.last; ++i) {
       const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c), below = below_zero(A);
       delta += double(logprob[i]) - double(old_logprob[i]);
-      gain += double(c) * double(A - below), loss += double(c) * double(below);
+      gain += double(c) * double(above_zero(A)), loss += double(c) * double(below);
     }
     return {delta, gain, loss};
   }
@@ -45,7 +46,7 @@ STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
   for (int64_t i = t.first; i < t.last; ++i) {
     const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c), below = below_zero(A);
     delta += double(logprob[i]) - double(old_logprob[i]);
-    gain += double(c) * double(A - below);
+    gain += double(c) * double(above_zero(A));
     loss += double(c) * double(below);
   }
   return {delta, gain, loss};
@@ -176,7 +177,7 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
 #pragma omp simd reduction(+ : objective, bias_sq, grad_sq, logit_bias_sq, logit_grad_sq, clipped)
   for (int64_t i = t.first; i < t.last; ++i) {
     const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
-    const double gain = double(w) * double(A - below), loss = double(w) * double(below);
+    const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
     const float ratio = float(exp_of(exponent(double(logprob[i]) - double(old_logprob[i]), 1)));
     const Coefficients c = coefficients(ratio, 1, gain, loss, low, high, dual);
     ratios[i] = ratio;
@@ -194,7 +195,7 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
   if (biases)
     for (int64_t i = t.first; i < t.last; ++i) {
       const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
-      const double gain = double(w) * double(A - below), loss = double(w) * double(below);
+      const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
       biases[i] = float(coefficients(ratios[i], 1, gain, loss, low, high, dual).bias);
     }
   sums[OBJECTIVE] = objective, sums[BIAS_SQ] = bias_sq, sums[GRAD_SQ] = grad_sq, sums[CLIPPED] = clipped;

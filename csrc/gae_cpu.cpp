@@ -43,11 +43,21 @@ bool cuts(const int64_t *offsets, int64_t slices, int64_t total) {
   return good;
 }
 
+// Whether every trajectory starts where a turn does.
+bool turns_stay_inside(const Gae &a) {
+  int64_t turn = 0;
+  for (int64_t i = 0; i <= a.trajectory_count; ++i) {
+    while (turn < a.turn_count && a.turns[turn] < a.trajectories[i]) ++turn;
+    if (a.turns[turn] != a.trajectories[i]) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 Status gae_cpu(const Gae &a, int threads) {
   if (!cuts(a.trajectories, a.trajectory_count, a.tokens)) return BAD_OFFSETS;
-  if (a.turns && !cuts(a.turns, a.turn_count, a.tokens)) return BAD_OFFSETS;
+  if (a.turns && (!cuts(a.turns, a.turn_count, a.tokens) || !turns_stay_inside(a))) return BAD_OFFSETS;
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (a.tokens > 8192)
   for (int64_t n = 0; n < a.trajectory_count; ++n) {
     const int64_t first = a.trajectories[n], last = a.trajectories[n + 1];

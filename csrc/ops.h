@@ -122,7 +122,7 @@ struct BucketChecksum {
   const SummedSlice *slices;  // on the op's device
   int64_t count;
   Dtype source, target;
-  uint64_t *sums;  // zero before
+  uint32_t *sums;  // [places, 2]: low and high half of each sum; zero before
 };
 Status bucket_checksum_cpu(const BucketChecksum &, int threads);
 Status bucket_checksum_cuda(const BucketChecksum &, void *stream);

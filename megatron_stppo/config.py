@@ -159,7 +159,7 @@ class RolloutConfig(Section):
 class UpdateConfig(Section):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
-    tokens_per_microbatch: int = Field(16384, ge=1)
+    tokens_per_microbatch: int = Field(16384, ge=1, description="on one rank; a longer trajectory takes more")
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="what waits on the host while the engine serves: optimizer states and gradients; "

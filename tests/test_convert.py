@@ -28,14 +28,14 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=6, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, moe_intermediate_size=20, tie_word_embeddings=True)
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, moe_intermediate_size=12, tie_word_embeddings=True)
     ),
 }
 

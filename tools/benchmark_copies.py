@@ -1,4 +1,7 @@
-"""bucket_copy against a loop of copy_: what a reshard packs, float32 weights into a bfloat16 buffer."""
+"""What a reshard does to float32 weights that the engine holds in bfloat16.
+
+bucket_copy against a loop of copy_, and bucket_checksum against its twin in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,20 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
         elements = count * rows * columns
         size = f"{count:,} x [{rows:,}, {columns:,}{cut}]"
         yield bench.rows("bucket_copy", size, elements, 6 * elements, variants, cold)
+        for what, tensors, read in (("as cast", sources, 4), ("as written", targets, 2)):
+            summed = checksum_variants(tensors)
+            yield bench.rows("bucket_checksum", f"{size} {what}", elements, read * elements, summed, cold)
+
+
+def checksum_variants(tensors: Sequence[Tensor]) -> list[Variant]:
+    """The bits of every tensor as bfloat16, read once. `twin`: in plain torch, one tensor after another."""
+    prepared = ops.BucketChecksum(tensors, [torch.bfloat16] * len(tensors))
+
+    def fused(_: None) -> list[Tensor]:
+        with implementation("extension"):
+            return [prepared()]
+
+    def twin(_: None) -> list[Tensor]:
+        return [torch.stack([ops.checksum(tensor, torch.bfloat16) for tensor in tensors])]
+
+    return [Variant("fused, prepared", fused, ours=True), Variant("twin", twin, ours=True)]

@@ -133,9 +133,6 @@ def linear_rows(
     bench: Bench, cases: Sequence[tuple[int, int, int, torch.dtype]], valid: Sequence[float], cold: bool
 ) -> Iterator[list[Row]]:
     """Forward and backward from hidden states, and one X W' of that size; cases: (T, H, V, dtype)."""
-    linear_logprob = getattr(ops, "linear_logprob", None)
-    linear_loss = getattr(ops, "linear_loss", None)
-    missing = "megatron_stppo.ops does not have it"
     for rows, width, columns, dtype in cases:
         hidden = torch.randn(rows, width, device=bench.device).to(dtype).requires_grad_()
         weight = (
@@ -153,7 +150,7 @@ def linear_rows(
 
             def op(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
                 with implementation("extension"):
-                    return torch.autograd.grad(linear_logprob(*given, target)[0], given, g)
+                    return torch.autograd.grad(ops.linear_logprob(*given, target)[0], given, g)
 
             def loss(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
                 def of_chunk(logprob: Tensor, _: Tensor, __: Tensor, a: int, b: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +158,7 @@ def linear_rows(
 
                 bounds = ops.chunk_bounds(None, len(target))
                 with implementation("extension"):
-                    return torch.autograd.grad(linear_loss(*given, target, bounds, of_chunk)[0], given)
+                    return torch.autograd.grad(ops.linear_loss(*given, target, bounds, of_chunk)[0], given)
 
             def unfused(
                 _: None,
@@ -179,14 +176,12 @@ def linear_rows(
                     op,
                     reference=reference,
                     ours=True,
-                    missing="" if linear_logprob else missing,
                 ),
                 Variant(
                     "linear_loss",
                     loss,
                     reference=reference,
                     ours=True,
-                    missing="" if linear_loss else missing,
                 ),
                 Variant("logits, log_softmax + gather", unfused, reference=reference),
             ]

@@ -25,6 +25,7 @@ BASELINES = {
     "linear_logprob": ("one GEMM", True),
     "gae": ("Python loop", False),
     "bucket_copy": ("copy_ loop", False),
+    "bucket_checksum": ("twin", False),
 }
 BY_TOKENS = "clipped_surrogate by tokens"
 BOTH = "forward + backward"

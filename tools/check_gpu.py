@@ -211,6 +211,7 @@ def calls() -> int:
 
     from megatron_stppo import ops
     from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, three, unaligned, uniform
+    from tests.ops.test_two_phases import test_two_parts_of_every_turn_make_the_whole as two_phases
 
     os.environ["STPPO_OPS"] = "extension"
     with torch.device("cuda"):
@@ -221,6 +222,7 @@ def calls() -> int:
             new, old, advantage = three(total)
             out = ops.clipped_surrogate(new.requires_grad_(), old, advantage, segments, **settings)
             out.objective.backward()
+        two_phases("mean", None, 0.5)
         for columns in (1003, 4096):
             for dtype in (torch.float32, torch.bfloat16):
                 logits, target = rows(3, columns)
@@ -232,6 +234,7 @@ def calls() -> int:
         ops.gae(*given, lam=0.9, turn_offsets=offsets_of(3, 2000, 3000, 1))
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
         ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
+        ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
         for dtype in (torch.float32, torch.bfloat16):
             hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
             target = rows(64, 1003)[1]

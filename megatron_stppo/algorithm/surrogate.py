@@ -60,18 +60,19 @@ def surrogate(
     """
     total = len(logprob_T)
     low, high = _rounded(1 - clip_low, logprob_T.dtype), _rounded(1 + clip_high, logprob_T.dtype)
+    dual = None if dual_clip is None else _rounded(dual_clip, logprob_T.dtype)
     part = segment_sums(logprob_T.detach(), old_logprob_T, advantage_T, weight_T, offsets)
     _, _, own_gain_S, own_loss_S = part.unbind(1)
     count_S, delta_S, gain_S, loss_S = (part if whole is None else whole).unbind(1)
     ratio_S, divisor_S = ratio_of(delta_S, count_S, pooling, logprob_T.dtype)
     w_S = ratio_S.double()
 
-    bound_S = w_S.clamp(min=low) if dual_clip is None else w_S.clamp(min=low, max=dual_clip)
+    bound_S = w_S.clamp(min=low) if dual is None else w_S.clamp(min=low, max=dual)
     objective = (_times(w_S.clamp(max=high), own_gain_S) + _times(bound_S, own_loss_S)).sum()
 
     # Conditions are written so that a NaN ratio is not clipped and reaches the gradient, where it is noticed.
     too_high_S, too_low_S = w_S > high, w_S < low
-    dropped_S = too_low_S if dual_clip is None else too_low_S | (w_S > dual_clip)
+    dropped_S = too_low_S if dual is None else too_low_S | (w_S > dual)
     kept_S = gain_S.masked_fill(too_high_S, 0) + loss_S.masked_fill(dropped_S, 0)
     removed_S = gain_S.masked_fill(~too_high_S, 0) + loss_S.masked_fill(~too_low_S, 0)
     slope_S = w_S / divisor_S

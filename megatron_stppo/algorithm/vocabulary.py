@@ -117,7 +117,7 @@ def logits_gradient(
         p = log_p.exp()
         factor = torch.zeros_like(p)
         if h_T is not None:
-            log_p.clamp_(min=torch.finfo(torch.float32).min / 2)  # p is 0 there, and 0 * -inf would be NaN
+            log_p.clamp_(min=-1e30)  # p is 0 there, and 0 * -inf would be NaN
             factor -= h_T[rows, None] * (log_p + merged.entropy_T[rows, None])
         if c_T is not None:
             factor += 2 * c_T[rows, None] * (p - merged.sum_p_sq_T[rows, None])

@@ -25,6 +25,7 @@ class Microbatch:
     tokens_P: Tensor  # int64
     position_P: Tensor  # int64
     sequence_offsets: Tensor  # int32 [n+1 or n+2], padding included
+    lengths: Tensor  # int64 [n or n+1] on the host, of the same sequences
     hidden_index_T: Tensor  # int64 into P: the position whose hidden state predicts the action token
     target_T: Tensor  # int64, the action tokens
     turn_offsets: Tensor  # int64 into T
@@ -177,6 +178,7 @@ def _pack_one(
         tokens_P=tokens[mine].to(**to),
         position_P=position[mine].to(**to),
         sequence_offsets=offsets.int().to(**to),
+        lengths=padded,
         hidden_index_T=local[predicting[here_T]].to(**to),
         target_T=batch.tokens_P[batch.action_index_T[rows_T]].to(**to),
         turn_offsets=before[whole_turns].to(**to),

@@ -28,28 +28,38 @@ from megatron_stppo.data.packing import Microbatch
 class Pack(PackedSeqParams):
     """megatron's description of packed sequences, and what this rank's pieces of them attend to."""
 
-    query_lengths: Tensor | None = None  # int64 [m], on the host
-    key_lengths: Tensor | None = None  # int64 [m], on the host
-    keys: Tensor | None = None  # int64: places in the gathered keys; None: all of this rank's, in order
+    pieces: Pieces | None = None
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> Pack:
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
-        size, rank = (
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
-        )
-        queries, lengths, keys = context.attended(offsets.diff().cpu().long(), rank, size)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            query_lengths=queries,
-            key_lengths=lengths,
-            keys=keys.to(offsets.device) if size > 1 else None,
+            pieces=Pieces.of(microbatch.lengths, offsets.device),
         )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Runs of queries and the keys that each attends to, which end where the queries do."""
+
+    queries: list[int]
+    keys: list[int]
+    where: Tensor | None  # int64: places of the keys among those of all context ranks; None: as they are
+    query_offsets: Tensor  # int32 [m + 1], on the device
+    key_offsets: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor, device: torch.device) -> Pieces:
+        size = parallel_state.get_context_parallel_world_size()
+        queries, keys, where = context.attended(lengths, parallel_state.get_context_parallel_rank(), size)
+        to = {"device": device, "non_blocking": True}
+        offsets = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
+        return cls(queries.tolist(), keys.tolist(), where.to(**to) if size > 1 else None, *offsets)
 
 
 class PackedAttention(torch.nn.Module):
@@ -77,35 +87,32 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        pack = packed_seq_params
-        assert isinstance(pack, Pack) and pack.query_lengths is not None and pack.key_lengths is not None
-        if pack.keys is not None:
+        assert isinstance(packed_seq_params, Pack) and packed_seq_params.pieces is not None
+        pieces = packed_seq_params.pieces
+        if pieces.where is not None:
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.stack([key, value], 1), group=parallel_state.get_context_parallel_group()
             )
-            key, value = both.index_select(0, pack.keys).unbind(1)
+            key, value = both.index_select(0, pieces.where).unbind(1)
         attend = self._attend_cuda if query.is_cuda else self._attend_each
-        return attend(query, key, value, pack.query_lengths, pack.key_lengths).reshape(query.shape[0], -1)
+        return attend(query, key, value, pieces).reshape(query.shape[0], -1)
 
-    def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-        pieces = []
-        lengths = (ours.tolist(), theirs.tolist(), theirs.tolist())
+    def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        out = []
+        lengths = (pieces.queries, pieces.keys, pieces.keys)
         for q, k, v in zip(
             *(x.transpose(0, 1).split(n, 1) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
             last = q.shape[1] < k.shape[1]  # the queries are the last of these tokens
             mask = {"attn_mask": causal_lower_right(q.shape[1], k.shape[1])} if last else {"is_causal": True}
-            pieces.append(scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask))
-        return torch.cat(pieces, dim=1).transpose(0, 1)
+            out.append(scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask))
+        return torch.cat(out, dim=1).transpose(0, 1)
 
-    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-        offsets = [
-            torch.nn.functional.pad(n.cumsum(0), (1, 0)).int().to(query.device, non_blocking=True)
-            for n in (ours, theirs)
-        ]
-        causal = (-1, 0)  # aligned at the end: the queries are the last of their keys
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        causal = (-1, 0)  # aligned at the end, where the queries are
         return varlen_attn(
-            query, key, value, *offsets, int(ours.max()), int(theirs.max()),
+            query, key, value, pieces.query_offsets, pieces.key_offsets,
+            max(pieces.queries), max(pieces.keys),
             scale=self.scale, window_size=causal, enable_gqa=True,
         )  # fmt: skip

@@ -55,8 +55,9 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
         dist.barrier()
         dist_checkpointing.save(_tensors(trainer, is_loading=False), str(part))
     if dist.get_rank() == 0:
-        made_of = layers_of(next(iter(trainers.values())).chunks)
-        (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers), "layers": made_of}))
+        chunks = next(iter(trainers.values())).chunks
+        made_of = {"layers": layers_of(chunks), "expert": expert_size(chunks)}
+        (scratch / STATE).write_text(json.dumps(state | {"trainers": _counters(trainers)} | made_of))
         _publish(scratch, final)
         _retire(folder, step, keep)
     dist.barrier()
@@ -74,6 +75,7 @@ def load(folder: Path, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
     state = json.loads((path / STATE).read_text())
     for role, trainer in trainers.items():
         _check_layers(path, state, trainer.chunks)
+        _check_experts(path, state, trainer.chunks)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
         loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
@@ -121,6 +123,22 @@ def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Mo
         raise ConfigError(
             f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
             f"model.layers={state['layers']}, or go over a Hugging Face folder with `convert to-hf`"
+        )
+
+
+def expert_size(model: Sequence[MegatronModule]) -> int:
+    """How many ranks share a layer's experts."""
+    return int(model[0].config.expert_model_parallel_size)
+
+
+def _check_experts(path: Path, state: dict[str, Any], model: Sequence[MegatronModule]) -> None:
+    # Parameters that are not on all data-parallel ranks have an optimizer of their own.
+    written, here = state["expert"], expert_size(model)
+    if (written > 1) != (here > 1):
+        raise ConfigError(
+            f"{path}: was written with parallel.expert={written}, whose optimizer state does not fit "
+            f"parallel.expert={here}; set parallel.expert={written}, or go over a Hugging Face folder with "
+            "`convert to-hf`"
         )
 
 

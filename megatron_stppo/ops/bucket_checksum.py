@@ -12,30 +12,31 @@ from megatron_stppo.ops import extension
 from megatron_stppo.ops.bucket_copy import expressible, on_device
 
 PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
-AT_ONCE = 512 * PIECE  # elements that the twin widens to 8 bytes at a time
+MASK = (1 << 32) - 1
+AT_ONCE = 512 * PIECE  # numbers that the twin widens to 8 bytes at a time
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A 0-d int64 sum of the tensor's bits, as they are after a cast to `dtype`, that depends on their order.
 
-    bytes + sum_i bits_i * element_weight(i mod PIECE) * piece_weight(i div PIECE) mod 2^64 over the elements
-    in the order of their indices, each an unsigned number (8-byte elements count as two of 4). All weights
-    are odd, so changing one element always changes the sum; exchanging two unequal ones does unless their
-    weights agree in all the bits that matter. How the tensor lies in memory does not matter.
+    With the bits as signed 16-bit numbers x_i, in the order of the elements' indices, it holds two sums mod
+    2^32: in its low half bytes + sum_i x_i * first(i mod PIECE) * first(i div PIECE), in its high the same
+    with other weights and without the bytes. All weights are odd, so changing one number always changes both;
+    exchanging two unequal ones changes neither only where both weights agree, once in 2^28. How the tensor
+    lies in memory does not matter.
     """
     plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
     flat = plain.copy_(tensor).view(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.itemsize])
-    mask = (1 << 8 * words.itemsize) - 1
-    of_element, total = _element_weights(words.device), words.new_tensor(plain.nbytes, dtype=torch.int64)
-    for first in range(0, len(words), AT_ONCE):
-        bits = words[first : first + AT_ONCE].to(torch.int64) & mask
-        rest = -len(bits) % PIECE
-        rows = torch.nn.functional.pad(bits, (0, rest)).view(-1, PIECE)
-        of_piece = _mixed(torch.arange(len(rows), device=words.device) + (PIECE + 1 + first // PIECE)) | 1
-        total += ((rows * of_element).sum(-1) * of_piece).sum()
-    return total
+    numbers = flat if flat.itemsize == 1 else flat.view(torch.int16)
+    of_number, total = _number_weights(flat.device), torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for first in range(0, len(numbers), AT_ONCE):
+        wide = numbers[first : first + AT_ONCE].to(torch.int64)
+        rows = torch.nn.functional.pad(wide, (0, -len(wide) % PIECE)).view(-1, PIECE)
+        bits = _mixed(torch.arange(len(rows), device=flat.device) + (PIECE + 1 + first // PIECE))
+        of_piece = torch.stack([bits & MASK, _shifted(bits, 32)]) | 1
+        total += ((rows * of_number[:, None]).sum(-1) * of_piece).sum(-1)
+    return ((total[0] + plain.nbytes) & MASK) | (total[1] << 32)
 
 
 class BucketChecksum:
@@ -53,11 +54,14 @@ class BucketChecksum:
 
     def __call__(self, chosen: Sequence[int] | None = None) -> Tensor:
         """int64 [chosen]: `checksum` of the chosen tensors; None: of all, which needs no new description."""
-        tables, others = self._tables if chosen is None else self._described(chosen)
-        count = len(self._pairs) if chosen is None else len(chosen)
-        sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        for kind, table in tables:
-            extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+        wanted = range(len(self._pairs)) if chosen is None else chosen
+        sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
+        if extension.serves(self._device):
+            tables, others = self._tables if chosen is None else self._described(chosen)
+            for kind, table in tables:
+                extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+        else:
+            others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
         for place, pair in others:
             sums[place] = checksum(*pair)
         return sums
@@ -65,12 +69,12 @@ class BucketChecksum:
     def _described(
         self, chosen: Sequence[int]
     ) -> tuple[list[tuple[tuple[int, int], Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
-        """([(types, csrc's records)], [(place, what is summed in plain torch)])."""
+        """([(types, csrc's records)], [(place, what csrc does not know)])."""
         records: dict[tuple[int, int], list[list[int]]] = {}
-        others, serves = [], extension.serves(self._device)
+        others = []
         for place, index in enumerate(chosen):
             tensor, dtype = self._pairs[index]
-            if not serves or not expressible(tensor) or dtype not in extension.DTYPES:
+            if not expressible(tensor) or dtype not in extension.DTYPES:
                 others.append((place, (tensor, dtype)))
             elif tensor.numel():
                 kind = extension.DTYPES[tensor.dtype], extension.DTYPES[dtype]
@@ -86,8 +90,9 @@ def _rows(tensor: Tensor) -> list[int]:
 
 
 @functools.cache
-def _element_weights(device: torch.device) -> Tensor:
-    return (_mixed(torch.arange(1, PIECE + 1, device=device)) & 0xFFFFFFFF) | 1
+def _number_weights(device: torch.device) -> Tensor:
+    bits = _mixed(torch.arange(1, PIECE + 1, device=device))
+    return (torch.stack([bits, _shifted(bits, 16)]) & 0x7FFF) | 1
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -61,8 +61,12 @@ def serves(device: torch.device) -> bool:
 @functools.cache
 def _runs_on(index: int) -> bool:
     """Whether code was built for this GPU: 8.6 runs what was built for 80, only 9.0 what was for 90a."""
-    major, minor = torch.cuda.get_device_capability(index)
-    for arch in _csrc.cuda_archs.split(";"):
+    return fits(_csrc.cuda_archs, *torch.cuda.get_device_capability(index))
+
+
+def fits(archs: str, major: int, minor: int) -> bool:
+    """Whether code for these architectures runs on a device of this capability. Example: "80;90a" on 8.6."""
+    for arch in archs.split(";"):
         number = int(arch.rstrip("af"))
         same_major = number // 10 == major
         if same_major and (number % 10 == minor if arch.endswith("a") else number % 10 <= minor):

@@ -26,7 +26,8 @@ def gae(
     [N+1] from 0 to T, non-decreasing. turn_offsets [S+1] of the same kind: turns are the steps, not tokens,
     and every trajectory starts with a turn. Definition: megatron_stppo/algorithm/gae.py.
     Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
-    back to the host, makes every output NaN for offsets that are not in order.
+    back to the host, makes every output NaN for offsets that are not in order, and does not look whether a
+    turn reaches over a trajectory's end.
     """
     total = reward.shape[0] if reward.dim() == 1 else None
     for name, tensor in (("reward", reward), ("value", value)):
@@ -63,3 +64,14 @@ def _check(offsets: dict[str, Tensor | None], total: int) -> None:
     for name, given in offsets.items():
         if given is not None:
             check_offsets(name, given, total)
+    _check_starts(offsets["trajectory_offsets"], offsets["turn_offsets"])
+
+
+def _check_starts(trajectory_offsets: Tensor | None, turn_offsets: Tensor | None) -> None:
+    if trajectory_offsets is None or turn_offsets is None:
+        return
+    inside = trajectory_offsets[~torch.isin(trajectory_offsets, turn_offsets)]
+    if len(inside):
+        raise ValueError(
+            f"turn_offsets: a trajectory starts at {int(inside[0])}, inside a turn; cut it there"
+        )

@@ -115,7 +115,10 @@ class _VocabLogprob(torch.autograd.Function):
         ctx.overwritten = ctx.overwrite
         logits, merged = ctx.saved_tensors
         out = logits if ctx.overwrite else torch.empty_like(logits)
-        return write_gradient(logits, ctx.shard, merged, cotangents, out), None, None, None
+        write_gradient(logits, ctx.shard, merged, cotangents, out)
+        if ctx.overwrite:
+            torch.autograd.graph.increment_version(logits)  # who saved them too hears of it
+        return out, None, None, None
 
 
 def local_statistics(logits: Tensor, shard: Shard) -> Tensor:

@@ -108,6 +108,8 @@ def install(device: str = "cpu") -> None:
     megatron_random._lazy_init = lambda: None
     # split sizes reach an all-to-all as numpy arrays only by way of a copy from the device
     dispatcher.maybe_move_tensor_to_cpu = _as_moved
+    # made here, because vLLM's workers put a Stream of their own into torch.cuda that records no event
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = Stream()
 
 
 def _as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_stppo.reshard.plan import Copy, Plan, buckets
 from megatron_stppo.reshard.staging import Bucket, Copies, Segment, Staging
-from megatron_stppo.reshard.verify import Checks
+from megatron_stppo.reshard.verify import Checks, Summed
 
 WORD = 8  # segments of a buffer start on whole words, so that any type can be viewed in place
 
@@ -41,10 +41,11 @@ class Guard:
 
 
 class Home(NamedTuple):
-    """Copies within a rank that are made together, and the views of each."""
+    """Copies within a rank that are made together, and their sums at either end."""
 
     copies: Copies
-    rows: list[tuple[Copy, Tensor, Tensor]]
+    sources: Summed
+    targets: Summed
 
 
 class Exchange:
@@ -80,6 +81,8 @@ class Exchange:
         own = [copy for copy in at_home if copy.source_rank == self._rank]
         self._shares = _shares(own, row_bytes, len(self._groups))
         self.buckets: list[Bucket] = []
+        self._leaving: list[Summed] = []  # what the buckets send and receive
+        self._arriving: list[Summed] = []
         self._home: list[Home] = []
         self._staging: Staging | None = None
         self._addresses = self._addresses_now()
@@ -110,9 +113,8 @@ class Exchange:
         self._arrive(travelling, len(self.buckets) - 1, staging, guard)
         if not self.buckets:
             guard(self._copy_at_home, 0, checks)
-        for bucket in self.buckets:
-            for segment in bucket.receives:
-                checks.due(segment.copy, segment.view)
+        for summed in self._arriving:
+            checks.due(summed)
         # On a GPU the memory goes back to generation and training; on a CPU touching it anew costs more.
         self._staging = None if self._device.type == "cuda" else staging
 
@@ -123,24 +125,27 @@ class Exchange:
 
     def _copy_at_home(self, index: int, checks: Checks) -> None:
         home = self._home[index]
+        checks.sent(home.sources)
         home.copies()
-        for copy, source, target in home.rows:
-            checks.sent(copy, source, target.dtype)
-            checks.due(copy, target)
+        checks.due(home.targets)
 
     def _pack(self, index: int, staging: Staging, checks: Checks) -> None:
-        packed = staging.pack(index)
-        for segment, rows in zip(self.buckets[index].sends, packed, strict=True):
-            checks.sent(segment.copy, rows, segment.dtype)
+        checks.sent(self._leaving[index])
+        staging.pack(index)
 
     def _bind(self) -> None:
         """Takes views of the tensors as they lie in memory now."""
         self._staging = None
         self.buckets = [self._bucket(group) for group in self._groups]
-        self._home = []
-        for share in self._shares:
-            rows = [(copy, self._source_view(copy), self._target_view(copy)) for copy in share]
-            self._home.append(Home(Copies((source, target) for _, source, target in rows), rows))
+        self._leaving = [_summed(bucket.sends) for bucket in self.buckets]
+        self._arriving = [_summed(bucket.receives) for bucket in self.buckets]
+        self._home = [self._at_home(share) for share in self._shares]
+
+    def _at_home(self, share: list[Copy]) -> Home:
+        sources, targets = ([view(c) for c in share] for view in (self._source_view, self._target_view))
+        dtypes = [target.dtype for target in targets]
+        copies = Copies(zip(sources, targets, strict=True))
+        return Home(copies, Summed(share, sources, dtypes), Summed(share, targets, dtypes))
 
     def _addresses_now(self) -> list[int]:
         return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
@@ -170,6 +175,10 @@ class Exchange:
 
     def _target_view(self, copy: Copy) -> Tensor:
         return self._target[copy.target].detach().narrow(copy.dim, copy.target_offset, copy.size)
+
+
+def _summed(segments: list[Segment]) -> Summed:
+    return Summed([s.copy for s in segments], [s.view for s in segments], [s.dtype for s in segments])
 
 
 def _shares(copies: list[Copy], row_bytes: Callable[[Copy], int], count: int) -> list[list[Copy]]:

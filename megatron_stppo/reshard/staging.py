@@ -59,15 +59,6 @@ class Copies:
             target.copy_(source)
 
 
-def cast(view: Tensor, dtype: torch.dtype) -> Tensor:
-    """The view in `dtype`, bit for bit as `Copies` writes it (types may hold several NaNs)."""
-    if view.dtype == dtype:
-        return view
-    out = torch.empty(view.shape, dtype=dtype, device=view.device)
-    Copies([(view, out)])()
-    return out
-
-
 class Staging:
     """Two pairs of byte buffers, used in turn, and the copies between them and the tensors.
 
@@ -81,7 +72,7 @@ class Staging:
         self._buckets = buckets
         self._send = two([sum(bucket.send_splits) for bucket in buckets])
         self._receive = two([sum(bucket.receive_splits) for bucket in buckets])
-        self._packs: dict[int, tuple[Copies, list[Tensor]]] = {}
+        self._packs: dict[int, Copies] = {}
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
@@ -92,15 +83,12 @@ class Staging:
         """Where bucket `index` arrives."""
         return self._receive[index % 2][: sum(self._buckets[index].receive_splits)]
 
-    def pack(self, index: int) -> list[Tensor]:
-        """Fills `send(index)`; the segments of it, in the order of the bucket's sends."""
+    def pack(self, index: int) -> None:
+        """Fills `send(index)`."""
         if index not in self._packs:
-            sends = self._buckets[index].sends
-            packed = [segment.of(self._send[index % 2]) for segment in sends]
-            self._packs[index] = Copies((s.view, p) for s, p in zip(sends, packed, strict=True)), packed
-        copies, packed = self._packs[index]
-        copies()
-        return packed
+            buffer = self._send[index % 2]
+            self._packs[index] = Copies((s.view, s.of(buffer)) for s in self._buckets[index].sends)
+        self._packs[index]()
 
     def unpack(self, index: int) -> None:
         """Writes what arrived into the target tensors."""

@@ -32,6 +32,14 @@ DATA = {
     "check-invariance": (),
     "plan": (),
 }
+# Fields of megatron's that would train something else.
+REFUSED = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+    "importance ratios need the same network twice",
+) | dict.fromkeys(
+    ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
+)
 ROLLS_OUT = ("train", "evaluate")
 
 
@@ -218,11 +226,10 @@ def _batches(config: Config, layout: Layout) -> None:
 
 
 def _megatron_fields(config: Config) -> None:
-    for name in ("attention_dropout", "hidden_dropout"):
+    for name, reason in REFUSED.items():
         if config.megatron.get(name):
             raise ConfigError(
-                f"megatron.{name}={config.megatron[name]}: importance ratios need the same network twice; "
-                "set it to 0"
+                f"megatron.{name}={config.megatron[name]}: {reason}; leave it out, or set it to 0"
             )
     for name in config.megatron:
         known = megatron_field_names()

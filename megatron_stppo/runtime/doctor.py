@@ -181,8 +181,19 @@ def _devices() -> list[Finding]:
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(device).total / 2**30
-        found.append(
-            Finding(f"gpu {index}", f"{memory:.0f} GiB", "ok", str(pynvml.nvmlDeviceGetName(device)))
-        )
+        name = str(pynvml.nvmlDeviceGetName(device))
+        found.append(Finding(f"gpu {index}", f"{memory:.0f} GiB", "ok", name))
+        found.append(_kernels(*pynvml.nvmlDeviceGetCudaComputeCapability(device)))
     pynvml.nvmlShutdown()
     return found
+
+
+def _kernels(major: int, minor: int) -> Finding:
+    """Whether what was built of csrc/ runs on a GPU of this capability."""
+    extension = importlib.import_module("megatron_stppo.ops.extension")
+    built, own = extension.parts().get("cuda", ""), f"sm_{major}{minor}"
+    if built and extension.fits(built.removeprefix("sm_"), major, minor):
+        return Finding("extension, live", own, "ok")
+    wanted = f"{major}{minor}{'a' if major >= 9 else ''}"
+    remark = f"built for {built or 'no GPU'}: ops are plain torch; build with STPPO_CUDA_ARCHS={wanted}"
+    return Finding("extension, live", own, "optional", remark)

@@ -22,8 +22,9 @@ CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
 
 
 def write(root: Path) -> Path:
-    """Model, index, tasks and configuration under `root`; the configuration's path."""
+    """Model (and one with experts), index, tasks and configuration under `root`; the configuration's path."""
     build_model(root / "model")
+    build_model(root / "experts", "qwen3_moe")
     corpus = [
         {"id": str(i), "contents": f'"{name}"\n{name} is a capital.'} for i, name in enumerate(CAPITALS)
     ]

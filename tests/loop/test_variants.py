@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from tests.loop import small_run
 
-# (name, overrides): the engine's layout differs from training's; critic and reference come and go
+# (name, overrides): the engine's layout differs from training's; critic, reference and experts come and go
 CASES = {
     "pipeline_to_tensor_so_grpo": (
+        "model.path={root}/experts",
+        "algorithm.routing_replay=old_policy",
         "parallel.tensor=1",
         "parallel.pipeline=2",
         "rollout.engine_tensor=2",
@@ -46,7 +48,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_iteration_runs_and_engine_and_trainer_agree(config: Path, name: str) -> None:
-    done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *CASES[name])
+    overrides = [override.format(root=config.parent) for override in CASES[name]]
+    done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(x) for x in (config.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]

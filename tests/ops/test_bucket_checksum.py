@@ -11,7 +11,6 @@ from megatron_stppo.ops.bucket_checksum import PIECE
 from tests.ops.draws import normal
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-WORD = {FLOAT32: torch.int32, BFLOAT16: torch.int16}
 
 
 def mixed(z):
@@ -22,12 +21,12 @@ def mixed(z):
 
 
 def by_definition(tensor):
-    bits = tensor.reshape(-1).view(WORD[tensor.dtype]).tolist()
-    total = tensor.numel() * tensor.itemsize
-    for i, x in enumerate(bits):
-        weights = (mixed(i % PIECE + 1) % 2**32 | 1) * (mixed(PIECE + 1 + i // PIECE) | 1)
-        total += x % 2 ** (8 * tensor.itemsize) * weights
-    return (total + 2**63) % 2**64 - 2**63
+    low, high = tensor.numel() * tensor.itemsize, 0
+    for i, x in enumerate(tensor.reshape(-1).view(torch.int16).tolist()):
+        number, piece = mixed(i % PIECE + 1), mixed(PIECE + 1 + i // PIECE)
+        low += x * (number % 2**15 | 1) * (piece % 2**32 | 1)
+        high += x * ((number >> 16) % 2**15 | 1) * (piece >> 32 | 1)
+    return (low % 2**32 + 2**32 * high + 2**63) % 2**64 - 2**63
 
 
 def sums(*tensors, dtype=None):

@@ -132,3 +132,12 @@ def test_offsets_without_an_element_are_refused(name):
     given = {"trajectory_offsets": torch.tensor([0, 3]), name: torch.zeros(0, dtype=torch.int64)}
     with pytest.raises(ValueError, match=name):
         ops.gae(torch.zeros(3), torch.zeros(3), **given)
+
+
+def test_a_turn_that_reaches_over_a_trajectorys_end_is_refused(raises):
+    if not raises:
+        pytest.skip("the extension on a GPU reads no offset back")
+    reward = torch.ones(10)
+    turns, trajectories = torch.tensor([0, 2, 6, 10]), torch.tensor([0, 4, 10])
+    with pytest.raises(ValueError, match="a trajectory starts at 4, inside a turn"):
+        ops.gae(reward, reward, trajectories, turn_offsets=turns)

@@ -126,12 +126,14 @@ def test_a_main_gradient_takes_the_weights_gradient_in_float32():
     assert (weight.main_grad != weight.main_grad.bfloat16().float()).any(), "rounded on its way"
 
 
+@pytest.mark.parametrize("live", [1.0, 0.88, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype):
+def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype, live):
     if implementation == "torch":
         pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
     rows, columns, width, chunk = 2048, 4096, 32, 256
     hidden, weight, target, cotangents = draw(rows, columns, width, dtype)
+    cotangents = cotangents * (uniform(rows) < live)
     gradients = dtype.itemsize * (hidden.numel() + weight.numel())
     in_float32 = 0 if dtype == torch.float32 else 4 * weight.numel()  # the weight's, until the last chunk
     statistics = 4 * rows * (5 + 6 + 3 + 3)  # of the shards, merged, outputs, cotangents

@@ -39,6 +39,26 @@ def test_a_ratio_on_its_bound_is_not_clipped_and_the_next_float_is(bound, sign, 
         assert out.grad_T.sum().item() == (0 if beyond else pytest.approx(sign * ratio.item(), rel=1e-5))
 
 
+@pytest.mark.parametrize("dual", [1.1, 2.7])
+def test_a_ratio_on_the_dual_bound_keeps_its_gradient_and_the_next_float_loses_it(dual):
+    for place, ratio in enumerate(one(dual)):
+        delta = ratio.double().log()
+        new, old = delta.float()[None], (delta.float().double() - delta).float()[None]
+        out = ops.clipped_surrogate(new, old, torch.full((1,), -1.0), None, dual_clip=dual)
+        assert out.ratio.item() == ratio.item()
+        assert out.grad_T.item() == (0 if place == 2 else pytest.approx(-ratio.item(), rel=1e-5))
+        assert out.clipped.item() == 0
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_an_advantage_of_minus_infinity_makes_the_objective_that(length):
+    advantage = torch.ones(length)
+    advantage[length // 2] = -INF
+    for segments in (None, offsets_of(length)):
+        out = ops.clipped_surrogate(torch.zeros(length), torch.zeros(length), advantage, segments)
+        assert out.objective.item() == -INF
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_advantages_of_zero_of_either_sign_add_nothing_and_are_never_clipped(length):
     new = torch.full((length,), 1.0)  # ratio e, beyond the bound

@@ -95,6 +95,26 @@ def test_forbidden_tokens_before_and_after_allowed_ones_take_no_part(forbidden, 
     assert not out[3][:, :2500].any() and not out[3][:, 3500:].any()
 
 
+@pytest.mark.parametrize("weight", [3.0, 1e3])
+def test_a_forbidden_tokens_gradient_is_0_however_much_the_entropy_weighs(weight):
+    logits = torch.tensor([[1.0, 2.0, -INF, 0.0]]).requires_grad_()
+    (weight * ops.vocab_logprob(logits, torch.tensor([0]))[1].sum()).backward()
+    kept = logits.detach()[:, [0, 1, 3]].requires_grad_()
+    (weight * ops.vocab_logprob(kept, torch.tensor([0]))[1].sum()).backward()
+    assert logits.grad[0, 2] == 0
+    torch.testing.assert_close(logits.grad[:, [0, 1, 3]], kept.grad, rtol=1e-5, atol=1e-6 * weight)
+
+
+def test_who_else_needs_the_logits_hears_that_they_were_written_over():
+    leaf, target = rows(3, 50)
+    logits = leaf.requires_grad_() * 1
+    squares = logits.square().sum()  # its backward reads the logits
+    logprob, _, _ = ops.vocab_logprob(logits, target, overwrite=True)
+    logprob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
 def test_a_row_without_a_finite_logit_is_nan_and_its_neighbours_are_not():
     logits, target = rows(5, 300)
     expected = logprob_and_gradient(logits, target)

@@ -3,11 +3,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.ops import BucketChecksum
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import build_plan
-from megatron_stppo.reshard.staging import Copies, cast
+from megatron_stppo.reshard.staging import Copies
 from megatron_stppo.reshard.state import Resharder, State
-from megatron_stppo.reshard.verify import ReshardError, checksum
+from megatron_stppo.reshard.verify import ReshardError
 from tests.ranks import run_ranks
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
 
@@ -24,7 +25,7 @@ class Hook:
         self.action(bucket)
 
 
-def case(shape, layout, serving, wire=torch.float32):
+def case(shape, layout, serving, wire=torch.float32, verify_share=1):
     """This rank's resharder with its tensors, and what they must become."""
     widths, held, hook = row_widths(shape), checkpoint(shape), Hook()
     train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
@@ -35,7 +36,8 @@ def case(shape, layout, serving, wire=torch.float32):
     for rows in padding_rows(engine[rank], expected[rank]):
         rows.zero_()
     target = {name: tensor.to(wire) for name, tensor in blank(engine[rank], widths).items()}
-    resharder = Resharder(sources[rank], target, train, engine, widths, bucket_bytes=BUCKET, on_bucket=hook)
+    settings = {"bucket_bytes": BUCKET, "verify_share": verify_share, "on_bucket": hook}
+    resharder = Resharder(sources[rank], target, train, engine, widths, **settings)
     return resharder, hook, target, {name: t.to(wire) for name, t in expected[rank].items()}
 
 
@@ -104,6 +106,14 @@ def corrupt_a_byte_after_it_arrived():
     return refused(resharder)
 
 
+def compare_every_third_copy():
+    whole = case(model_shape(), Layout(2, 2, 1), 1)[0].sync(0)
+    thirds = case(model_shape(), Layout(2, 2, 1), 1, verify_share=3)[0]
+    reports = [thirds.sync(version) for version in (0, 1, 2)]
+    total = sum(report.checksum for report in reports) - whole.checksum
+    return [report.compared for report in reports], whole.compared, total % 2**64
+
+
 def disagree():
     shape, widths = model_shape(), row_widths(model_shape())
     layout = Layout(2, 1, 1) if dist.get_rank() == 0 else Layout(1, 1, 2)
@@ -127,43 +137,27 @@ def disagree():
 
 def every_case():
     sync_all_topologies()
-    return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived()
+    return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived(), compare_every_third_copy()
 
 
 def test_a_sync_equals_the_plan_carried_out_by_hand_and_an_error_refuses_generation_until_a_whole_sync():
-    for failed, corrupted in run_ranks(every_case, WORLD):
+    for failed, corrupted, sampled in run_ranks(every_case, WORLD):
         assert "poisoned" in failed and "sync to version 2 failed" in failed and "OSError" in failed
         assert "poisoned" in corrupted and "arrived changed" in corrupted
+        thirds, whole, difference = sampled  # three versions compare every copy once, a third of them each
+        assert sum(thirds) == whole and max(thirds) - min(thirds) < whole / 9 and difference == 0
 
 
 def test_ranks_that_plan_differently_or_hold_other_tensors_than_planned_stop_together():
     assert run_ranks(disagree, 2) == [True, True]
 
 
-def test_checksum_sees_a_changed_byte_an_exchange_and_a_length():
-    rows = torch.arange(1000, dtype=torch.bfloat16)[: 7 * 13].view(7, 13)
-    total = checksum(rows)
-    assert checksum(rows.clone()) == total
-    for element in (0, 45, 90):  # 91 elements of 2 bytes: the last ones lie in no whole word
-        changed = rows.clone()
-        changed.view(-1).view(torch.uint8)[2 * element] ^= 1
-        assert checksum(changed) != total
-    assert checksum(rows[[1, 0, 2, 3, 4, 5, 6]]) != total
-    assert checksum(rows[:, :12]) != checksum(rows[:, 1:])
-    assert checksum(torch.zeros(8)) != checksum(torch.zeros(9))
-    blocks = torch.zeros(2, 1 << 18, dtype=torch.int64)
-    blocks[0, 3] = 1
-    assert checksum(blocks) != checksum(blocks.flip(0))
-    assert checksum(blocks[:, ::2]) == checksum(blocks[:, ::2].contiguous())  # a view sums like its copy
-
-
-def test_a_cast_for_the_checksum_has_the_bits_of_the_copy_and_other_types_are_copied_too():
+def test_other_types_are_copied_too_and_their_sums_are_of_the_bits_that_the_copy_writes():
     source = torch.arange(12 * 40, dtype=torch.int32).view(12, 40).mul(9_000_001).view(torch.float32)
     source[3, 5:30] = float("nan")
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         target = torch.zeros(12, 60, dtype=dtype)
         Copies([(source[:, 3:37], target[:, 9:43])])()
-        assert torch.equal(
-            cast(source[:, 3:37], dtype).view(torch.uint8), target[:, 9:43].contiguous().view(torch.uint8)
-        )
+        sums = BucketChecksum([source[:, 3:37], target[:, 9:43]], [dtype, dtype])()
+        assert sums[0] == sums[1]
         assert not target[:, :9].any() and not target[:, 43:].any()

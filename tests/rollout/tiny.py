@@ -24,7 +24,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -36,9 +35,8 @@ LLAMA3 = {
 # transformers' prefix, and what the family's model has besides the common sizes
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
-    "mixtral": ("Mixtral", EXPERTS),
     "qwen3": ("Qwen3", {}),
-    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
 }
 CORPUS = [
     "<search>capital of France</search> <information>Doc 1(Title: Paris) Paris is the capital of France.",

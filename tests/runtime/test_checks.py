@@ -152,6 +152,8 @@ def test_the_context_must_fit_the_model_and_the_tokenizer_must_know_chats(path: 
 
 def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     assert "megatron.hidden_dropout=0.1" in refusal(path, ["megatron.hidden_dropout=0.1"])
+    message = refusal(path, ["megatron.moe_aux_loss_coeff=0.01"])
+    assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
     assert "rollout.samples_per_task=1" in refusal(path, ["algorithm.preset=grpo"])
 
 

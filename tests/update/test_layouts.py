@@ -37,12 +37,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "tensor_sequence_pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2, "sequence": True}, False),
     "biases_tensor": ("qwen2", 2, {"tensor": 2}, False),
     "llama_tensor": ("llama", 2, {"tensor": 2}, False),
-    "mixtral_pipeline": ("mixtral", 2, {"pipeline": 2}, False),
-    "experts": ("qwen3_moe", 1, {}, False),
     "experts_over_data": ("qwen3_moe", 2, {"expert": 2}, False),
+    "experts_over_all": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+}
+MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
+    "mixtral_pipeline": ("mixtral", 2, {"pipeline": 2}, False),
     "experts_over_context": ("qwen3_moe", 2, {"expert": 2, "context": 2}, False),
     "experts_tensor_sequence": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}, False),
-    "experts_over_data_and_tensor": ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+    "untied_virtual_context": ("qwen2", 4, {"pipeline": 2, "virtual": 2, "context": 2}, False),
+    "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
 
 
@@ -142,11 +145,11 @@ def test_reference_batch_has_clipped_and_unclipped_tokens(models: dict[str, Path
         assert 0.1 < reference(folder)["actor/clip_fraction"] < 0.9
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_step_equals_float64_reference_under_every_layout(
     models: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
-    family, world, parallel, distributed = CASES[case]
+    family, world, parallel, distributed = (CASES | MORE)[case]
     model = models[family]
     small, large = zip(
         *run_ranks(

@@ -1,0 +1,1 @@
+from tests.ops.test_two_phases import *  # noqa: F403

@@ -1,0 +1,37 @@
+"""Turns whose parts are summed apart, added up, and finished apart: what ranks of context parallelism do."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_stppo.ops import extension
+from tests.ops.draws import offsets_of, three, uniform
+
+surrogate = sys.modules["megatron_stppo.ops.clipped_surrogate"]
+pytestmark = pytest.mark.usefixtures("device")
+LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # one beyond what a block takes alone
+
+
+@pytest.mark.parametrize(("pooling", "dual", "scale"), [("mean", None, 0.5), ("sum", 1.5, 0.02)])
+def test_two_parts_of_every_turn_make_the_whole(pooling, dual, scale):
+    total, settings = sum(LENGTHS), surrogate._Settings(0.2, 0.2, dual, pooling)
+    inputs, sum_p_sq = (*three(total, scale=scale), uniform(total)), 0.5 + uniform(total, seed=1) / 2
+    compute = surrogate._extension if extension.serves(sum_p_sq.device) else surrogate._twin
+    whole = compute(surrogate._Inputs(*inputs, offsets_of(*LENGTHS)), settings, sum_p_sq, True, None)
+    first = torch.arange(total) % 5 < 2  # two fifths of every turn
+    counts = torch.stack([part.sum() for part in first.long().split(LENGTHS)])
+    parts = []
+    for chosen, own in ((first, counts), (~first, torch.tensor(LENGTHS) - counts)):
+        offsets = torch.nn.functional.pad(own.cumsum(0), (1, 0))
+        parts.append((chosen, surrogate._Inputs(*(x[chosen] for x in inputs), offsets)))
+    sums = sum(surrogate._segment_sums(part, settings) for _, part in parts)
+    outs = [(c, compute(part, settings, sum_p_sq[c], True, sums)) for c, part in parts]
+    assert whole.clipped > 0
+    for chosen, out in outs:
+        torch.testing.assert_close(out.ratio, whole.ratio, rtol=1e-6, atol=0)
+        torch.testing.assert_close(out.grad_T, whole.grad_T[chosen])
+        torch.testing.assert_close(out.bias_T, whole.bias_T[chosen])
+    for name in ("objective", "bias_sq", "grad_sq", "clipped", "tokens", "logit_bias_sq", "logit_grad_sq"):
+        together = sum(float(getattr(out, name)) for _, out in outs)
+        assert together == pytest.approx(float(getattr(whole, name)), rel=1e-5, abs=1e-9), name

@@ -1,0 +1,247 @@
+"""Times a reshard against a plain all_to_all_single of the same bytes, on the ranks that torchrun starts.
+
+    torchrun --standalone --nproc-per-node 2 tools/benchmark_reshard.py [--layers 4] [--source float32]
+        [--target bfloat16] [--pairs tensor=2:1 pipeline=2:2 data=2:2] [--rounds 15] [--output FILE.json]
+
+A pair is TRAINING:ENGINE, the axes of `parallel:` and the engine's tensor parallel size. Over NCCL where
+there is a GPU per rank, otherwise over gloo. Every round calls all variants in turn; a time is the slowest
+rank's, from a barrier on:
+
+    reshard, unchecked   a whole sync of random weights without checksums
+    reshard, checked     the same, every copy summed at both ends
+    plain                one all_to_all_single of the bytes that must cross between ranks, already packed
+    local copies         what a rank casts into that buffer, out of it, and from its own tensors to its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from benchmark_measure import machine, percentiles
+from rich.console import Console
+from rich.table import Table
+from show_reshard_plan import axes
+from torch import Tensor
+
+from megatron_stppo.config import ConfigError, ParallelConfig
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.spans import PADDING, row_widths, serving_layouts, training_layouts
+from megatron_stppo.ops import BucketCopy, extension
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.reshard.plan import Copy, lower_bound, plan_copies
+from megatron_stppo.reshard.state import Resharder
+
+UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
+NEVER = 1 << 62  # every n-th copy is compared, counted from the version: with this n, none is
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pair. Times are [p10, median, p90] in seconds."""
+
+    pair: str
+    moved: int  # bytes between ranks, over all ranks
+    kept: int  # bytes that stay on their rank, over all ranks
+    bound: int  # the least that must cross between ranks
+    buckets: int
+    times: dict[str, list[float]]  # by variant; no PLAIN where nothing moves
+
+    @property
+    def ratio(self) -> float:
+        return 1.0 if self.moved == self.bound else self.moved / max(self.bound, 1)
+
+    def against(self, variant: str, *baselines: str) -> float | None:
+        """How many times the baselines' medians together the variant takes; None where nothing moves."""
+        below = sum(self.times[name][1] for name in baselines if name in self.times)
+        return self.times[variant][1] / below if below else None
+
+
+def model(given: argparse.Namespace) -> ModelShape:
+    """Qwen3-like: heads of 128, half as many KV heads, three times the width in the MLP, untied."""
+    heads = given.hidden // 128
+    sizes = (given.layers, given.hidden, heads, max(1, heads // 2), 128, 3 * given.hidden, given.vocab)
+    return ModelShape("qwen3", *sizes, False, False, True, 1e4, 1e-6, 4096)
+
+
+def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: torch.device) -> Measured:
+    """Raises ConfigError for a pair that the ranks do not admit."""
+    training, _, engine_tensor = pair.partition(":")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = axes(training)
+    sizes.pop("data", None)  # what is left
+    train = training_layouts(shape, Layout.of_world(world, ParallelConfig(**sizes)))
+    engine, widths = serving_layouts(shape, world, int(engine_tensor)), row_widths(shape)
+    source_type, target_type = getattr(torch, given.source), getattr(torch, given.target)
+    source, target = (
+        {name: tensor(spans, widths, dtype, device) for name, spans in side[rank].items()}
+        for side, dtype in ((train, source_type), (engine, target_type))
+    )
+    sides = (source, target, train, engine, widths)
+    resharders = {
+        UNCHECKED: Resharder(*sides, verify_share=NEVER, bucket_bytes=given.bucket_bytes),
+        CHECKED: Resharder(*sides, bucket_bytes=given.bucket_bytes),
+    }
+    variants: dict[str, Callable[[], object]] = {
+        name: lambda each=each: each.sync(1) for name, each in resharders.items()
+    }
+    copies = list(plan_copies(train, engine, widths))
+    sizes = traffic(copies, widths)
+    to, come = sizes[rank], [row[rank] for row in sizes]
+    send, receive = (torch.ones(sum(n), dtype=target_type, device=device) for n in (to, come))
+    if any(map(any, sizes)):
+        splits = [[n * target_type.itemsize for n in each] for each in (come, to)]
+        as_bytes = receive.view(torch.uint8), send.view(torch.uint8)
+        variants[PLAIN] = lambda: dist.all_to_all_single(*as_bytes, *splits)
+    variants[LOCAL] = local(copies, rank, source, target, send, receive)
+    report = resharders[CHECKED].sync(1)
+    return Measured(
+        pair,
+        report.bytes_moved,
+        report.bytes_self,
+        lower_bound(train, engine, widths) * target_type.itemsize,
+        report.buckets,
+        interleaved(variants, given.rounds, device),
+    )
+
+
+def tensor(
+    spans: Sequence[tuple], widths: Mapping[str, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Of the shape that the spans tile, written to once; widths of 1 are vectors."""
+    last = spans[-1]
+    rows, width = (
+        last.local + last.size,
+        max((widths[s.hf_key] for s in spans if s.hf_key != PADDING), default=1),
+    )
+    shape = (rows,) if width == 1 else (rows, width) if last.dim == 0 else (width, rows)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def traffic(copies: Sequence[Copy], widths: Mapping[str, int]) -> list[list[int]]:
+    """[source rank][target rank]: elements between different ranks."""
+    world = dist.get_world_size()
+    sizes = [[0] * world for _ in range(world)]
+    for copy in copies:
+        if copy.source_rank != copy.target_rank:
+            sizes[copy.source_rank][copy.target_rank] += copy.size * widths[copy.hf_key]
+    return sizes
+
+
+def local(
+    copies: Sequence[Copy],
+    rank: int,
+    source: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    send: Tensor,
+    receive: Tensor,
+) -> BucketCopy:
+    """All of the rank's copies at once: into `send`, out of `receive`, and between its own tensors."""
+    pairs, sent, received = [], 0, 0
+    for copy in copies:
+        if copy.source_rank == rank:
+            here = source[copy.source].narrow(copy.dim, copy.source_offset, copy.size)
+        if copy.target_rank == rank:
+            there = target[copy.target].narrow(copy.dim, copy.target_offset, copy.size)
+        if copy.source_rank == copy.target_rank == rank:
+            pairs.append((here, there))
+        elif copy.source_rank == rank:
+            pairs.append((here, send[sent : sent + here.numel()].view(here.shape)))
+            sent += here.numel()
+        elif copy.target_rank == rank:
+            pairs.append((receive[received : received + there.numel()].view(there.shape), there))
+            received += there.numel()
+    return BucketCopy([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """[p10, median, p90] of each; the first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name, run in variants.items():
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            slowest = torch.tensor(time.perf_counter() - begin, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if number:
+                seconds[name].append(float(slowest))
+    return {name: percentiles(each) for name, each in seconds.items()}
+
+
+def show(found: Sequence[Measured], about: dict, console: Console) -> None:
+    console.print(
+        f"{about['name']}, {about['cores']} cores, {about['ranks']} ranks over {about['backend']}, "
+        f"{about['source']} -> {about['target']}, {about['date']}, load {about['load'][0]:g}. "
+        "Times in ms, median (p10-p90); x: of plain, of plain and local copies together",
+        highlight=False,
+    )
+    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, UNCHECKED, CHECKED)
+    for row in found:
+        cells = []
+        for variant in (PLAIN, LOCAL, UNCHECKED, CHECKED):
+            if variant not in row.times:
+                cells.append("-")
+                continue
+            low, middle, high = (1e3 * t for t in row.times[variant])
+            ratios = [row.against(variant, PLAIN), row.against(variant, PLAIN, LOCAL)]
+            marks = "" if variant in (PLAIN, LOCAL) else ", ".join(f"{x:.2f}x" for x in ratios if x)
+            cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f}) {marks}".strip())
+        sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", str(row.buckets))
+        table.add_row(row.pair, *sizes, *cells)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 128")
+    parser.add_argument("--vocab", type=int, default=16384)
+    parser.add_argument("--source", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--target", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--pairs", nargs="+", default=["tensor=2:1", "pipeline=2:2", "data=2:2"])
+    parser.add_argument("--bucket-bytes", type=int, help="default: the resharder's")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    given = parser.parse_args(arguments)
+    local = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        found = [measure(pair, model(given), given, device) for pair in given.pairs]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        rank, ranks, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+        dist.destroy_process_group()
+    if rank == 0:
+        about = machine(device.type, extension.parts()) | vars(given)
+        about |= {"ranks": ranks, "backend": backend}
+        show(found, about, Console() if sys.stdout.isatty() else Console(width=200))
+        if given.output:
+            rows = [asdict(row) | {"ratio": row.ratio} for row in found]
+            record = {"about": about, "rows": rows}
+            given.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
