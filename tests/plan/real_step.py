@@ -9,7 +9,6 @@ from megatron_stppo.runtime import launch
 
 LENGTH = 128  # tokens of every trajectory
 SHAPE = {
-    "model_type": "qwen2",
     "vocab_size": 2001,
     "hidden_size": 256,
     "intermediate_size": 640,
@@ -19,10 +18,11 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "head_dim": 64}
 
 
 def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> Any:
-    """4 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
+    """2 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
     from megatron_stppo.config import Config
 
     return Config.model_validate(
@@ -31,7 +31,7 @@ def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> An
             "parallel": parallel,
             "environment": {"max_turns": 2, "max_observation_tokens": 32},
             "rollout": {
-                "tasks_per_iteration": 16,
+                "tasks_per_iteration": 8,
                 "max_turn_tokens": 32,
                 "max_prompt_tokens": 32,
                 "max_context": LENGTH,
@@ -103,7 +103,7 @@ def _measure(*case: Any) -> dict[str, int]:
     config = settings(*case)
     place = groups.initialize(config.parallel)
     shape, a = read_shape(config.model.path), config.algorithm
-    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 16)), list(range(16))
+    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 8)), list(range(8))
     packer = Packer.of(config, shape, place)
     weight_T = minibatch_weights(batch, chosen, a)
     found: dict[str, int] = {}
@@ -147,10 +147,11 @@ def _scored(batch: Any) -> Any:
     )
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, family: str = "Qwen2") -> None:
+    """Qwen2, or Qwen3Moe of which every token takes every expert: they are shared out evenly then."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    shape = transformers.Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "model_type"})
-    transformers.Qwen2ForCausalLM(shape).float().save_pretrained(folder)
+    shape = getattr(transformers, f"{family}Config")(**SHAPE, **(EXPERTS if family == "Qwen3Moe" else {}))
+    getattr(transformers, f"{family}ForCausalLM")(shape).float().save_pretrained(folder)

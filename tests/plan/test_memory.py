@@ -14,13 +14,18 @@ CASES = {
     "tensor, sequence, full recomputation": ({"recompute": "full"}, {"tensor": 2, "sequence": True}),
     "pipeline of two chunks": ({}, {"pipeline": 2, "virtual": 2}),
     "data": ({}, {}),
+    "experts": ({}, {"expert": 2}),
 }
 
 
 @pytest.fixture(scope="module")
-def both(model: Path, planner: ProcessPoolExecutor) -> dict[str, list[tuple[dict, dict]]]:
+def both(
+    model: Path, planner: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[dict, dict]]]:
     """{case: per rank (measured, planned)}"""
-    cases = [(str(model), *case) for case in CASES.values()]
+    experts: Path = tmp_path_factory.mktemp("experts")
+    real_step.write_model(experts, "Qwen3Moe")
+    cases = [(str(experts if name == "experts" else model), *case) for name, case in CASES.items()]
     plans = planner.submit(real_step.planned, cases, 2)
     ranks = run_ranks(real_step.measured, 2, cases)
     return {
