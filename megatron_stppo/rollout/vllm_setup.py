@@ -171,8 +171,8 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
 def _keep_weights_plain() -> None:
     """vLLM re-lays linear weights out for oneDNN at load and drops the plain ones, so that writing into a
     parameter would change nothing. Two private switches keep them plain. They stay set: any later
-    engine of the process needs them too. The language-model head is an embedding, hence the second. For experts
-    cpu_experts.py does the same.
+    engine of the process needs them too. The language-model head is an embedding, hence the second.
+    cpu_experts.py does the same for experts.
     """
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
