@@ -61,7 +61,8 @@ def vocab_rows(
         cotangent = torch.randn(rows, device=bench.device)
         reference = exact_logprob(logits[:REFERENCE_ROWS], target, cotangent)
         work, size = torch.empty_like(logits), logits.numel() * logits.element_size()
-        section = f"vocab_logprob [{rows:,}, {columns:,}] {str(dtype).removeprefix('torch.')}{alone(bench, columns)}"
+        kind = str(dtype).removeprefix("torch.") + alone(bench, columns)
+        section = f"vocab_logprob [{rows:,}, {columns:,}] {kind}"
 
         def fresh(work: Tensor = work, logits: Tensor = logits) -> Tensor:
             produced: Tensor = Produced.apply(leaf, work.copy_(logits))
