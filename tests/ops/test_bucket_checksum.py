@@ -22,7 +22,7 @@ def mixed(z):
 
 def by_definition(tensor):
     low, high = tensor.numel() * tensor.itemsize, 0
-    for i, x in enumerate(tensor.reshape(-1).view(torch.int16).tolist()):
+    for i, x in enumerate(tensor.contiguous().view(-1).view(torch.int16).tolist()):
         number, piece = mixed(i % PIECE + 1), mixed(PIECE + 1 + i // PIECE)
         low += x * (number % 2**15 | 1) * (piece % 2**32 | 1)
         high += x * ((number >> 16) % 2**15 | 1) * (piece >> 32 | 1)
