@@ -54,8 +54,8 @@ def bounds(
         sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
     )
     score, update = scored * share, updated * share * config.update.epochs
-    per_token = sum(one.models["actor"].score_flop for one in {s.stage: s for s in stages}.values())
-    per_token *= layout.tensor / microbatch_tokens
+    whole = sum(one.models["actor"].score_flop for one in {s.stage: s for s in stages}.values())
+    per_token = whole * layout.tensor / microbatch_tokens
     return Bounds(
         rollout=_rollout(config, layout, engine, work, per_token, gpu),
         score=score * bubble / gpu.flops,

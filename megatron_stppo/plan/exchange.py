@@ -48,7 +48,8 @@ def exchange(
     Raises PlanError unless every target row is written once.
     """
     sources, targets = _only(sources, alike), _only(targets, alike)
-    weights = {key: 1 if layer_of(key) is None else alike.get(layer_of(key), 0) for key in widths}
+    layers = {key: layer_of(key) for key in widths}
+    weights = {key: 1 if layer is None else alike.get(layer, 0) for key, layer in layers.items()}
     widths = {key: width * weights[key] for key, width in widths.items()}  # a row of each layer
     links: dict[tuple[str, str, int], int] = defaultdict(int)  # of ranks and nodes, in and out
     copies = moved = at_home = between = 0

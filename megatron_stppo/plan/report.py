@@ -47,7 +47,7 @@ def write(plan: Plan, in_json: bool) -> None:
 
 
 def show(plan: Plan, console: Console) -> None:
-    console.print(_opening(plan))
+    console.print(_opening(plan), soft_wrap=True)
     fullest = max(plan.stages, key=lambda one: max(one.totals(*plan.beside).values()))
     of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
     console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there")
