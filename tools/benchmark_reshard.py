@@ -32,9 +32,16 @@ from rich.table import Table
 from show_reshard_plan import axes
 from torch import Tensor
 
-from megatron_stppo.config import ConfigError, ParallelConfig
+from megatron_stppo.config import ConfigError, validate
 from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.spans import PADDING, row_widths, serving_layouts, training_layouts
+from megatron_stppo.model.spans import (
+    PADDING,
+    check_layout,
+    check_stages,
+    row_widths,
+    serving_layouts,
+    training_layouts,
+)
 from megatron_stppo.ops import BucketCopy, extension
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import Copy, lower_bound, plan_copies
@@ -73,12 +80,19 @@ def model(given: argparse.Namespace) -> ModelShape:
 
 
 def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: torch.device) -> Measured:
-    """Raises ConfigError for a pair that the ranks do not admit."""
+    """Raises ConfigError for a pair that the ranks or the model do not admit."""
     training, _, engine_tensor = pair.partition(":")
     rank, world = dist.get_rank(), dist.get_world_size()
+    if not engine_tensor.isdecimal() or int(engine_tensor) not in range(1, world + 1):
+        raise ConfigError(f"--pairs {pair!r} is not TRAINING:ENGINE; for example tensor=2:1")
     sizes = axes(training)
     sizes.pop("data", None)  # what is left
-    train = training_layouts(shape, Layout.of_world(world, ParallelConfig(**sizes)))
+    parallel = validate({"model": {"path": "."}, "parallel": sizes}).parallel
+    layout = Layout.of_world(world, parallel)
+    check_layout(shape, parallel.tensor)
+    check_stages(shape, layout)
+    check_layout(shape, int(engine_tensor), field="rollout.engine_tensor", serving=True)
+    train = training_layouts(shape, layout)
     engine, widths = serving_layouts(shape, world, int(engine_tensor)), row_widths(shape)
     source_type, target_type = getattr(torch, given.source), getattr(torch, given.target)
     source, target = (
