@@ -44,14 +44,14 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(folder: Path, family: str = "qwen3") -> None:
+def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
     """A tiny random model of 4 layers with an odd vocabulary; OF_FAMILY says what is special."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     prefix, special = OF_FAMILY[family]
-    shape = getattr(transformers, f"{prefix}Config")(**(SIZES | special))
+    shape = getattr(transformers, f"{prefix}Config")(**(SIZES | special | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(shape).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

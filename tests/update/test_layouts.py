@@ -32,15 +32,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "one": ("qwen3", 1, {}, False),
     "tensor": ("qwen3", 2, {"tensor": 2}, False),
     "virtual": ("qwen3", 2, {"pipeline": 2, "virtual": 2}, False),
-    "data": ("qwen3", 2, {}, True),
     "context": ("qwen3", 2, {"context": 2}, False),
     "tensor_sequence_pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2, "sequence": True}, False),
     "biases_tensor": ("qwen2", 2, {"tensor": 2}, False),
     "llama_tensor": ("llama", 2, {"tensor": 2}, False),
-    "experts_over_data": ("qwen3_moe", 2, {"expert": 2}, False),
     "experts_over_all": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
+    "data": ("qwen3", 2, {}, True),
+    "experts_over_data": ("qwen3_moe", 2, {"expert": 2}, False),
     "mixtral_pipeline": ("mixtral", 2, {"pipeline": 2}, False),
     "experts_over_context": ("qwen3_moe", 2, {"expert": 2, "context": 2}, False),
     "experts_tensor_sequence": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}, False),
