@@ -1,6 +1,4 @@
 // CPU twin of bucket_checksum.cu. As in bucket_copy_cpu.cpp every thread takes an equal range of all elements.
-#include <omp.h>
-
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -12,8 +10,6 @@
 
 namespace stppo {
 namespace {
-
-constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
 
 struct Sums {
   uint32_t low = 0, high = 0;
@@ -70,25 +66,13 @@ Sums sum_range(const BucketChecksum &a, const SummedSlice &s, int64_t start, int
 }  // namespace
 
 Status bucket_checksum_cpu(const BucketChecksum &a, int threads) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < a.count; ++i) total += a.slices[i].rows * a.slices[i].width;
-  const int used = int(std::clamp<int64_t>(total / PER_THREAD, 1, threads));
-#pragma omp parallel num_threads(used) if (used > 1)
-  {
-    const int64_t share = (total + omp_get_num_threads() - 1) / omp_get_num_threads();
-    const int64_t begin = omp_get_thread_num() * share, end = std::min(begin + share, total);
-    for (int64_t i = 0, first = 0, size; i < a.count && first < end; ++i, first += size) {
-      const SummedSlice &s = a.slices[i];
-      size = s.rows * s.width;
-      const int64_t start = std::max<int64_t>(begin - first, 0), stop = std::min(end - first, size);
-      if (start >= stop) continue;
-      const Sums sums = sum_range(a, s, start, stop);
+  over_elements(a.slices, a.count, threads, [&a](const SummedSlice &s, int64_t start, int64_t stop) {
+    const Sums sums = sum_range(a, s, start, stop);
 #pragma omp atomic
-      a.sums[2 * s.place] += sums.low;
+    a.sums[2 * s.place] += sums.low;
 #pragma omp atomic
-      a.sums[2 * s.place + 1] += sums.high;
-    }
-  }
+    a.sums[2 * s.place + 1] += sums.high;
+  });
   return OK;
 }
 

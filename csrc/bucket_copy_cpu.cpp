@@ -1,7 +1,5 @@
 // CPU twin of bucket_copy.cu. The elements of all slices are numbered in order and every thread copies an equal
 // range of them, so that one large slice keeps all threads as busy as many small ones.
-#include <omp.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -27,8 +25,6 @@ STPPO_CLONES void narrow(const float *__restrict source, uint16_t *__restrict ta
 
 namespace {
 
-constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
-
 void copy_elements(const BucketCopy &a, const Slice &s, int64_t from, int64_t to, int64_t width) {
   const auto floats = static_cast<const float *>(s.source) + from;
   const auto halves = static_cast<const uint16_t *>(s.source) + from;
@@ -52,20 +48,7 @@ void copy_range(const BucketCopy &a, const Slice &s, int64_t start, int64_t stop
 }  // namespace
 
 Status bucket_copy_cpu(const BucketCopy &a, int threads) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < a.count; ++i) total += a.slices[i].rows * a.slices[i].width;
-  const int used = int(std::clamp<int64_t>(total / PER_THREAD, 1, threads));
-#pragma omp parallel num_threads(used) if (used > 1)
-  {
-    const int64_t share = (total + omp_get_num_threads() - 1) / omp_get_num_threads();
-    const int64_t begin = omp_get_thread_num() * share, end = std::min(begin + share, total);
-    for (int64_t i = 0, first = 0; i < a.count && first < end; ++i) {
-      const Slice &s = a.slices[i];
-      const int64_t size = s.rows * s.width, start = std::max<int64_t>(begin - first, 0);
-      copy_range(a, s, start, std::min(end - first, size));
-      first += size;
-    }
-  }
+  over_elements(a.slices, a.count, threads, [&a](const Slice &s, int64_t start, int64_t stop) { copy_range(a, s, start, stop); });
   return OK;
 }
 

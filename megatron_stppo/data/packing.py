@@ -131,8 +131,7 @@ def pack(
 ) -> list[Microbatch]:
     """The chosen trajectories as microbatches; `unpack` puts back what was computed of them."""
     lengths = batch.sequence_offsets.diff().tolist()
-    runs = split_by_budget(lengths, chosen, cut.budget * cut.context_size)
-    runs += [[]] * (-len(runs) % cut.in_step)
+    runs = microbatch_runs(lengths, chosen, cut)
     padded = [_padded(lengths, run, cut) for run in runs]
     if cut.equal:
         least = max(int(x.sum()) for x in padded) // cut.context_size
@@ -140,11 +139,10 @@ def pack(
     return [_pack_one(batch, run, own, cut, device) for run, own in zip(runs, padded, strict=True)]
 
 
-def count(batch: Batch, chosen: Sequence[int], cut: Cut) -> int:
-    """How many microbatches `pack` makes."""
-    lengths = batch.sequence_offsets.diff().tolist()
-    bins = len(split_by_budget(lengths, chosen, cut.budget * cut.context_size))
-    return bins + -bins % cut.in_step
+def microbatch_runs(lengths: Sequence[int], chosen: Sequence[int], cut: Cut) -> list[list[int]]:
+    """Which trajectories each microbatch holds; none, where only dummy tokens are in it."""
+    runs = split_by_budget(lengths, chosen, cut.budget * cut.context_size)
+    return runs + [[]] * (-len(runs) % cut.in_step)
 
 
 def _padded(lengths: Sequence[int], run: Sequence[int], cut: Cut, least: int = 1) -> Tensor:

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Cut, Microbatch, count, deal, pack, unpack
+from megatron_stppo.data.packing import Cut, Microbatch, deal, microbatch_runs, pack, unpack
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
@@ -47,7 +47,8 @@ class Packer:
         hands = self.hands(batch, chosen)
         mine, cut = hands[self.place.data_rank], self.cut
         if self.place.layout.expert > 1:  # ranks that share experts meet in every layer
-            cut = replace(cut, in_step=max(count(batch, hand, cut) for hand in hands))
+            lengths = batch.sequence_offsets.diff().tolist()
+            cut = replace(cut, in_step=max(len(microbatch_runs(lengths, hand, cut)) for hand in hands))
         return pack(batch, mine, cut, self.device)
 
     def hands(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:

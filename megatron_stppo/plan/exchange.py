@@ -14,8 +14,7 @@ from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
-
-BUCKET = 256 << 20  # what Resharder sends at once on a GPU
+from megatron_stppo.reshard.state import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Exchange:
     @property
     def staging(self) -> int:
         """Bytes of a rank's buffers: two buckets out, two in (reshard/staging.py)."""
-        return 4 * min(BUCKET, self.busiest_rank)
+        return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank)
 
 
 def exchange(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Cut, Microbatch, pack, split_by_budget, to_batch
+from megatron_stppo.data.packing import Cut, Microbatch, microbatch_runs, pack, to_batch
 from megatron_stppo.types import Task, Trajectory, Turn
 
 
@@ -23,8 +23,7 @@ class Work:
     def of(cls, config: Config, cut: Cut, data: int) -> Work:
         played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
         mine, longest = played // (config.update.minibatches * data), config.max_context
-        bins = split_by_budget([longest] * mine, range(mine), cut.budget * cut.context_size)
-        microbatches = len(bins) + -len(bins) % cut.in_step
+        microbatches = len(microbatch_runs([longest] * mine, range(mine), cut))
         one = trajectory(config, longest)
         tokens = mine * longest // cut.context_size
         return cls(longest, len(one.action_positions), tokens, microbatches)

@@ -23,6 +23,9 @@ from megatron_stppo.reshard.execute import Exchange, Guard
 from megatron_stppo.reshard.plan import Plan, PlanError, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
 
+# What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
+BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
+
 
 class State(Enum):
     SYNCED = "synced"
@@ -51,8 +54,8 @@ class Resharder:
     """Writes the trainer's parameters into the engine's, in place.
 
     source, target: this rank's tensors by name. Layouts: {rank of the group: spans}, equal on all ranks.
-    widths: {hf_key: elements per row}. bucket_bytes: the most that a rank sends at once; by default 256 MB on
-    a GPU, where large messages use the links better, and 16 MB on a CPU, where fresh memory costs more.
+    widths: {hf_key: elements per row}. bucket_bytes: the most that a rank sends at once; default:
+    BUCKET_BYTES of the device.
     verify_share=n compares every n-th copy, another n-th each version.
     `on_bucket(index)` runs before a bucket is packed; an error it raises fails the sync.
     Collective; raises ReshardError on all ranks if one finds its tensors at odds with its layout, or if two
@@ -86,7 +89,7 @@ class Resharder:
         except PlanError as error:  # told to all ranks, which may have planned without one
             problem += str(error)
         dtypes = self._agree(plan.digest, target, problem)
-        limit = bucket_bytes or (256 << 20 if self._device.type == "cuda" else 16 << 20)
+        limit = bucket_bytes or BUCKET_BYTES[self._device.type]
         self._padding = _padding(target, own_target)
         self._exchange = Exchange(
             plan, source, target, dtypes, widths, group=group, device=self._device, bucket_bytes=limit

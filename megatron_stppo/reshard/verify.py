@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -75,11 +76,12 @@ class Checks:
         )
         due.sort(key=lambda copy: copy.source_rank)
         expected = torch.empty(len(due), dtype=torch.int64, device=self._device)
+        from_each, to_each = Counter(copy.source_rank for copy in due), Counter(to)
         dist.all_to_all_single(
             expected,
             leaving,
-            [sum(copy.source_rank == rank for copy in due) for rank in range(self._world)],
-            [to.count(rank) for rank in range(self._world)],
+            [from_each[rank] for rank in range(self._world)],
+            [to_each[rank] for rank in range(self._world)],
             group=self._group,
         )
         differ = (expected != found).nonzero().flatten().tolist()

@@ -44,7 +44,7 @@ ROLLS_OUT = ("train", "evaluate")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
-    """Everything below, for one command: train, evaluate, cold-start, convert or plan."""
+    """Everything below, for one command: a key of DATA."""
     _launcher()
     _model(config)
     if command != "plan":

@@ -1,4 +1,7 @@
-"""Counts the bytes of tensors that are alive, and their peak, while torch runs: on any device."""
+"""Counts the bytes of tensors that are alive, and their peak, while torch runs: on any device.
+
+Apart from plan/meter.py on purpose: what that says of a step is held against what this counts in a real one.
+"""
 
 from __future__ import annotations
 

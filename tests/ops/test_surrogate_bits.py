@@ -39,7 +39,9 @@ def test_100_repeats_are_bitwise_equal(evaluate):
 
 
 @pytest.mark.parametrize("evaluate", [mixed, by_token])
-def test_a_gpus_grid_changes_no_bit(evaluate, monkeypatch):
+def test_a_gpus_grid_changes_no_bit(evaluate, monkeypatch, raises):
+    if raises:
+        pytest.skip("no grid: these run on a GPU, and on the CUDA kernels in tests/csrc/emulated")
     whole, module = evaluate(), import_module("megatron_stppo.ops.clipped_surrogate")
     for blocks in (1, 2, 7):
         monkeypatch.setattr(module, "MAX_BLOCKS", blocks)

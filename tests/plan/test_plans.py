@@ -38,6 +38,14 @@ def test_the_smallest_example_fits_and_its_plan_is_the_one_beside_it() -> None:
     assert result.stdout == (EXAMPLES / "qwen2.5-7b" / "plan.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_examples_plan_is_the_one_beside_it(name: str) -> None:
+    result = run(f"examples/{name}/config.yaml", "--gpus", str(PLANNED[name]))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", PLANNED)
 def test_every_example_fits_its_gpus(name: str) -> None:
     lines = (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8").splitlines()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.model.hf_names import LLAMA3
 from megatron_stppo.runtime import launch
 
 # No clipping by norm: the gradients that remain after the step are those of the loss.
@@ -23,17 +24,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
 # transformers' prefix, and what differs from SIZES
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": SCALED}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
