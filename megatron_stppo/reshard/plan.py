@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from megatron_stppo.model.tiles import PADDING, Span, Spans
 
+# What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
+BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
+
 
 class PlanError(ValueError):
     """Two layouts that do not fit together; the message names the tensor and the rows."""
