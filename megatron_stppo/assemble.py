@@ -72,6 +72,7 @@ class Parts:
         self.engine.wake_weights()
         self.reshard.sync(version)
         self.residency.to("rollout")
+        torch.cuda.empty_cache()  # the reshard's buffers, before the key-value cache takes its share
         self.engine.wake()
         self.engine.refresh()
 
