@@ -247,6 +247,32 @@ class ColdStartConfig(Section):
     output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
 
 
+class TelemetryConfig(Section):
+    """What is reported beside metrics.jsonl and tensorboard/, which every run writes."""
+
+    wandb_project: str | None = Field(
+        None, description="Weights & Biases project; default: none. WANDB_API_KEY holds the key"
+    )
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: kept in the run's folder for `wandb sync`"
+    )
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="the last row's numbers on http://127.0.0.1:PORT/metrics"
+    )
+    profile: tuple[int, int] | None = Field(
+        None, description="first and last iteration of rank 0's torch.profiler trace, in profile/"
+    )
+    nvtx: bool = Field(False, description="an NVTX range per phase, for Nsight Systems")
+
+    @model_validator(mode="after")
+    def _window(self) -> TelemetryConfig:
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(
+                f"profile={list(self.profile)} is no window; give [first, last] with 1 <= first <= last"
+            )
+        return self
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -258,6 +284,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
     )

@@ -56,6 +56,8 @@ def check(config: Config) -> None:
 
     layer_spec(config)
     dtype(config)
+    if config.telemetry.nvtx and not _has_gpu():
+        raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")
 
 
 def _has_gpu() -> bool:
