@@ -363,7 +363,8 @@ class _Plain(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"alias *{self.peek_event().anchor}, write its value out")
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"alias *{alias.anchor}, write its value out")
         return super().compose_node(parent, index)
 
 

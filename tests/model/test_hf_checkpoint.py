@@ -110,7 +110,7 @@ def test_pickled_weights_are_not_looked_at(tmp_path):
 
 
 def test_code_beside_a_model_is_not_run(tmp_path):
-    """By the calls that the engine and the cold start make (tests/test_banned_calls.py: there are no others)."""
+    """By the calls that the engine and the cold start make; tests/test_banned_calls.py knows no others."""
     build_tokenizer().save_pretrained(tmp_path)
     alive = tmp_path / "alive"
     for name in ("configuration_own", "tokenization_own"):
