@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart test test-all lint audit clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
@@ -45,6 +45,13 @@ test: lint ## lint, then every test; needs no network
 test-all: lint ## test, and the longer matrix of layouts and families
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
 
+AUDIT := .venv-audit
+
+audit: ## known weaknesses of what tools/lock-cpu.txt pins; needs a network with PyPI's advisories
+	[ -x $(AUDIT)/bin/pip-audit ] || { $(PYTHON) -m venv $(AUDIT); $(AUDIT)/bin/pip install --quiet pip-audit; }
+	@# --strict: a package that nothing is known about is a failure, not a pass
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r tools/lock-cpu.txt
+
 clean: ## everything that make made; runs/ stays
-	rm -rf .venv build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(AUDIT) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,7 +41,7 @@ def cold_start(config: Config) -> None:
     if config.cold_start.output is None or config.data.demonstrations is None:
         raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
     settings = config.cold_start
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
     place, shape = launch.start(config), read_shape(config.model.path)
     steps = list(_steps(scripts, settings.batch_tokens, place.data_size))

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_stppo.algorithm.variants import VARIANTS
 
+MAX_BYTES = 65_536  # of a configuration file
+MAX_SHOWN = 200  # characters of a wrong value in a message
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
 
@@ -115,6 +117,15 @@ class RetrievalConfig(Section):
     token_env: str | None = Field(
         None, description="name of the environment variable that holds the bearer token"
     )
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> RetrievalConfig:
+        if self.url is not None and "@" in self.url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "url holds a user or password, and a run's folder keeps its configuration; name the "
+                "variable that holds a token in token_env instead"
+            )
+        return self
 
 
 class EnvironmentConfig(Section):
@@ -247,6 +258,32 @@ class ColdStartConfig(Section):
     output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
 
 
+class TelemetryConfig(Section):
+    """What is reported beside metrics.jsonl and tensorboard/, which every run writes."""
+
+    wandb_project: str | None = Field(
+        None, description="Weights & Biases project; default: none. WANDB_API_KEY holds the key"
+    )
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: kept in the run's folder for `wandb sync`"
+    )
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="the last row's numbers on http://127.0.0.1:PORT/metrics"
+    )
+    profile: tuple[int, int] | None = Field(
+        None, description="first and last iteration of rank 0's torch.profiler trace, in profile/"
+    )
+    nvtx: bool = Field(False, description="an NVTX range per phase, for Nsight Systems")
+
+    @model_validator(mode="after")
+    def _window(self) -> TelemetryConfig:
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(
+                f"profile={list(self.profile)} is no window; give [first, last] with 1 <= first <= last"
+            )
+        return self
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -258,6 +295,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
     )
@@ -290,15 +328,19 @@ class Config(Section):
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Reads a YAML file, applies `a.b=value` overrides, checks every field. Raises ConfigError."""
     try:
-        raw = yaml.safe_load(Path(path).read_text())
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"config={path}: is not YAML ({str(error).splitlines()[0]}); mend the file"
-        ) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"config={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
+    try:
+        raw = _yaml(text)
+    except _NOT_YAML as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"config={path}: is not YAML ({_short(reason)}); mend the file") from None
     if not isinstance(raw, dict):
         raise ConfigError(
             f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
@@ -316,6 +358,33 @@ def validate(raw: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
 
 
+class _Plain(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them stand for gigabytes, and no section needs one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"alias *{alias.anchor}, write its value out")
+        return super().compose_node(parent, index)
+
+
+# Values of YAML's that Python has none for (a 13th month, a number of 5,000 digits) are ValueErrors.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+
+
+def _yaml(text: str | bytes) -> Any:
+    """Data only: no tags that make objects, no aliases. Raises one of _NOT_YAML."""
+    loader = _Plain(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
+
+
 def _override(raw: dict[str, Any], text: str) -> None:
     key, sign, value = text.partition("=")
     if not sign or not all(key.split(".")):
@@ -331,8 +400,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
                 f"override {text!r}: {part!r} is a value, not a section; remove what follows it"
             )
     try:
-        node[last] = _number(yaml.safe_load(value))
-    except yaml.YAMLError:
+        node[last] = _number(_yaml(value))
+    except _NOT_YAML:
         raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from None
 
 
@@ -357,13 +426,13 @@ def _explain(error: Any) -> str:
             if near
             else f"known here: {', '.join(sorted(known))}"
         )
-        return f"{where}={error['input']!r}: no such field; {remedy}"
+        return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
     if error["type"] == "missing":
         return f"{where}: missing; add it to the file or give {where}=VALUE"
     message = error["msg"].removeprefix("Value error, ")
-    return (
-        f"{where}={error['input']!r}: {message}" if error["type"] != "value_error" else f"{where}: {message}"
-    )
+    if error["type"] == "value_error":  # its message has the value, where it may be shown
+        return f"{where}: {message}"
+    return f"{where}={_short(repr(error['input']))}: {message}"
 
 
 def _fields(path: list[str]) -> list[str]:

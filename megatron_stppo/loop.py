@@ -26,7 +26,11 @@ from megatron_stppo.model.routing import recording
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.faults import DoNotRestart
+from megatron_stppo.runtime.gauges import Gauges
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
+from megatron_stppo.runtime.profile import profiled
+from megatron_stppo.runtime.reporters import reporters
+from megatron_stppo.runtime.throughput import throughput
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -44,13 +48,15 @@ def train(config: Config, resume: bool = True) -> None:
     first = _restore(parts, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
-    metrics = Metrics(run.folder, rank, first if first else None)
+    metrics = Metrics(run.folder, rank, first or None, reporters(config, rank), config.telemetry.nvtx)
+    gauges = Gauges()
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
     if run.evaluate_every and first == 0:
         metrics.log(0, held_out(parts))
 
-    for iteration in progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0):
+    to_do = progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0)
+    for iteration in profiled(to_do, config.telemetry.profile if rank == 0 else None, run.folder / "profile"):
         # rollout: multi-turn episodes against the environment
         with metrics.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
@@ -68,7 +74,7 @@ def train(config: Config, resume: bool = True) -> None:
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
-        row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
+        row |= throughput(config, parts.shape, batch, metrics.seconds, parts.place.world) | gauges.read()
         row["memory/peak_gib"] = peak_gib()  # of rank 0
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
@@ -89,6 +95,7 @@ def train(config: Config, resume: bool = True) -> None:
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
                 parts.serve(version=done)
     metrics.close()
+    gauges.close()
     parts.close()
 
 

@@ -91,11 +91,11 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             )
         return None
     try:
-        files: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+        files: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error!r}); fetch the file again") from None
-    for name in set(files.values()):
-        if Path(name).name != name:
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
                 f"{path}: names a file outside the folder ({name!r}); fetch the checkpoint again"
             )

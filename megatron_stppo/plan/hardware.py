@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_stppo.runtime.throughput import PEAK_FLOPS
+
 GIB = 2**30
 
 
@@ -29,7 +31,7 @@ H100 = Gpu(
     name="H100 80GB",
     memory=int(79.1 * GIB),
     reserve=int(8 * GIB),
-    flops=989e12,
+    flops=PEAK_FLOPS["NVIDIA H100 80GB HBM3"],
     memory_rate=3.35e12,
     node_rate=450e9,
     network_rate=400e9,

@@ -67,7 +67,7 @@ class Engine:
         Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
         """
         join_world()
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         self._llm = build_vllm(
             model_path,
             tensor=tensor,
@@ -78,7 +78,7 @@ class Engine:
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
         self.max_context = max_context
         self.vocabulary = int(config.vocab_size)
         self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor

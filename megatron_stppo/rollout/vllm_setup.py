@@ -54,7 +54,7 @@ def build_vllm(
     Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
     """
     _check_version()
-    _check_sizes(AutoConfig.from_pretrained(model_path), tensor, max_context)
+    _check_sizes(AutoConfig.from_pretrained(model_path, trust_remote_code=False), tensor, max_context)
     if on_cpu():
         _keep_weights_plain()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
@@ -65,6 +65,7 @@ def build_vllm(
         engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model_path),
+                trust_remote_code=False,
                 dtype=dtype,
                 seed=seed,
                 tensor_parallel_size=tensor,

@@ -22,6 +22,7 @@ from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.runtime import reporters
 
 # The files of data.* that a command reads.
 DATA = {
@@ -61,6 +62,8 @@ def check(config: Config, world_size: int, command: str) -> None:
         _chat_template(config)
     if command in ("train", "plan"):
         _batches(config, layout)
+    if command == "train":
+        reporters.check(config)
     _megatron_fields(config)
 
 

@@ -56,6 +56,8 @@ def check(config: Config) -> None:
 
     layer_spec(config)
     dtype(config)
+    if config.telemetry.nvtx and not _has_gpu():
+        raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")
 
 
 def _has_gpu() -> bool:
@@ -70,6 +72,7 @@ def start(config: Config) -> Place:
     import torch.distributed as dist
 
     from megatron_stppo.parallel import groups
+    from megatron_stppo.runtime.rendezvous import meeting
 
     check(config)
     if "RANK" not in os.environ:
@@ -85,7 +88,8 @@ def start(config: Config) -> Place:
         )
     # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
     # a GPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(minutes=30))
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backends, **meeting(datetime.timedelta(minutes=30)))
     place = groups.initialize(config.parallel)
     if place.rank == 0:
         print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)

@@ -8,15 +8,17 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from torch.profiler import record_function
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_stppo.runtime.reporters import Reporter
 from megatron_stppo.runtime.rows import truncate
 
 Item = TypeVar("Item")
@@ -35,8 +37,19 @@ class Metrics:
     "seconds/rollout": 3.0, "seconds/other": 1.0, "share/rollout": 0.75, "share/other": 0.25}.
     """
 
-    def __init__(self, folder: Path, rank: int, resumed_at: int | None = None) -> None:
-        """Continues after iteration `resumed_at`, whose later rows are dropped; None starts empty files."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        resumed_at: int | None = None,
+        reporters: Sequence[Reporter] = (),
+        nvtx: bool = False,
+    ) -> None:
+        """Continues after iteration `resumed_at`, whose later rows are dropped; None starts empty files.
+
+        `reporters` are given every row too; `nvtx` makes each phase a range of that name.
+        """
+        self._reporters, self._nvtx = reporters, nvtx
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
         self._phase = OTHER
@@ -54,11 +67,12 @@ class Metrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the time inside to `name`."""
+        """Charges the time inside to `name`, and names it in a trace."""
         outer = self._phase
         self._switch(name)
         try:
-            yield
+            with record_function(name), torch.cuda.nvtx.range(name) if self._nvtx else nullcontext():
+                yield
         finally:
             self._switch(outer)
 
@@ -79,12 +93,16 @@ class Metrics:
                 if isinstance(value, int | float) and name != "iteration":
                     self._board.add_scalar(name, value, iteration)
             self._board.flush()
+        for reporter in self._reporters:
+            reporter.write(row)
         return row
 
     def close(self) -> None:
         if self._file is not None and self._board is not None:
             self._file.close()
             self._board.close()
+        for reporter in self._reporters:
+            reporter.close()
 
     def _switch(self, phase: str) -> None:
         now = time.perf_counter()

@@ -1,26 +1,35 @@
 import sys
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose
 
-
+OWN = """
 class Counter:
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns):
         self.turns = turns
 
 
+def factory(section):
+    return lambda: Counter(section.max_turns)
+"""
+
+
 @pytest.fixture
-def own(monkeypatch):
-    module = ModuleType("own_environment")
-    module.factory = lambda section: lambda: Counter(section.max_turns)
-    monkeypatch.setitem(sys.modules, "own_environment", module)
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_environment.py").write_text(OWN)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("")
+    (tmp_path / "own_package" / "inside.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["own_environment:factory", "own_environment"])
+@pytest.mark.parametrize("kind", ["own_environment:factory", "own_environment", "own_package.inside:factory"])
 def test_an_own_environment_is_made_from_its_section(own, kind):
+    choose.check(EnvironmentConfig(kind=kind))
     make = choose.factory(EnvironmentConfig(kind=kind, max_turns=7))
     first, second = make(), make()
     assert (first.turns, second.turns) == (7, 7)
@@ -34,3 +43,21 @@ def test_an_own_environment_is_made_from_its_section(own, kind):
 def test_what_cannot_be_imported_is_one_line(own, kind):
     with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, or MODULE:FACTORY"):
         choose.factory(EnvironmentConfig(kind=kind))
+
+
+@pytest.mark.parametrize(
+    "kind", ["this:factory", "numpy:array", "here:factory", "../here:factory", "own.here"]
+)
+def test_a_configuration_cannot_have_anything_imported_that_is_not_on_pythonpath(
+    own, tmp_path, monkeypatch, kind
+):
+    """`this` is a module of the standard library, `here` one in the current folder, which sys.path names."""
+    (tmp_path / "current").mkdir()
+    Path(tmp_path, "current", "here.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.syspath_prepend(tmp_path / "current")
+    before = set(sys.modules)
+    for refuses in (choose.check, choose.factory):
+        with pytest.raises(ConfigError, match=r"^environment\.kind=.*MODULE:FACTORY, found on PYTHONPATH$"):
+            refuses(EnvironmentConfig(kind=kind))
+    assert set(sys.modules) == before

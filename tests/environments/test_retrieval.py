@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import pickle
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ from megatron_stppo.environments.retrieval import (
 from megatron_stppo.environments.retrieval_server import create_app
 from megatron_stppo.environments.search import factory
 from megatron_stppo.types import Message, Task
+from tests.loop.canaries import Canary
 
 CORPUS = [
     {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville.'},
@@ -288,3 +290,17 @@ def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> Non
         corpus.write_text(corpus.read_text().splitlines()[0] + f"\n{bad}\n")
         with pytest.raises(ConfigError, match=said):
             list(read_corpus(corpus))
+
+
+def test_a_pickle_in_the_place_of_any_file_of_an_index_is_never_read(tmp_path: Path) -> None:
+    canary = pickle.dumps(Canary(tmp_path / "alive"))
+    BM25Retriever.build(CORPUS, tmp_path / "index")
+    files = sorted((tmp_path / "index").iterdir())
+    assert len(files) >= 5
+    for file in files:
+        kept = file.read_bytes()
+        file.write_bytes(canary)
+        with contextlib.suppress(ValueError):  # damage may be seen on opening, on looking up, or not at all
+            BM25Retriever(tmp_path / "index").lookup("spain", 1)
+        file.write_bytes(kept)
+    assert not (tmp_path / "alive").exists()

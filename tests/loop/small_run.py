@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import yaml
 
 from megatron_stppo.environments.retrieval import BM25Retriever
+from tests.loop.listeners import Listener, Watch
 from tests.rollout.tiny import build_model
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+# Every run has them; none may leave them anywhere.
+SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"} | SECRETS
 CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
 
 
@@ -64,7 +71,17 @@ def write(root: Path) -> Path:
     return path
 
 
-def run(command: str, config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended, and every address at which it listened."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    listeners: frozenset[Listener]
+
+
+def run(command: str, config: Path, *arguments: str) -> Done:
     return run_command((command, str(config), *arguments))
 
 
@@ -84,13 +101,51 @@ def train_until(path: Path, config: Path, *arguments: str) -> None:
     assert path.exists()
 
 
-def run_command(arguments: tuple[str, ...], ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
     """The door under torchrun, as a user starts it."""
-    return subprocess.run(
-        [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_stppo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=ENVIRONMENT,
-        check=False,
-    )
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_stppo", *arguments]
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        ) as process,
+        Watch(process.pid) as watch,
+    ):
+        try:
+            out, err = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            raise
+    return Done(process.returncode, out, err, frozenset(watch.found))
+
+
+@contextmanager
+def retriever(root: Path) -> Iterator[tuple[str, ...]]:
+    """`serve-retriever` over the index; the overrides by which a run asks it, with a token."""
+    port = free_port()
+    command = [sys.executable, "-m", "megatron_stppo", "serve-retriever", str(root / "index")]
+    command += ["--port", str(port), "--token-env", "RETRIEVER_TOKEN"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not _answers(port):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            given = {
+                "kind": "http",
+                "url": f"http://127.0.0.1:{port}/retrieve",
+                "token_env": "RETRIEVER_TOKEN",
+            }
+            yield tuple(f"environment.retrieval.{field}={value}" for field, value in given.items())
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

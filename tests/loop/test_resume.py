@@ -10,7 +10,14 @@ import pytest
 
 from tests.loop import small_run
 
-TIMES = ("seconds", "share", "memory", "rollout/tokens_per_second", "evaluate/tokens_per_second")
+TIMES = (
+    "seconds",
+    "share",
+    "memory",
+    "rollout/tokens_per_second",
+    "update/tokens_per_second",
+    "evaluate/tokens_per_second",
+)
 
 
 @pytest.fixture(scope="module")

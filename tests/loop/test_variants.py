@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.loop import small_run
+from tests.loop import canaries, small_run
+from tests.ranks import run_ranks
 
 # (name, overrides): the engine's layout differs from training's; critic, reference and experts come and go
 CASES = {
@@ -46,10 +48,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_run.write(tmp_path_factory.mktemp("variants"))
 
 
+@pytest.fixture(scope="module")
+def finished() -> dict[str, small_run.Done]:
+    """What the runs of the first test said, by their names."""
+    return {}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_an_iteration_runs_and_engine_and_trainer_agree(config: Path, name: str) -> None:
+def test_an_iteration_runs_and_engine_and_trainer_agree(
+    config: Path, finished: dict[str, small_run.Done], name: str
+) -> None:
     overrides = [override.format(root=config.parent) for override in CASES[name]]
-    done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *overrides)
+    overrides.append(f"telemetry.prometheus_port={small_run.free_port()}")
+    with small_run.retriever(config.parent) as asked:
+        done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *overrides, *asked)
+    finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(x) for x in (config.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
@@ -102,3 +115,35 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     assert before.keys() == after.keys()
     moved = max(float((after[k] - before[k]).abs().max()) for k in after)
     assert 0 < moved <= 1.01e-3 * 4, "four steps of Adam at lr 1e-3"
+
+
+def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_run.Done]) -> None:
+    """But for the stores of torchrun, which listen on every interface whatever it is told (SECURITY.md)."""
+    assert finished
+    for done in finished.values():
+        ranks = {listener.address for listener in done.listeners if listener.owner == "rank"}
+        assert ranks and ranks <= {"127.0.0.1", "::1"}, "gloo and the Prometheus endpoint listen at least"
+        assert sum(listener.owner == "agent" for listener in done.listeners) <= 2, "for agents, for ranks"
+
+
+def test_no_secret_is_in_what_a_run_leaves_or_says(config: Path, finished: dict[str, small_run.Done]) -> None:
+    """The runs had them in their environment, and one as the retriever's token."""
+    left = [path for path in (config.parent / "runs").rglob("*") if path.is_file()]
+    assert {"config.yaml", "metrics.jsonl", "rank-1.log", "state.json"} <= {path.name for path in left}
+    said = [(done.stdout + done.stderr).encode() for done in finished.values()]
+    for secret in small_run.SECRETS.values():
+        for form in (secret.encode(), base64.b64encode(secret.encode())):
+            assert not [path for path in left if form in path.read_bytes()]
+            assert not [text for text in said if form in text]
+
+
+def test_a_pickle_in_the_place_of_any_file_of_a_checkpoint_is_refused_unread(
+    config: Path, tmp_path: Path
+) -> None:
+    """Needs the run of tensor_to_replicas_s_ppo."""
+    folder = config.parent / "runs" / "tensor_to_replicas_s_ppo" / "checkpoints"
+    (refused,) = run_ranks(canaries.plant, 1, folder, tmp_path)
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    assert set(refused) == {str(path) for path in files if path.name != "LATEST"}
+    for name, message in refused.items():
+        assert Path(name).name in message or "MANIFEST" in name, (name, message)

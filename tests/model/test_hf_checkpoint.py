@@ -1,14 +1,19 @@
+import contextlib
 import json
+import pickle
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.hf_checkpoint import INDEX, load_hf
 from megatron_stppo.model.spans import row_widths, training_spans
 from megatron_stppo.parallel.layout import Layout
+from tests.loop.canaries import Canary
 from tests.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
+from tests.rollout.tiny import build_tokenizer
 
 SHAPE = model_shape(tied=True)
 WIDTHS = row_widths(SHAPE)
@@ -74,6 +79,48 @@ def test_an_index_may_not_lack_a_tensor_nor_point_out_of_the_folder(tmp_path):
     )
     with pytest.raises(ConfigError, match=rf"index\.json: has no tensor '{key}'"):
         load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map | {key: "../elsewhere.safetensors"}}))
-    with pytest.raises(ConfigError, match="outside the folder"):
+    for name in (
+        "../x.safetensors",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "a/../x.safetensors",
+        "..",
+        "",
+        5,
+        ["x"],
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map | {key: name}}))
+        with pytest.raises(ConfigError, match="outside the folder"):
+            load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+    for text in ("[]", '{"weight_map": 5}', '{"weight_map": ["x"]}', "[" * 100_000, "{"):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+
+
+def test_pickled_weights_are_not_looked_at(tmp_path):
+    canary = pickle.dumps(Canary(tmp_path / "alive"))
+    (tmp_path / "pytorch_model.bin").write_bytes(canary)
+    with pytest.raises(ConfigError, match="convert the weights to safetensors"):
         load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+    (tmp_path / "model.safetensors").write_bytes(canary)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
+        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+    assert not (tmp_path / "alive").exists()
+
+
+def test_code_beside_a_model_is_not_run(tmp_path):
+    """By the calls that the engine and the cold start make; tests/test_banned_calls.py knows no others."""
+    build_tokenizer().save_pretrained(tmp_path)
+    alive = tmp_path / "alive"
+    for name in ("configuration_own", "tokenization_own"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(alive)!r}, 'w')\nclass Own: pass\n")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    given = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | given))
+    own = {"model_type": "qwen3", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert AutoConfig.from_pretrained(tmp_path, trust_remote_code=False).model_type == "qwen3"
+    with contextlib.suppress(ValueError, OSError):  # refused, or read without the code
+        AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    assert not alive.exists()

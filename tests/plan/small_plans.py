@@ -72,3 +72,25 @@ def limits(folder: str) -> dict[str, list[str]]:
         "resident": lines(sum(stage.held("update", "none").values())),
         "engine": lines(H100.memory, replace(engine, cache=cache - 1)),
     }
+
+
+def flop(folder: str) -> dict[str, tuple[int, int]]:
+    """{what: FLOP of a microbatch by the formula, and counted while it runs} on one GPU."""
+    from megatron_stppo.model.flop import TRAINED, forward
+    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.plan.work import trajectory
+
+    config = settings(folder, {"dtype": "auto"}, {})
+    made, shape = plan(config, 1), read_shape(config.model.path)
+    models, longest = made.stages[0].models, config.max_context
+    count = made.microbatch_tokens // longest
+    assert made.microbatch_tokens == count * longest
+    head = count * len(trajectory(config, longest).action_positions)
+    policy, critic = forward(shape, [longest] * count, head), forward(shape, [longest] * count)
+    return {
+        "actor scores": (policy, models["actor"].score_flop),
+        "actor learns": (TRAINED * policy, models["actor"].update_flop),
+        "critic scores": (critic, models["critic"].score_flop),
+        "critic learns": (TRAINED * critic, models["critic"].update_flop),
+    }

@@ -104,3 +104,10 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedule(
 ) -> None:
     for ours, megatrons in planner.submit(small_plans.warm_ups, *sizes).result():
         assert ours == megatrons
+
+
+def test_the_formula_of_mfu_agrees_with_the_flop_that_are_counted(
+    model: Path, planner: ProcessPoolExecutor
+) -> None:
+    for what, (formula, counted) in planner.submit(small_plans.flop, str(model)).result().items():
+        assert formula == pytest.approx(counted, rel=0.02), what
