@@ -15,10 +15,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimizer_untouched(
-    model: str,
+    model: str, tensor: int
 ) -> None:
-    assert run_ranks(faults.step_on_nan, 2, model) == [(1.0, True, 1)] * 2
+    """On two data-parallel ranks, and on two tensor-parallel ones, of which one alone may see the loss."""
+    skipped = {role: {f"{role}/skipped": 1.0} for role in ("actor", "critic")}
+    both = skipped["actor"] | skipped["critic"]
+    for found in run_ranks(faults.step_on_faults, 2, model, tensor):
+        assert found == {
+            "actor's loss": (skipped["actor"], True, 1, 0),
+            "actor's gradient": (skipped["actor"], True, 2, 0),
+            "critic's loss": (skipped["critic"], True, 2, 1),
+            "critic's gradient": (skipped["critic"], True, 2, 2),
+            "log-prob": (both, True, 3, 3),
+            "reward": (both, True, 4, 4),
+            "none": (dict.fromkeys(both, 0.0), False, 4, 4),
+        }
 
 
 def test_a_flipped_byte_falls_back_to_the_older_step_and_two_are_refused(model: str, tmp_path: Path) -> None:
