@@ -11,12 +11,12 @@ from megatron_stppo.runtime import launch
 from tests.update.layouts import SETTINGS, batch
 
 
-def trainer(model: str, tensor: int) -> tuple[Any, ...]:
+def settings(model: str, tensor: int) -> tuple[Any, ...]:
+    """(config, place, shape); may be called again for another layout."""
     launch.prepare(engine=False)
-    import torch
+    from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
-    from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.parallel import groups
 
@@ -29,9 +29,18 @@ def trainer(model: str, tensor: int) -> tuple[Any, ...]:
             "algorithm": {"correction": "gradient", "kl_coefficient": 0},
         }
     )
-    place = groups.initialize(config.parallel)
-    shape = read_shape(Path(model))
-    return build.trainer("actor", shape, config, place, torch.float32), config, place, shape
+    again = parallel_state.model_parallel_is_initialized()
+    place = (groups.replace if again else groups.initialize)(config.parallel)
+    return config, place, read_shape(Path(model))
+
+
+def trainer(model: str) -> Any:
+    config, place, shape = settings(model, 1)
+    import torch
+
+    from megatron_stppo.model import build
+
+    return build.trainer("actor", shape, config, place, torch.float32)
 
 
 def state_of(actor: Any) -> list[Any]:
@@ -42,9 +51,13 @@ def state_of(actor: Any) -> list[Any]:
     return tensors
 
 
-def step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
+def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
+    return [_step_on_faults(model, tensor) for tensor in layouts]
+
+
+def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     """(skipped, untouched, steps refused so far) of every fault, each planted on the second rank only."""
-    _, config, place, shape = trainer(model, tensor)
+    config, place, shape = settings(model, tensor)
     import torch
     import torch.distributed as dist
 
@@ -103,7 +116,7 @@ def step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     """(the step that is read after a byte of the newest was flipped, the complaint once both are damaged)."""
-    actor, *_ = trainer(model, 1)
+    actor = trainer(model)
     from megatron_stppo.model import checkpoint
 
     for step in (1, 2):
