@@ -80,11 +80,14 @@ def _replay(
 
     if what is None:
         raise ConfigError("--from and --start need --replay: give rollouts or batches")
+    if source is None:
+        raise ConfigError(f"--replay {what} without --from: give the folder of the run to replay")
+    if resume:
+        raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
     settings = _open(config, overrides, "replay")
     from megatron_stppo.runtime import checks, launch
 
-    checks.check_replay(settings, what, source, start, resume)
-    assert source is not None
+    checks.check_replay(settings, what, source, start)
     launch.prepare(engine=False)
     launch.check(settings)
     _record(settings)

@@ -80,12 +80,8 @@ def check_checkpoint(config: Config, checkpoint: str | None) -> None:
         _checkpoint(config.run.folder, "checkpoint", checkpoint)
 
 
-def check_replay(config: Config, what: str, source: Path | None, start: str | None, resume: bool) -> None:
+def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
     """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
-    if resume:
-        raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
-    if source is None:
-        raise ConfigError(f"--replay {what} without --from: give the folder of the run to replay")
     check_source(config, source, start)
     folder = source / {"rollouts": "trajectories", "batches": "dumps"}[what]
     if not any(folder.glob("iteration-*")):

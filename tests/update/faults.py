@@ -13,7 +13,6 @@ from tests.update.layouts import SETTINGS, batch
 
 def settings(model: str, tensor: int) -> tuple[Any, ...]:
     """(config, place, shape); may be called again for another layout."""
-    launch.prepare(engine=False)
     from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
@@ -35,6 +34,7 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
 
 
 def trainer(model: str) -> Any:
+    launch.prepare(engine=False)
     config, place, shape = settings(model, 1)
     import torch
 
@@ -44,14 +44,19 @@ def trainer(model: str) -> Any:
 
 
 def state_of(actor: Any) -> list[Any]:
-    """Copies of weights and of everything Adam keeps."""
-    tensors = [p.detach().clone() for chunk in actor.model for p in chunk.parameters()]
+    """Copies of weights and of everything Adam keeps, and the count of steps that the rate depends on."""
+    import torch
+
+    tensors = [torch.tensor(actor.updates)]
+    tensors += [p.detach().clone() for chunk in actor.model for p in chunk.parameters()]
     for wrapped in actor.optimizer.chained_optimizers:
         tensors += [t.clone() for state in wrapped.optimizer.state.values() for t in state.values()]
     return tensors
 
 
 def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
+    """Of every layout: what `_step_on_faults` found."""
+    launch.prepare(engine=False)
     return [_step_on_faults(model, tensor) for tensor in layouts]
 
 
@@ -106,6 +111,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
     spoil("actor's loss", "advantage_T", step_actor)
     spoil("actor's gradient", None, step_actor, actor)
+    spoil("norm", None, lambda given: {"actor/skipped": float(not actor.step(nan if here else 1.0))})
     spoil("critic's loss", "return_T", step_critic)
     spoil("critic's gradient", None, step_critic, critic)
     spoil("log-prob", None, score_and_update)

@@ -26,11 +26,12 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimize
         assert found == {
             "actor's loss": (skipped["actor"], True, 1, 0),
             "actor's gradient": (skipped["actor"], True, 2, 0),
-            "critic's loss": (skipped["critic"], True, 2, 1),
-            "critic's gradient": (skipped["critic"], True, 2, 2),
-            "log-prob": (both, True, 3, 3),
-            "reward": (both, True, 4, 4),
-            "none": (dict.fromkeys(both, 0.0), False, 4, 4),
+            "norm": (skipped["actor"], True, 3, 0),
+            "critic's loss": (skipped["critic"], True, 3, 1),
+            "critic's gradient": (skipped["critic"], True, 3, 2),
+            "log-prob": (both, True, 4, 3),
+            "reward": (both, True, 5, 4),
+            "none": (dict.fromkeys(both, 0.0), False, 5, 4),
         }
 
 
