@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,6 +30,7 @@ convert_app = typer.Typer(
 app.add_typer(convert_app, name="convert")
 
 File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", show_default=False)]
+Replay = Literal["rollouts", "batches"]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.field=value]...", help="override the file", show_default=False),
@@ -45,8 +46,17 @@ def train(
     config: File,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="continue from the run's newest checkpoint")] = False,
+    replay: Annotated[
+        Replay | None, typer.Option(help="train on what the run --from recorded, without an engine")
+    ] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="folder of the run to replay")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="its checkpoint to start from, step_N or latest; default: model.path")
+    ] = None,
 ) -> None:
     """Train with reinforcement learning; one process, or one per device under torchrun."""
+    if replay or source or start:
+        return _replay(config, overrides, resume, replay, source, start)
     settings = _open(config, overrides, "train", resume)
     from megatron_stppo.runtime import launch
 
@@ -56,6 +66,60 @@ def train(
     from megatron_stppo import loop
 
     loop.train(settings, resume)
+
+
+def _replay(
+    config: Path,
+    overrides: list[str] | None,
+    resume: bool,
+    what: Replay | None,
+    source: Path | None,
+    start: str | None,
+) -> None:
+    from megatron_stppo.config import ConfigError
+
+    if what is None:
+        raise ConfigError("--from and --start need --replay: give rollouts or batches")
+    if source is None:
+        raise ConfigError(f"--replay {what} without --from: give the folder of the run to replay")
+    if resume:
+        raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
+    settings = _open(config, overrides, "replay")
+    from megatron_stppo.runtime import checks, launch
+
+    checks.check_replay(settings, what, source, start)
+    launch.prepare(engine=False)
+    launch.check(settings)
+    _record(settings)
+    from megatron_stppo.replay import replay
+
+    replay(settings, what, source, start)
+
+
+@app.command()
+def rollout(
+    config: File,
+    overrides: Overrides = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="run whose checkpoint plays; default: model.path"),
+    ] = None,
+    start: Annotated[str, typer.Option(help="that checkpoint, step_N or latest")] = "latest",
+) -> None:
+    """Play training episodes and write them down, without a trainer."""
+    settings = _open(config, overrides, "rollout")
+    from megatron_stppo.runtime import checks, launch
+
+    if source is None:
+        checks.check_new(settings)
+    else:
+        checks.check_source(settings, source, start)
+    launch.prepare()
+    launch.check(settings)
+    _record(settings)
+    from megatron_stppo.play import play
+
+    play(settings, source, start)
 
 
 @app.command()

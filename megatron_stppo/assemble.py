@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, RunConfig
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment
+from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import ModelShape, read_shape
+from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.mlp_spans import check_experts
-from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.model.residency import Phase, Residency
+from megatron_stppo.model.residency import Phase
 from megatron_stppo.model.spans import (
     check_layout,
     check_stages,
@@ -28,7 +27,6 @@ from megatron_stppo.model.spans import (
     training_layouts,
 )
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
@@ -39,26 +37,12 @@ from megatron_stppo.types import Task, Trajectory
 
 
 @dataclass(frozen=True)
-class Parts:
+class Parts(Learner):
     """One rank's share of everything."""
 
-    config: Config
-    place: Place
-    shape: ModelShape
-    policy: list[build.TokenModel]  # what the engine serves
-    actor: Trainer | None  # the policy with its optimizer; None for evaluation
-    critic: Trainer | None  # None for group-normalised advantages, and for evaluation
-    reference: list[build.TokenModel] | None  # None without a KL penalty
     engine: Engine
     reshard: Resharder
-    packer: Packer
-    residency: Residency
     make_environment: Callable[[], Environment]
-
-    @property
-    def trainers(self) -> dict[str, Trainer]:
-        given = {"actor": self.actor, "critic": self.critic}
-        return {role: trainer for role, trainer in given.items() if trainer is not None}
 
     def close(self) -> None:
         dist.barrier()  # a rank that left early would break the others' last messages
@@ -79,7 +63,7 @@ class Parts:
     def train(self, phase: Phase) -> None:
         """Puts the engine to sleep and brings back what the phase needs."""
         self.engine.sleep()
-        self.residency.to(phase)
+        super().train(phase)
 
     def play(
         self,
@@ -125,6 +109,11 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
     return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
 
 
+def seed_of(run: RunConfig, iteration: int) -> int:
+    """Of an iteration's rollouts."""
+    return run.seed * 1_000_003 + iteration
+
+
 def assemble(config: Config, training: bool = True) -> Parts:
     """Collective. `training=False` leaves optimizers, critic and reference out.
 
@@ -139,31 +128,16 @@ def assemble(config: Config, training: bool = True) -> Parts:
     place, dtype = launch.start(config), launch.dtype(config)
     engine = _engine(config, dtype)
     engine.sleep()  # its memory is the trainer's until the first reshard
-    actor = critic = reference = None
-    if training:
-        actor = build.trainer("actor", shape, config, place, dtype)
-        policy = actor.chunks
-    else:
-        policy = build.from_hf("actor", shape, config, place, dtype)
-    if training and config.needs_critic:
-        critic = build.trainer("critic", shape, config, place, dtype)
-    if training and config.needs_reference:
-        reference = build.from_hf("reference", shape, config, place, dtype)
+    learner = build_learner(config, shape, place, dtype, training)
     reshard = Resharder(
-        build.named_parameters(policy),
+        build.named_parameters(learner.policy),
         engine.parameters(),
         training_layouts(shape, place.layout, spec=layer_spec(config)),
         serving_layouts(shape, place.world, config.engine_tensor),
         row_widths(shape),
     )
     engine.published = reshard.published
-    packer = Packer.of(config, shape, place)
-    trainers = {"actor": actor, "critic": critic}
-    residency = Residency({k: t for k, t in trainers.items() if t}, reference, config.update.offload)
-    return Parts(
-        *(config, place, shape, policy, actor, critic, reference, engine, reshard, packer),
-        *(residency, make_environment),
-    )
+    return Parts(**vars(learner), engine=engine, reshard=reshard, make_environment=make_environment)
 
 
 def _engine(config: Config, dtype: torch.dtype) -> Engine:

@@ -41,6 +41,21 @@ class RunConfig(Section):
     nonfinite_budget: int = Field(
         5, ge=0, description="skipped non-finite steps before the run ends with exit code 93"
     )
+    dump: Literal["none", "faults", "all"] = Field(
+        "faults", description="iterations whose scored batch goes to dumps/: none, those with a fault, all"
+    )
+    keep_dumps: int = Field(4, ge=1, description="newest dumps kept")
+    spike_deviations: float = Field(
+        10.0, gt=0, description="robust deviations above the median that make a number of an update a spike"
+    )
+    spike_window: int = Field(
+        32, ge=4, description="iterations that the median is of; judged from half as many on"
+    )
+    rollback: bool = Field(
+        False,
+        description="after a spike, go on with the newest checkpoint and the tasks that come next; once per "
+        "checkpoint",
+    )
 
     @property
     def folder(self) -> Path:

@@ -23,20 +23,31 @@ def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def describe(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, Any]:
     """Reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks."""
-    counted, live_T = outcomes(trajectories), batch.live_T
-    played = [t for t in trajectories if t.turns]
-    assert batch.old_logprob_T is not None
-    mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
-    row: dict[str, Any] = {
+    return describe_rollouts(trajectories) | describe_batch(batch)
+
+
+def describe_rollouts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Reward and behaviour."""
+    counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
+    return {
         "reward/mean": statistics.fmean(t.reward for t in played) if played else 0.0,
         "rollout/exact_match": counted["ok"] / max(1, len(played)),
         "rollout/searched": statistics.fmean(t.searches > 0 for t in played) if played else 0.0,
         "rollout/turns": statistics.fmean(len(t.turns) for t in played) if played else 0.0,
         "rollout/valid_action_rate": sum(t.valid_actions for t in played)
         / max(1, sum(len(t.turns) for t in played)),
+        **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
+    }
+
+
+def describe_batch(batch: Batch) -> dict[str, Any]:
+    """What a scored batch tells without its trajectories."""
+    live_T = batch.live_T
+    assert batch.old_logprob_T is not None
+    mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
+    row: dict[str, Any] = {
         "rollout/action_tokens": len(live_T),
         "rollout/tokens": len(batch.tokens_P),
-        **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
         "mismatch/mean_abs": _mean(mismatch_T.abs()),
         "mismatch/mean_ratio": _mean(mismatch_T.exp()),
     }

@@ -7,37 +7,26 @@ Row k of metrics.jsonl is iteration k: rollouts written by policy version k - 1,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from megatron_stppo.advantage.estimate import estimate
-from megatron_stppo.assemble import Parts, assemble, rollout_settings
+from megatron_stppo.assemble import Parts, assemble, rollout_settings, seed_of
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
-from megatron_stppo.data.packing import to_batch
-from megatron_stppo.describe import describe, mean_of
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.describe import describe
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
-from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.model.routing import recording
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
-from megatron_stppo.runtime.faults import DoNotRestart
 from megatron_stppo.runtime.gauges import Gauges
+from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
 from megatron_stppo.runtime.profile import profiled
 from megatron_stppo.runtime.reporters import reporters
 from megatron_stppo.runtime.throughput import throughput
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
-from megatron_stppo.score.logprobs import logprobs
-from megatron_stppo.score.values import values
-from megatron_stppo.types import Batch
-from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
-from megatron_stppo.update.critic_step import critic_step
-from megatron_stppo.update.minibatches import minibatches
+from megatron_stppo.stages import score, update
 
 
 def train(config: Config, resume: bool = True) -> None:
@@ -45,7 +34,8 @@ def train(config: Config, resume: bool = True) -> None:
     run = config.run
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
-    first = _restore(parts, cursor) if resume else 0
+    guard = Guard(run, parts.place, parts.trainers)
+    first = _restore(parts, cursor, guard) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
     metrics = Metrics(run.folder, rank, first or None, reporters(config, rank), config.telemetry.nvtx)
@@ -60,37 +50,35 @@ def train(config: Config, resume: bool = True) -> None:
         # rollout: multi-turn episodes against the environment
         with metrics.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
-            played = parts.play(drawn, config.rollout.samples_per_task, sampling, _seed(run.seed, iteration))
+            played = parts.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
+        log.write(done := iteration + 1, played)
         # score: what actor, reference and critic say about the action tokens
         with metrics.phase("score"):
             parts.train("score")
-            batch = _score(parts, to_batch(played), iteration)
+            batch = score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
         with metrics.phase("advantage"):
-            batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
+            batch = estimate(batch, config.algorithm, groups_of(played))
         # update: ST-PPO on actor and critic
         with metrics.phase("update"):
             parts.train("update")
-            steps = list(_update(parts, batch, iteration))
-        row = mean_of(steps) | describe(played, batch)
-        row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
+            row = update(parts, batch, iteration) | describe(played, batch)
+            row |= guard.look(done, row, batch, groups_of(played))
         row |= throughput(config, parts.shape, batch, metrics.seconds, parts.place.world) | gauges.read()
         row["memory/peak_gib"] = peak_gib()  # of rank 0
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
-        done = iteration + 1
         with metrics.phase("reshard"):
             parts.serve(version=done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
             with metrics.phase("evaluate"):
                 row |= held_out(parts)
-        log.write(done, played)
         metrics.log(done, row)
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations:
             with metrics.phase("checkpoint"):
                 parts.train("checkpoint")
-                state = {"iteration": done, "cursor": cursor.state()}
+                state = {"iteration": done, "cursor": cursor.state()} | guard.state()
                 folder = run.folder / "checkpoints"
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
                 parts.serve(version=done)
@@ -99,69 +87,22 @@ def train(config: Config, resume: bool = True) -> None:
     parts.close()
 
 
-def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
-    update, actor, reference = parts.config.update, parts.actor, parts.reference
-    assert actor is not None
-    first_epoch = minibatches(len(batch.live_N), update.minibatches, parts.config.run.seed, iteration, 0)
-    given = (batch, parts.packer, first_epoch)
-    with recording(actor.chunks) as record:
-        old_logprob_T = logprobs(actor.model, _head(parts, actor.model), *given)
-        routes_P = record.routes(len(batch.tokens_P)) if record else None
-    return replace(
-        batch,
-        old_logprob_T=old_logprob_T,
-        routes_P=routes_P,
-        reference_logprob_T=logprobs(reference, _head(parts, reference), *given) if reference else None,
-        value_T=values(parts.critic.model, *given) if parts.critic else None,
-    )
-
-
-def _head(parts: Parts, model: Sequence[torch.nn.Module]) -> PolicyHead:
-    config = parts.config
-    temperature, segments = config.rollout.temperature, config.algorithm.segments
-    rows = config.update.logit_rows
-    return PolicyHead.of(model, parts.place, parts.shape.vocab, temperature, segments, rows)
-
-
-def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
-    """Every minibatch of every epoch: one step of the actor, one of the critic."""
-    config, a, actor = parts.config, parts.config.algorithm, parts.actor
-    assert actor is not None
-    head = _head(parts, actor.model)
-    for epoch in range(config.update.epochs):
-        for chosen in minibatches(
-            len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
-        ):
-            weight_T = minibatch_weights(batch, chosen, a)
-            loss = ActorLoss(batch, weight_T, a, head)
-            step = actor_step(actor, loss, chosen, parts.packer)
-            if parts.critic is not None:
-                step |= critic_step(parts.critic, batch, chosen, a.value_clip, parts.packer)
-            yield step
-
-
-def _restore(parts: Parts, cursor: tasks.TaskCursor) -> int:
+def _restore(parts: Parts, cursor: tasks.TaskCursor, guard: Guard) -> int:
     """The iteration to go on from: 0 without a checkpoint."""
     state = checkpoint.load(parts.config.run.folder / "checkpoints", parts.trainers)
     if state is None:
         return 0
-    if "cursor" in state:  # a converted model has none
+    if "cursor" in state:  # a converted model has none of what follows
         cursor.restore(state["cursor"])
+        guard.restore(state)
     return int(state["iteration"])
 
 
 def _check(parts: Parts, row: dict[str, Any]) -> None:
     """Ends the run where going on would only waste devices. Equal on all ranks, because the row is."""
-    skipped, budget = sum(t.skipped for t in parts.trainers.values()), parts.config.run.nonfinite_budget
-    if skipped > budget:
-        raise DoNotRestart(f"{skipped} steps were not finite, run.nonfinite_budget={budget}; lower the rates")
     difference, limit = row["mismatch/mean_abs"], parts.config.rollout.max_mismatch
-    if not difference <= limit:  # NaN too
+    if difference > limit:  # NaN was refused by the update, and counted
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
             "the engine does not serve the trainer's weights, or in another precision"
         )
-
-
-def _seed(seed: int, iteration: int) -> int:
-    return seed * 1_000_003 + iteration

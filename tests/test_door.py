@@ -33,7 +33,16 @@ def test_help_takes_less_than_half_a_second() -> None:
     # Processor time, which is the wall time of a machine that is not busy with other tests.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert result.returncode == 0
-    for command in ("train", "evaluate", "cold-start", "convert", "serve-retriever", "plan", "doctor"):
+    for command in (
+        "train",
+        "rollout",
+        "evaluate",
+        "cold-start",
+        "convert",
+        "serve-retriever",
+        "plan",
+        "doctor",
+    ):
         assert command in result.stdout
 
 
@@ -51,6 +60,20 @@ def test_a_typo_gets_one_clear_line_and_exit_code_2() -> None:
     result = run("train", QUICKSTART, "update.epoch=2")
     assert result.returncode == 2
     assert result.stderr == "megatron-stppo: update.epoch=2: no such field; did you mean update.epochs?\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--from", "runs/a"], "--from and --start need --replay"),
+        (["--replay", "rollouts"], "without --from"),
+        (["--replay", "batches", "--from", "runs/a", "--resume"], "leave --resume out"),
+    ],
+)
+def test_options_of_a_replay_that_do_not_fit_get_one_clear_line(options: list[str], part: str) -> None:
+    result = run("train", QUICKSTART, *options)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert part in result.stderr
 
 
 def test_a_missing_model_is_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:

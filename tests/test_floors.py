@@ -20,10 +20,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("environments",),
     ("rollout", "score", "advantage", "update", "reshard"),
-    ("convert", "describe", "plan"),
-    ("assemble", "invariance"),
+    ("convert", "describe", "learner", "plan"),
+    ("assemble", "invariance", "stages"),
     ("evaluate",),
-    ("loop", "cold_start"),
+    ("loop", "cold_start", "play", "replay"),
     ("__main__",),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}

@@ -92,6 +92,11 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     )
 
 
+def groups_of(trajectories: Sequence[Trajectory]) -> Tensor:
+    """int64 [N]: equal numbers for trajectories of one task."""
+    return torch.tensor([trajectory.group for trajectory in trajectories])
+
+
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Deals indices of `costs` to ranks, the dearest first, each to the rank that has least. Deterministic.
 

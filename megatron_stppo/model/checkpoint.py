@@ -64,12 +64,12 @@ def save(folder: Path, step: int, trainers: dict[str, Trainer], state: dict[str,
     return final
 
 
-def load(folder: Path, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
-    """Fills the trainers from the newest readable step; returns the loop's state, None without any step.
+def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) -> dict[str, Any] | None:
+    """Fills the trainers from `step`, or the newest readable one; returns the loop's state, None without any.
 
     Collective; rank 0 chooses. Raises CheckpointError if steps exist but none can be trusted.
     """
-    path = _agree(folder, None)
+    path = _agree(folder, step)
     if path is None:
         return None
     state = json.loads((path / STATE).read_text())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.parallel import groups
+from megatron_stppo.parallel.collectives import all_agree
 
 if TYPE_CHECKING:
     from megatron_stppo.model.build import TokenModel
@@ -57,9 +58,9 @@ class Trainer:
         return float(self.optimizer.get_grad_norm())
 
     def step(self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0) -> bool:
-        """Scales, clips by the global norm, steps. Refuses, leaving everything untouched, unless all is
-        finite."""
-        if not (math.isfinite(norm) and math.isfinite(gradient_scale) and math.isfinite(rate_scale)):
+        """Scales, clips by the global norm, steps. Collective over all ranks: if a number is not finite on
+        one of them, all refuse, and weights and optimizer stay as they are."""
+        if all_agree(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
             self.skipped += 1
             return False
         norm *= gradient_scale

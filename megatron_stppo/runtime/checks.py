@@ -27,6 +27,8 @@ from megatron_stppo.runtime import reporters
 # The files of data.* that a command reads.
 DATA = {
     "train": ("train",),
+    "rollout": ("train",),
+    "replay": (),
     "evaluate": ("evaluate",),
     "cold-start": ("demonstrations",),
     "convert": (),
@@ -41,7 +43,9 @@ REFUSED = dict.fromkeys(
     ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
 )
-ROLLS_OUT = ("train", "evaluate")
+ROLLS_OUT = ("train", "rollout", "evaluate")
+# What a run's folder holds once it has begun.
+WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
@@ -75,13 +79,43 @@ def data_files(config: Config, command: str) -> tuple[str, ...]:
 
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:
     """Raises ConfigError unless it is None, latest or step_N, and there."""
-    if checkpoint is None:
-        return
-    folder = config.run.folder / "checkpoints"
+    if checkpoint is not None:
+        _checkpoint(config.run.folder, "checkpoint", checkpoint)
+
+
+def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
+    check_source(config, source, start)
+    folder = source / {"rollouts": "trajectories", "batches": "dumps"}[what]
+    if not any(folder.glob("iteration-*")):
+        remedy = "choose another run" if what == "rollouts" else "that run needed run.dump=faults or all"
+        raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
+
+
+def check_source(config: Config, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
+    if not source.is_dir():
+        raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
+    if start is not None:
+        _checkpoint(source, "--start", start)
+    check_new(config)
+
+
+def check_new(config: Config) -> None:
+    """Raises ConfigError if the run's folder holds a run: its records would be overwritten."""
+    held = [name for name in WRITTEN if (config.run.folder / name).exists()]
+    if held:
+        raise ConfigError(
+            f"run.name={config.run.name}: {config.run.folder} holds {', '.join(held)}; give another run.name"
+        )
+
+
+def _checkpoint(run: Path, field: str, checkpoint: str) -> None:
+    folder = run / "checkpoints"
     steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
     if checkpoint not in (*steps, "latest") or not steps:
         raise ConfigError(
-            f"checkpoint={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
+            f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
         )
 
 
@@ -217,12 +251,22 @@ def _batches(config: Config, layout: Layout) -> None:
             f"rollout.tasks_per_iteration={tasks} must be a multiple of the {replicas} engine replicas; "
             f"choose {_multiple(tasks, replicas)}"
         )
-    trajectories = tasks * config.rollout.samples_per_task
+    samples = config.rollout.samples_per_task
+    check_trajectories(
+        config,
+        layout,
+        tasks * samples,
+        f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task={samples} = ",
+    )
+
+
+def check_trajectories(config: Config, layout: Layout, trajectories: int, why: str = "") -> None:
+    """Raises ConfigError unless an iteration's trajectories can be dealt to minibatches and ranks; `why` is
+    where their number comes from."""
     parts = config.update.minibatches * layout.data
     if trajectories % parts:
         raise ConfigError(
-            f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task="
-            f"{config.rollout.samples_per_task} = {trajectories} trajectories must be a multiple of "
+            f"{why}{trajectories} trajectories must be a multiple of "
             f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
             f"choose {_multiple(trajectories, parts)} trajectories"
         )

@@ -1,4 +1,4 @@
-"""trajectories/iteration-00012.jsonl: what the policy did, for people and for scripts."""
+"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.types import Trajectory
 
+FOLDER, FILE = "trajectories", re.compile(r"^iteration-(\d+)\.jsonl$")
 # JSON escapes control codes below space; these act on a terminal or a line reader too: C1, zero-width,
 # line separators, direction overrides, and halves of surrogate pairs, which are no text at all.
 _ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -22,14 +26,14 @@ class TrajectoryLog:
     """Rank 0 writes every iteration's trajectories; the other ranks nothing."""
 
     def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._folder, self._rank, self._tokenizer = folder / "trajectories", rank, tokenizer
+        self._folder, self._rank, self._tokenizer = folder / FOLDER, rank, tokenizer
 
     def write(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
         """One line per trajectory; the file appears whole, replacing one of an interrupted attempt."""
         if self._rank != 0:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"iteration-{iteration:05d}.jsonl"
+        path = _path(self._folder, iteration)
         scratch = path.with_suffix(".tmp")
         lines = (encode(self._record(iteration, trajectory)) for trajectory in trajectories)
         scratch.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -57,7 +61,7 @@ class TrajectoryLog:
                     "reward": turn.reward,
                     "policy_version": turn.policy_version,
                     "token_ids": turn.token_ids,
-                    "rollout_logprob": [round(logprob, 6) for logprob in turn.rollout_logprob],
+                    "rollout_logprob": [_float32(logprob) for logprob in turn.rollout_logprob],
                     "observation_ids": turn.observation_ids,
                 }
                 for turn in trajectory.turns
@@ -67,6 +71,44 @@ class TrajectoryLog:
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def read(run: Path, iteration: int) -> list[Trajectory]:
+    """The iteration's trajectories, less what no update needs: the task's messages and extra fields.
+
+    Packed, they are the batch that was trained on, bit for bit. Raises ConfigError naming the line.
+    """
+    path = _path(run / FOLDER, iteration)
+    played: list[Trajectory] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            # fields by name; those of no record, such as the text of an action, are left out
+            played.append(msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
+    except (ValueError, TypeError) as error:  # msgspec.ValidationError is a ValueError
+        raise ConfigError(
+            f"{path} line {len(played) + 1}: is no trajectory ({error}); choose another run"
+        ) from None
+    if not played:
+        raise ConfigError(f"{path}: is empty; choose another run")
+    return played
+
+
+def recorded(run: Path) -> list[int]:
+    """Iterations whose trajectories are there, in order."""
+    found = (FILE.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _path(folder: Path, iteration: int) -> Path:
+    return folder / f"iteration-{iteration:05d}.jsonl"
+
+
+def _float32(value: float) -> float:
+    """The shortest decimal that is the same float32, which is what the engine reports and a batch holds."""
+    return float(str(np.float32(value)))
 
 
 def encode(record: dict[str, Any]) -> str:

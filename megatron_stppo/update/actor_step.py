@@ -28,6 +28,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
+from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
@@ -130,15 +131,16 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     records = forward_backward(actor.model, microbatches, loss)
     sums = dict(zip(SUMS, total(records, len(SUMS), place).tolist(), strict=True))
     norm = actor.reduce()
+    # agreed on before the branch: a second backward pass is collective
+    finite = not all_agree(not all(map(math.isfinite, (*sums.values(), norm))))
     bias_norm, scale = 0.0, 1.0
-    if a.correction != "off" and sums["clipped"] > 0:
+    if finite and a.correction != "off" and sums["clipped"] > 0:
         bias_norm = _bias_norm(actor, loss, microbatches, sums, norm)
         bias_norm = in_unit(bias_norm, a.correction_unit, tokens)
         scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
-    finite = all(map(math.isfinite, (*sums.values(), bias_norm)))
-    on_gradient = a.correction_apply == "gradient"
+    on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     stepped = actor.step(
-        norm if finite else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
+        norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
     )
     per_token = 1 / max(tokens, 1)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,16 +19,18 @@ from megatron_stppo.update.minibatches import chosen_tokens
 def critic_step(
     critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, packer: Packer
 ) -> dict[str, float]:
-    """Steps on the chosen trajectories. The mean is over their live action tokens on ALL data-parallel
-    ranks."""
+    """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite.
+
+    The mean is over their live action tokens on ALL data-parallel ranks.
+    """
     live_T = batch.live_T & chosen_tokens(batch, chosen)
     weight_T = live_T.float() / live_T.sum().clamp(min=1)
     loss = partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
     critic.zero()
     records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
     mean_loss = float(total(records, 1, packer.place))
-    norm = critic.reduce() if mean_loss == mean_loss else float("nan")
-    stepped = critic.step(norm)
+    norm = critic.reduce()
+    stepped = critic.step(norm if math.isfinite(mean_loss) else math.nan)
     return {"critic/loss": mean_loss, "critic/gradient_norm": norm, "critic/skipped": float(not stepped)}
 
 

@@ -24,6 +24,7 @@ CASES = {
         "model.recompute=selective",
         "rollout.samples_per_task=2",
         "algorithm.kl_coefficient=0",
+        "run.dump=all",
     ),
     "tensor_to_replicas_s_ppo": (
         "rollout.engine_tensor=1",
@@ -73,6 +74,24 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     assert "; ops of csrc" in done.stderr, "training takes the kernels without being told"
     assert ("critic/loss" in last) == ("s_ppo" in name)
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)
+
+
+@pytest.mark.long
+def test_a_dumped_batch_brings_its_routes_back_to_their_stages(config: Path) -> None:
+    """Needs the run of pipeline_to_tensor_so_grpo; other experts would give other numbers."""
+    name = "pipeline_to_tensor_so_grpo"
+    source = config.parent / "runs" / name
+    assert len(list(source.glob("dumps/iteration-00001/stage-*.safetensors"))) == 2
+    overrides = [override.format(root=config.parent) for override in CASES[name]]
+    given = ("run.name=routed", "run.iterations=1", *overrides, "--replay", "batches", f"--from={source}")
+    done = small_run.run("train", config, *given)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (expected,), (row,) = (
+        [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (source, config.parent / "runs" / "routed")
+    )
+    for key in (key for key in expected if key.startswith("actor/")):
+        assert row[key] == expected[key], key
 
 
 def test_larger_microbatches_under_context_parallelism_change_no_more_than_rounding(config: Path) -> None:

@@ -10,7 +10,9 @@ from megatron_stppo.config import Config, ConfigError, load
 from megatron_stppo.runtime.checks import (
     check,
     check_checkpoint,
+    check_replay,
     check_resume,
+    check_source,
     listener_token,
     megatron_field_names,
 )
@@ -206,3 +208,30 @@ def test_checks_do_not_touch_the_run_folder(path: Path) -> None:
     config: Config = load(path)
     check(config, 2, "train")
     assert not config.run.folder.exists()
+
+
+def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_path: Path) -> None:
+    config, other = load(path), tmp_path / "runs" / "other"
+
+    def said(what: str, source: Path, start: str | None = None) -> str:
+        with pytest.raises(ConfigError) as raised:
+            check_replay(config, what, source, start)
+        assert len(str(raised.value).splitlines()) == 1
+        return str(raised.value)
+
+    assert "no such folder" in said("rollouts", other)
+    (other / "trajectories").mkdir(parents=True)
+    assert "trajectories/ holds no iteration" in said("rollouts", other)
+    (other / "trajectories" / "iteration-00001.jsonl").touch()
+    check_replay(config, "rollouts", other, None)
+    assert "run.dump=faults or all" in said("batches", other)
+    assert "--start=step_3: not in" in said("rollouts", other, "step_3")
+    (other / "checkpoints" / "step_3").mkdir(parents=True)
+    check_source(config, other, "step_3")
+    config.run.folder.joinpath("trajectories").mkdir(parents=True)
+    assert "holds trajectories; give another run.name" in said("rollouts", other)
+
+
+def test_a_replay_needs_neither_tasks_nor_an_engine_that_fits(path: Path) -> None:
+    check(load(path, ["data.train=null", "rollout.engine_tensor=3"]), 2, "replay")
+    assert "rollout.engine_tensor=3" in refusal(path, ["rollout.engine_tensor=3"], command="rollout")

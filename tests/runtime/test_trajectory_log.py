@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stppo.runtime.trajectory_log import TrajectoryLog, encode
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.finite import columns
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.runtime.trajectory_log import TrajectoryLog, encode, read, recorded
 from megatron_stppo.types import Message, Task, Trajectory, Turn
 
 WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
@@ -46,6 +53,30 @@ def test_a_line_holds_what_was_written_read_and_earned(tmp_path: Path) -> None:
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     TrajectoryLog(tmp_path, 1, tokenizer()).write(1, [EPISODE])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_read_back_as_the_same_batch(tmp_path: Path) -> None:
+    """Log-probs are float32: the one nearest to -0.1 and the next one, which a rounded number would lose."""
+    exact = np.nextafter(np.float32([-0.1, -0.1]), np.float32([-0.1, 0]))
+    turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), 3)
+    played = [EPISODE, replace(EPISODE, turns=(turn,), group=3)]
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(12, played)
+    assert recorded(tmp_path) == [12]
+    again = read(tmp_path, 12)
+    assert again[0] == replace(EPISODE, task=replace(TASK, prompt=()))
+    batch, expected = to_batch(again), to_batch(played)
+    for name, value in columns(expected).items():
+        assert torch.equal(value.nan_to_num(9), getattr(batch, name).nan_to_num(9)), name
+    assert groups_of(again).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])
+def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
+    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    path.write_text(path.read_text() + line + "\n", encoding="latin-1" if line == "\xff" else "utf-8")
+    with pytest.raises(ConfigError, match=r"iteration-00001\.jsonl line \d: is no trajectory"):
+        read(tmp_path, 1)
 
 
 def test_writing_an_iteration_again_replaces_it(tmp_path: Path) -> None:

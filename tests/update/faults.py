@@ -3,6 +3,7 @@ files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +11,118 @@ from megatron_stppo.runtime import launch
 from tests.update.layouts import SETTINGS, batch
 
 
-def trainer(model: str, tensor: int) -> tuple[Any, ...]:
-    launch.prepare(engine=False)
-    import torch
+def settings(model: str, tensor: int) -> tuple[Any, ...]:
+    """(config, place, shape); may be called again for another layout."""
+    from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
-    from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.parallel import groups
 
     config = Config.model_validate(
-        {"model": {"path": model}, "parallel": {"tensor": tensor}, "update": {"actor": SETTINGS}}
+        {
+            "model": {"path": model},
+            "parallel": {"tensor": tensor},
+            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1},
+            # the exact correction: a second backward pass, which no rank may enter alone
+            "algorithm": {"correction": "gradient", "kl_coefficient": 0},
+        }
     )
-    place = groups.initialize(config.parallel)
-    shape = read_shape(Path(model))
-    return build.trainer("actor", shape, config, place, torch.float32), config, place, shape
+    again = parallel_state.model_parallel_is_initialized()
+    place = (groups.replace if again else groups.initialize)(config.parallel)
+    return config, place, read_shape(Path(model))
+
+
+def trainer(model: str) -> Any:
+    launch.prepare(engine=False)
+    config, place, shape = settings(model, 1)
+    import torch
+
+    from megatron_stppo.model import build
+
+    return build.trainer("actor", shape, config, place, torch.float32)
 
 
 def state_of(actor: Any) -> list[Any]:
-    """Copies of weights and of everything Adam keeps."""
-    tensors = [p.detach().clone() for chunk in actor.model for p in chunk.parameters()]
+    """Copies of weights and of everything Adam keeps, and the count of steps that the rate depends on."""
+    import torch
+
+    tensors = [torch.tensor(actor.updates)]
+    tensors += [p.detach().clone() for chunk in actor.model for p in chunk.parameters()]
     for wrapped in actor.optimizer.chained_optimizers:
         tensors += [t.clone() for state in wrapped.optimizer.state.values() for t in state.values()]
     return tensors
 
 
-def step_on_nan(model: str) -> tuple[float, bool, int]:
-    """(skipped, untouched, refused steps): one advantage on the second data-parallel rank's part is NaN."""
-    actor, config, place, shape = trainer(model, 1)
+def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
+    """Of every layout: what `_step_on_faults` found."""
+    launch.prepare(engine=False)
+    return [_step_on_faults(model, tensor) for tensor in layouts]
+
+
+def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
+    """(skipped, untouched, steps refused so far) of every fault, each planted on the second rank only."""
+    config, place, shape = settings(model, tensor)
     import torch
+    import torch.distributed as dist
 
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.learner import build_learner
     from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.stages import score, update
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.update.critic_step import critic_step
 
-    given, chosen, packer = batch(), list(range(8)), Packer.of(config, shape, place)
-    on_second = packer.hands(given, chosen)[1][0]
-    assert given.advantage_T is not None
-    given.advantage_T[given.action_offsets[on_second]] = float("nan")
-    before = state_of(actor)
-    a = config.algorithm
+    here, nan, a, chosen = dist.get_rank() == 1, float("nan"), config.algorithm, list(range(8))
+    learner = build_learner(config, shape, place, torch.float32)
+    actor, critic, packer = learner.actor, learner.critic, learner.packer
     head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
-    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-    numbers = actor_step(actor, loss, chosen, packer)
-    untouched = all(torch.equal(x, y) for x, y in zip(before, state_of(actor), strict=True))
-    return numbers["actor/skipped"], untouched, actor.skipped
+    models, found = (actor, critic), {}
+
+    def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
+        """Runs a step on a batch whose column, or gradients of the owner's first weight, have a NaN here."""
+        given = batch()
+        if column and here:
+            value_T = getattr(given, column)
+            value_T[given.action_offsets[:-1]] = nan
+        before = [x for model in models for x in state_of(model)]
+        weight = next(owner.chunks[0].parameters()) if owner and here else None
+        hook = weight.register_hook(lambda gradient: gradient * nan) if weight is not None else None
+        row = step(given)
+        if hook is not None:
+            hook.remove()
+        after = [x for model in models for x in state_of(model)]
+        untouched = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        skipped = {key: value for key, value in row.items() if key.endswith("skipped")}
+        found[name] = (skipped, untouched, actor.skipped, critic.skipped)
+
+    def step_actor(given: Any) -> Any:
+        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+        return actor_step(actor, loss, chosen, packer)
+
+    def step_critic(given: Any) -> Any:
+        return critic_step(critic, given, chosen, a.value_clip, packer)
+
+    def score_and_update(given: Any) -> Any:
+        hook = actor.chunks[0].register_forward_hook(lambda *x: x[-1] * nan) if here else None
+        scored = score(learner, given, 0)
+        if hook is not None:
+            hook.remove()
+        return update(learner, replace(given, old_logprob_T=scored.old_logprob_T), 0)
+
+    spoil("actor's loss", "advantage_T", step_actor)
+    spoil("actor's gradient", None, step_actor, actor)
+    spoil("norm", None, lambda given: {"actor/skipped": float(not actor.step(nan if here else 1.0))})
+    spoil("critic's loss", "return_T", step_critic)
+    spoil("critic's gradient", None, step_critic, critic)
+    spoil("log-prob", None, score_and_update)
+    spoil("reward", "reward_T", lambda given: update(learner, given, 0))
+    spoil("none", None, lambda given: update(learner, given, 0))
+    return found
 
 
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     """(the step that is read after a byte of the newest was flipped, the complaint once both are damaged)."""
-    actor, *_ = trainer(model, 1)
+    actor = trainer(model)
     from megatron_stppo.model import checkpoint
 
     for step in (1, 2):

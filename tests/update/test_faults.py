@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimizer_untouched(
     model: str,
 ) -> None:
-    assert run_ranks(faults.step_on_nan, 2, model) == [(1.0, True, 1)] * 2
+    """On two data-parallel ranks, and on two tensor-parallel ones, of which one alone may see the loss."""
+    skipped = {role: {f"{role}/skipped": 1.0} for role in ("actor", "critic")}
+    both = skipped["actor"] | skipped["critic"]
+    for found in itertools.chain(*run_ranks(faults.step_on_faults, 2, model, (1, 2))):
+        assert found == {
+            "actor's loss": (skipped["actor"], True, 1, 0),
+            "actor's gradient": (skipped["actor"], True, 2, 0),
+            "norm": (skipped["actor"], True, 3, 0),
+            "critic's loss": (skipped["critic"], True, 3, 1),
+            "critic's gradient": (skipped["critic"], True, 3, 2),
+            "log-prob": (both, True, 4, 3),
+            "reward": (both, True, 5, 4),
+            "none": (dict.fromkeys(both, 0.0), False, 5, 4),
+        }
 
 
 def test_a_flipped_byte_falls_back_to_the_older_step_and_two_are_refused(model: str, tmp_path: Path) -> None:

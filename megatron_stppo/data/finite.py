@@ -1,0 +1,31 @@
+"""Whether a batch may be trained on."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.types import Batch
+
+
+def not_finite(batch: Batch) -> list[str]:
+    """What of the live action tokens' numbers is not finite: rewards, log-probs, values, advantages.
+
+    Example: ["reward_T: 1 of 40 not finite"]. What failed trajectories hold carries no loss and may be
+    anything.
+    """
+    live_T, found = batch.live_T, []
+    for name, value in columns(batch).items():
+        if name.endswith("_T") and value.is_floating_point():
+            bad = int((~torch.isfinite(value[live_T])).sum())
+            found += [f"{name}: {bad} of {int(live_T.sum())} not finite"] if bad else []
+    return found
+
+
+def columns(batch: Batch) -> dict[str, Tensor]:
+    """The batch's tensors by name; what is None is left out."""
+    given: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: value for name, value in given.items() if value is not None}

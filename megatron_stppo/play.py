@@ -1,0 +1,45 @@
+"""Episodes without a trainer: the engine plays data.train and writes the trajectories; nothing is learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stppo.assemble import assemble, rollout_settings, seed_of
+from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
+from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.model import checkpoint
+from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.metrics import Metrics, progress
+from megatron_stppo.runtime.trajectory_log import TrajectoryLog
+
+
+def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
+    """Plays the iterations up to run.iterations with model.path, or after checkpoint `start`, "step_N" or
+    "latest", of the run in folder `source`.
+
+    Tasks, seeds and sampling are those of a training run, whose next iteration the first one therefore is.
+    Neither optimizer nor critic is built. Collective. Raises ConfigError.
+    """
+    run, cursor = config.run, tasks.TaskCursor(tasks.read(config.data.train), config.run.seed)
+    parts, version = assemble(config, training=False), 0
+    if source is not None:
+        folder, step = source / "checkpoints", checkpoint.step_of(start)
+        state = checkpoint.load_weights(folder, "actor", parts.policy, step)
+        version = int(state["iteration"])
+        if "cursor" in state:  # a converted model has none
+            cursor.restore(state["cursor"])
+    rank = parts.place.rank
+    launch.log_to(run.folder, rank)
+    metrics = Metrics(run.folder, rank)
+    log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
+    parts.serve(version)
+    settings, samples = rollout_settings(config), config.rollout.samples_per_task
+    for iteration in progress(range(version, run.iterations), "rollouts", rank == 0):
+        drawn = cursor.take(config.rollout.tasks_per_iteration)
+        with metrics.phase("rollout"):
+            played = parts.play(drawn, samples, settings, seed_of(run, iteration))
+        log.write(iteration + 1, played)
+        metrics.log(iteration + 1, describe_rollouts(played))
+    metrics.close()
+    parts.close()

@@ -1,0 +1,127 @@
+"""Score, advantage and update again, of what a run recorded: training without an engine.
+
+rollouts: from trajectories/, which every run writes. On a CPU the numbers and weights are the run's, bit for
+bit, as long as the run did not roll back.
+batches: from the scored batches in dumps/; log-probs and values are those of then, advantage and update are
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.advantage.estimate import estimate
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.describe import describe_batch, describe_rollouts
+from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.model import checkpoint
+from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.runtime import checks, dumps, launch, trajectory_log
+from megatron_stppo.runtime.guard import Guard
+from megatron_stppo.runtime.metrics import Metrics, progress
+from megatron_stppo.stages import score, update
+from megatron_stppo.types import Batch
+
+Read = Callable[[Learner, Path, int], tuple[Batch, Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the scored batches come from."""
+
+    recorded: Callable[[Path], list[int]]  # iterations that a run's folder holds
+    read: Read  # (scored batch, group_N, what only the trajectories tell) of one of them; collective
+
+
+def replay(config: Config, what: str, run: Path, start: str | None = None) -> None:
+    """Replays every recorded iteration of the folder `run` up to run.iterations, with the models of
+    model.path, or after its checkpoint `start`, "step_N" or "latest". Collective.
+
+    Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
+    Raises ConfigError for records that are missing, damaged or do not fit the layout.
+    """
+    source = SOURCES[what]
+    shape = read_shape(config.model.path)
+    learner = build_learner(config, shape, launch.start(config), launch.dtype(config))
+    state = _start(learner, run, start) if start else {"iteration": 0}
+    first = int(state["iteration"])
+    done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
+    if not done:
+        raise ConfigError(
+            f"--from={run}: holds no {what} of iterations {first + 1} to {config.run.iterations}; choose "
+            "another run, --start or run.iterations"
+        )
+    rank, folder = learner.place.rank, config.run.folder
+    launch.log_to(folder, rank)
+    metrics = Metrics(folder, rank)
+    # no rollback: the checkpoints it would take are the replayed run's
+    guard = Guard(config.run.model_copy(update={"rollback": False}), learner.place, learner.trainers)
+    guard.restore(state)
+    for number in progress(done, f"replay of {what}", rank == 0):
+        with metrics.phase("score"):
+            learner.train("score")
+            batch, group_N, told = source.read(learner, run, number)
+        with metrics.phase("advantage"):
+            batch = estimate(batch, config.algorithm, group_N)
+        with metrics.phase("update"):
+            learner.train("update")
+            row = update(learner, batch, number - 1) | describe_batch(batch) | told
+            row |= guard.look(number, row, batch, group_N)
+        metrics.log(number, row)
+    learner.train("checkpoint")
+    state, keep = {"iteration": done[-1]} | guard.state(), config.run.keep_checkpoints
+    checkpoint.save(folder / "checkpoints", done[-1], learner.trainers, state, keep)
+    metrics.close()
+    launch.stop()
+
+
+def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
+    """The loop's state of the checkpoint that the models now are."""
+    state = checkpoint.load(run / "checkpoints", learner.trainers, checkpoint.step_of(start))
+    if state is None:
+        raise ConfigError(f"--start={start}: {run} holds no checkpoint; leave it out")
+    return state
+
+
+def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    played = trajectory_log.read(run, iteration)
+    batch = to_batch(played)
+    _check(learner, batch, run, iteration)
+    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played)
+
+
+def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    batch, group_N = dumps.read(run, iteration, learner.place)
+    _check(learner, batch, run, iteration)
+    for column, needed in (
+        ("value_T", learner.config.needs_critic),
+        ("reference_logprob_T", learner.config.needs_reference),
+    ):
+        if needed and getattr(batch, column) is None:
+            raise ConfigError(
+                f"--from={run}: the batch of iteration {iteration} has no {column}; set algorithm: as that "
+                "run had it, or replay its rollouts"
+            )
+    return batch, group_N, {}
+
+
+def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
+    checks.check_trajectories(learner.config, learner.place.layout, len(batch.live_N))
+    largest = int(batch.tokens_P.max())
+    if largest >= learner.shape.vocab:
+        raise ConfigError(
+            f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, {run} holds token "
+            f"{largest} in iteration {iteration}; give the model of that run"
+        )
+
+
+SOURCES = {
+    "rollouts": Source(trajectory_log.recorded, _rollouts),
+    "batches": Source(dumps.recorded, _batches),
+}

@@ -1,0 +1,97 @@
+"""Looks at what every update reports, refused steps and spikes: warns, dumps, rolls back, ends the run.
+
+A rollback happens in place: the trainers take the newest checkpoint, the iteration keeps its number and the
+task cursor its position, so that the run goes on with the tasks after the offending ones. The same checkpoint
+is rolled back to once; a spike after that, before there is a newer one, is reported and otherwise left alone:
+it did not come from the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.config import RunConfig
+from megatron_stppo.data.finite import not_finite
+from megatron_stppo.model import checkpoint
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.parallel.collectives import all_agree, gather_records
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.runtime import dumps
+from megatron_stppo.runtime.faults import DoNotRestart
+from megatron_stppo.runtime.spikes import Spikes
+from megatron_stppo.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12."""
+
+    def __init__(self, run: RunConfig, place: Place, trainers: Mapping[str, Trainer]) -> None:
+        self._run, self._place, self._trainers = run, place, dict(trainers)
+        self._spikes = Spikes(run.spike_window, run.spike_deviations)
+        self._rolled_back = 0  # the last iteration that was
+
+    def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
+        """What it found, for the iteration's row. Collective, and of one mind on all ranks.
+
+        Raises DoNotRestart when more steps than run.nonfinite_budget were refused.
+        """
+        spikes = [str(spike) for spike in self._spikes.look(row)]
+        refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
+        spiked = all_agree(bool(spikes))
+        reasons = [*refused, *(_where_not_finite(batch) if refused else ()), *spikes]
+        for reason in reasons:
+            self._warn(iteration, reason)
+        if {"none": False, "faults": spiked or bool(refused), "all": True}[self._run.dump]:
+            given = (self._run.folder, iteration, batch, group_N, self._place)
+            dumps.write(*given, reasons, self._run.keep_dumps)
+        self._spend_budget()
+        found = {"fault/spikes": float(len(spikes))}
+        return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; for the checkpoint."""
+        return {"spikes": self._spikes.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._spikes.restore(state.get("spikes", {}))
+
+    def _spend_budget(self) -> None:
+        skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
+        if skipped > budget:
+            raise DoNotRestart(
+                f"{skipped} steps were not finite, run.nonfinite_budget={budget}; lower the rates"
+            )
+
+    def _roll_back(self, iteration: int) -> dict[str, float]:
+        every = self._run.checkpoint_every
+        if (iteration - 1) // every * every < self._rolled_back:
+            self._warn(iteration, "no second rollback before there is a newer checkpoint")
+            return {}
+        skipped = {role: trainer.skipped for role, trainer in self._trainers.items()}
+        state = checkpoint.load(self._run.folder / "checkpoints", self._trainers)
+        if state is None:
+            self._warn(iteration, "no rollback: there is no checkpoint yet")
+            return {}
+        for role, trainer in self._trainers.items():
+            trainer.skipped = skipped[role]  # what was spent of the budget stays spent
+        self._rolled_back, step = iteration, state["iteration"]
+        self._warn(iteration, f"rolled back to step_{step}, on with the tasks that follow")
+        return {"fault/rolled_back_to": float(step)}
+
+    def _warn(self, iteration: int, text: str) -> None:
+        if self._place.rank == 0:
+            log.warning("iteration %d: %s", iteration, text)
+
+
+def _where_not_finite(batch: Batch) -> list[str]:
+    """Collective. Example: ["value_T: 3 of 40 not finite on ranks [1]"], where all should hold the same."""
+    of_rank = gather_records(not_finite(batch), str)
+    every = list(range(len(of_rank)))
+    ranks = {text: [rank for rank in every if text in of_rank[rank]] for said in of_rank for text in said}
+    return [text if on == every else f"{text} on ranks {on}" for text, on in ranks.items()]

@@ -1,0 +1,193 @@
+"""A run with planted faults, what it recorded, and the same again without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_stppo.data.tasks import TaskCursor, read
+from tests.loop import small_run
+from tests.loop.test_resume import rows
+
+ITERATIONS, PER_ITERATION = 8, 4
+# iteration -> what the environment pays for its last task, which the second rank's engine plays
+PLANTED = {2: "nan", 6: "1e4", 7: "1e4", 8: "1e4"}
+ENVIRONMENT = '''
+from megatron_stppo.environments.base import StepResult
+
+
+class Payer:
+    """One turn, whose reward is what the task's target says."""
+
+    stop_strings = ()
+
+    async def reset(self, task, seed):
+        self._reward = float(task.targets[0])
+        return list(task.prompt)
+
+    async def step(self, action):
+        return StepResult("", self._reward, True, True, False, "ok")
+
+    async def close(self): ...
+
+
+def factory(section):
+    return Payer
+'''
+CHANGES: dict[str, dict[str, Any]] = {
+    "run": {"iterations": ITERATIONS, "nonfinite_budget": 2, "rollback": True, "spike_window": 8},
+    "parallel": {"tensor": 1},
+    "environment": {"kind": "payer:factory", "max_turns": 1, "max_observation_tokens": 24},
+    "update": {
+        "minibatches": 2,
+        "actor": {"lr": 1e-3, "warmup_fraction": 0},
+        "critic": {"lr": 1e-3, "warmup_fraction": 0},
+    },
+}
+
+
+def command(root: Path, ranks: int, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """The door with the environment above, and what `path` holds, on PYTHONPATH; torchrun for ranks > 1."""
+    program = [*small_run.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else [sys.executable]
+    found = os.pathsep.join(filter(None, (path, str(root), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [*program, "-m", "megatron_stppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=small_run.ENVIRONMENT | {"PYTHONPATH": found},
+        check=False,
+    )
+
+
+def write(root: Path) -> Path:
+    """Tasks whose order is known beforehand, so that each iteration gets the reward planned for it."""
+    path = small_run.write(root)
+    config = yaml.safe_load(path.read_text())
+    config["run"].update(CHANGES["run"])
+    config |= {name: section for name, section in CHANGES.items() if name != "run"}
+    path.write_text(yaml.safe_dump(config))
+    (root / "payer.py").write_text(ENVIRONMENT)
+    tasks = root / "tasks.jsonl"
+    lines = [json.loads(tasks.read_text().splitlines()[0]) for _ in range(ITERATIONS * PER_ITERATION)]
+    for index, row in enumerate(lines):
+        row["extra_info"] = {"split": "train", "index": index}
+        row["reward_model"] = {"ground_truth": {"target": [str(index % 7 / 10)]}}
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    cursor = TaskCursor(read(tasks), seed=0)
+    for iteration in range(1, ITERATIONS + 1):
+        last = cursor.take(PER_ITERATION)[-1].index
+        if iteration in PLANTED:
+            lines[last]["reward_model"] = {"ground_truth": {"target": [PLANTED[iteration]]}}
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("replay"))
+
+
+@pytest.fixture(scope="module")
+def recorded(config: Path) -> tuple[Path, str]:
+    """(the folder of the run with an engine, what it said)."""
+    done = command(config.parent, 2, "train", str(config), "run.name=recorded", "run.keep_checkpoints=9")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return config.parent / "runs" / "recorded", done.stderr
+
+
+@pytest.fixture(scope="module")
+def no_engine(config: Path) -> str:
+    """For PYTHONPATH: a folder whose vllm cannot be imported."""
+    package = config.parent / "no_engine" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('an engine is imported')")
+    return str(package.parent)
+
+
+@pytest.fixture(scope="module")
+def replayed(config: Path, recorded: tuple[Path, str], no_engine: str) -> Path:
+    """Iterations 1 to 3 from the recorded rollouts, every batch dumped."""
+    given = ("run.name=replayed", "run.iterations=3", "run.dump=all", f"--from={recorded[0]}")
+    done = command(config.parent, 2, "train", str(config), "--replay", "rollouts", *given, path=no_engine)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return config.parent / "runs" / "replayed"
+
+
+def tensors(step: Path) -> dict[str, Any]:
+    """Checksums of the files that hold weights and optimizer states."""
+    files = json.loads((step / "MANIFEST.json").read_text())["files"]
+    found = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+    assert {name.split("/")[0] for name in found} == {"actor", "critic"}
+    return found
+
+
+def test_a_reward_that_is_not_finite_on_one_rank_skips_the_update_on_all(recorded: tuple[Path, str]) -> None:
+    run, said = recorded
+    row = rows(run)[1]
+    assert (row["actor/skipped"], row["critic/skipped"], row["reward/mean"]) == (1, 1, None)
+    assert [row["actor/skipped"] for row in rows(run)].count(0) == ITERATIONS - 1
+    assert "iteration 2: reward_T: 1 of" in said
+
+
+def test_faults_are_dumped_and_say_why(recorded: tuple[Path, str]) -> None:
+    dumps = {path.name: json.loads((path / "batch.json").read_text()) for path in recorded[0].glob("dumps/*")}
+    assert sorted(dumps) == [f"iteration-{n:05d}" for n in PLANTED]
+    assert dumps["iteration-00002"]["reasons"][0] == "actor: steps that are not finite"
+    assert any("critic/loss=" in reason for reason in dumps["iteration-00006"]["reasons"])
+
+
+def test_a_spike_rolls_back_once_per_checkpoint_and_goes_on_with_the_next_tasks(
+    recorded: tuple[Path, str],
+) -> None:
+    run, said = recorded
+    found = rows(run)
+    assert [row["fault/spikes"] > 0 for row in found] == [False] * 5 + [True] * 3
+    assert [row.get("fault/rolled_back_to") for row in found] == [None] * 5 + [3, 6, None]
+    assert "iteration 8: no second rollback" in said
+    steps = [run / "checkpoints" / f"step_{n}" for n in (3, 6, 8)]
+    assert tensors(steps[0]) == tensors(steps[1]) != tensors(steps[2])
+    assert json.loads((steps[1] / "state.json").read_text())["cursor"]["position"] == 6 * PER_ITERATION
+    assert found[6]["mismatch/mean_abs"] < 1e-5, "the engine serves what was rolled back to"
+
+
+def test_replayed_rollouts_give_the_same_numbers_without_an_engine(
+    recorded: tuple[Path, str], replayed: Path
+) -> None:
+    assert rows(replayed) == rows(recorded[0])[:3]
+
+
+def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
+    recorded: tuple[Path, str], replayed: Path
+) -> None:
+    assert tensors(replayed / "checkpoints/step_3") == tensors(recorded[0] / "checkpoints/step_3")
+
+
+def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budget_again(
+    config: Path, replayed: Path, no_engine: str
+) -> None:
+    given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", f"--from={replayed}")
+    done = command(config.parent, 1, "train", str(config), "--replay", "batches", *given, path=no_engine)
+    assert done.returncode == 93, done.stderr[-3000:]
+    assert "2 steps were not finite, run.nonfinite_budget=1" in done.stderr
+    (row,), expected = rows(config.parent / "runs/again"), rows(replayed)[0]
+    for key in ("actor/objective", "actor/gradient_norm", "critic/loss", "critic/gradient_norm"):
+        assert row[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert "iteration 2: reward_T: 1 of" in done.stderr
+
+
+@pytest.mark.long
+def test_rollouts_without_a_trainer_are_those_of_the_run(config: Path, recorded: tuple[Path, str]) -> None:
+    done = command(config.parent, 2, "rollout", str(config), "run.name=played", "run.iterations=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    played = config.parent / "runs" / "played"
+    name = "trajectories/iteration-00001.jsonl"
+    assert (played / name).read_text() == (recorded[0] / name).read_text()
+    assert not (played / "checkpoints").exists()
