@@ -23,10 +23,12 @@ from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.routing import recording
+from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
-from megatron_stppo.runtime.faults import DoNotRestart
+from megatron_stppo.runtime.faults import DoNotRestart, Requeue
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
+from megatron_stppo.runtime.notice import Notice
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -36,9 +38,12 @@ from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
 
 
-def train(config: Config, resume: bool = True) -> None:
-    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective."""
-    run = config.run
+def train(config: Config, resume: bool, notice: Notice) -> None:
+    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective.
+
+    Raises Requeue, after a checkpoint, if any rank was given notice before the last iteration.
+    """
+    run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
     first = _restore(parts, cursor) if resume else 0
@@ -80,16 +85,21 @@ def train(config: Config, resume: bool = True) -> None:
                 row |= held_out(parts)
         log.write(done, played)
         metrics.log(done, row)
+        leave = notice.due(all_agree) and done < run.iterations
         # last, so that all it resumes after has been reported; its seconds count to the next row
-        if done % run.checkpoint_every == 0 or done == run.iterations:
+        if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with metrics.phase("checkpoint"):
                 parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()}
                 folder = run.folder / "checkpoints"
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
                 parts.serve(version=done)
+        if leave:
+            break
     metrics.close()
     parts.close()
+    if leave:
+        raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
 
 
 def _score(parts: Parts, batch: Batch, iteration: int) -> Batch:
