@@ -15,6 +15,7 @@ PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
+SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
@@ -34,10 +35,12 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
+	$(BIN)/shellcheck $(SHELLS)
+	$(BIN)/hadolint Dockerfile
 
 test: lint ## lint, then every test; needs no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
