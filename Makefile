@@ -5,13 +5,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint clean
+.PHONY: help quickstart test test-all lint check-dockerfile clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
@@ -47,6 +48,9 @@ test: lint ## lint, then every test; needs no network
 
 test-all: lint ## test, and the longer matrix of layouts and families
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
+
+check-dockerfile: ## the Dockerfile's steps in a folder, without Docker; needs nvcc, an index, PYTHON312=python3.12
+	$(PYTHON312) tools/check_dockerfile.py --python $(PYTHON312)
 
 clean: ## everything that make made; runs/ stays
 	rm -rf .venv build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,10 +39,8 @@ from megatron_stppo.update.minibatches import minibatches
 
 
 def train(config: Config, resume: bool, notice: Notice) -> None:
-    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective.
-
-    Raises Requeue, after a checkpoint, if any rank was given notice before the last iteration.
-    """
+    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
+    Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
