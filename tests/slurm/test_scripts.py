@@ -16,12 +16,12 @@ BATCH = sorted(cluster.SCRIPTS.glob("*.sbatch"))
 SHARED = cluster.SCRIPTS / "attempt.sh"
 
 
-def run(folder: Path, *ends: str) -> tuple[int, list[str]]:
+def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
     """(the job's exit code, what it said about its attempts) of attempts that end in "CODE STEP"."""
     (folder / "ends").mkdir(parents=True)
     for attempt, end in enumerate(ends):
         (folder / "ends" / str(attempt)).write_text(f"{end}\n")
-    variables = {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
+    variables |= {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
     options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
     script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
     with cluster.submit(folder / "slurm", script, *options, **variables) as job:
@@ -33,7 +33,9 @@ def run(folder: Path, *ends: str) -> tuple[int, list[str]]:
 
 
 def attempts(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "job" / "attempts").iterdir() if not p.is_symlink())
+    return sorted(
+        p.name for p in (folder / "job" / "attempts").iterdir() if p.is_dir() and not p.is_symlink()
+    )
 
 
 def test_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> None:
@@ -56,18 +58,26 @@ def test_what_would_fail_again_is_not_requeued(tmp_path: Path, code: int) -> Non
 def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) -> None:
     code, said = run(tmp_path, "85 3", "1 3", "137 3", "0 6")
     assert code == 93
-    assert said[-1].startswith("not requeued: two attempts without a newer checkpoint")
-    assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2", "without-progress"]
+    assert said[-1].startswith("not started again: two attempts without a newer checkpoint than step 3")
+    assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
 
 
 def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
     assert run(tmp_path, "1 0", "1 3", "1 3", "85 4", "0 6")[0] == 0
 
 
+def test_attempts_that_ended_with_their_nodes_count(tmp_path: Path) -> None:
+    started = tmp_path / "job/attempts/started"
+    started.parent.mkdir(parents=True)
+    started.write_text("4711.0 0\n4711.1 0\n")
+    code, said = run(tmp_path, "0 6", SLURM_RESTART_COUNT="2")
+    assert (code, len(said)) == (93, 1)
+
+
 def test_a_job_submitted_anew_counts_anew(tmp_path: Path) -> None:
-    idle = tmp_path / "job/attempts/without-progress"
-    idle.parent.mkdir(parents=True)
-    idle.write_text("4710.3 exit code 1, step 0\n")
+    started = tmp_path / "job/attempts/started"
+    started.parent.mkdir(parents=True)
+    started.write_text("4710.0 0\n4710.1 0\n")
     assert run(tmp_path, "1 0", "0 6")[0] == 0
 
 
