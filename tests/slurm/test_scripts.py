@@ -33,9 +33,7 @@ def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
 
 
 def attempts(folder: Path) -> list[str]:
-    return sorted(
-        p.name for p in (folder / "job" / "attempts").iterdir() if p.is_dir() and not p.is_symlink()
-    )
+    return sorted(path.name for path in (folder / "job" / "attempts").glob("4711.*"))
 
 
 def test_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> None:
