@@ -5,16 +5,18 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint audit clean
+.PHONY: help quickstart test test-all lint audit check-dockerfile clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
+SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
@@ -34,10 +36,12 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
+	$(BIN)/shellcheck $(SHELLS)
+	$(BIN)/hadolint Dockerfile
 
 test: lint ## lint, then every test; needs no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -51,6 +55,9 @@ audit: ## known weaknesses of what tools/lock-cpu.txt pins; needs a network with
 	[ -x $(AUDIT)/bin/pip-audit ] || { $(PYTHON) -m venv $(AUDIT); $(AUDIT)/bin/pip install --quiet pip-audit; }
 	@# --strict: a package that nothing is known about is a failure, not a pass
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r tools/lock-cpu.txt
+
+check-dockerfile: ## the Dockerfile's steps in a folder, without Docker; needs nvcc, an index, PYTHON312=python3.12
+	$(PYTHON312) tools/check_dockerfile.py --python $(PYTHON312)
 
 clean: ## everything that make made; runs/ stays
 	rm -rf .venv $(AUDIT) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,13 +2,17 @@
 
 Imports are lazy here, against the rule of the house: --help must not wait for torch.
 
-Exit codes: 0 done, 2 bad usage or configuration, 93 do not restart, anything else a crash.
+Exit codes: 0 done, 2 bad usage or configuration, 85 checkpointed for requeue, 93 do not restart, anything
+else a crash.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -54,18 +58,21 @@ def train(
         str | None, typer.Option(help="its checkpoint to start from, step_N or latest; default: model.path")
     ] = None,
 ) -> None:
-    """Train with reinforcement learning; one process, or one per device under torchrun."""
+    """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
     if replay or source or start:
         return _replay(config, overrides, resume, replay, source, start)
     settings = _open(config, overrides, "train", resume)
     from megatron_stppo.runtime import launch
+    from megatron_stppo.runtime.notice import Notice
 
+    notice = Notice(settings.run.end_margin)  # before the imports that take long: SIGUSR1 would kill
     launch.prepare()
     launch.check(settings)
     _record(settings)
-    from megatron_stppo import loop
+    with _noting_the_end(settings):
+        from megatron_stppo import loop
 
-    loop.train(settings, resume)
+        loop.train(settings, resume, notice)
 
 
 def _replay(
@@ -276,7 +283,10 @@ def _open(
     """The configuration, after every check that needs no model; `world` instead of the launcher's. Raises
     ConfigError."""
     from megatron_stppo.config import load
+    from megatron_stppo.runtime import launch
 
+    if world is None:
+        launch.discover()
     config = load(path, overrides)
     from megatron_stppo.runtime import checks
 
@@ -313,6 +323,28 @@ def _record(config: Config) -> None:
         (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
 
 
+@contextmanager
+def _noting_the_end(config: Config) -> Iterator[None]:
+    """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
+    that is killed leaves no such file."""
+    note = config.run.folder / "exit.json"
+
+    def write(code: int, reason: str) -> None:
+        if _is_first_rank():
+            note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    if _is_first_rank():
+        note.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        code = _exit_code(error)
+        # what a crash says may hold anything, and belongs into the log
+        write(1 if code is None else code, type(error).__name__ if code is None else str(error))
+        raise
+    write(0, "done")
+
+
 def main() -> None:
     """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
     try:
@@ -328,11 +360,10 @@ def main() -> None:
 def _exit_code(error: Exception) -> int | None:
     """The exit code of an error that is part of the interface; None for a crash."""
     from megatron_stppo.config import ConfigError
-    from megatron_stppo.runtime.faults import DO_NOT_RESTART, DoNotRestart
+    from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE, DoNotRestart, Requeue
 
-    if isinstance(error, ConfigError):
-        return 2
-    return DO_NOT_RESTART if isinstance(error, DoNotRestart) else None
+    codes = {ConfigError: 2, Requeue: REQUEUE, DoNotRestart: DO_NOT_RESTART}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
 
 def _say(error: Exception) -> None:
@@ -341,7 +372,8 @@ def _say(error: Exception) -> None:
 
 
 def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    """Under srun too, where RANK is missing until the launcher's variables have been checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 if __name__ == "__main__":

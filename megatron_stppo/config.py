@@ -38,6 +38,9 @@ class RunConfig(Section):
     )
     checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    end_margin: float = Field(
+        300, ge=0, description="seconds that a checkpoint may take before SLURM_JOB_END_TIME; see README"
+    )
     nonfinite_budget: int = Field(
         5, ge=0, description="skipped non-finite steps before the run ends with exit code 93"
     )

@@ -17,11 +17,14 @@ from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.describe import describe
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
+from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.faults import Requeue
 from megatron_stppo.runtime.gauges import Gauges
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
+from megatron_stppo.runtime.notice import Notice
 from megatron_stppo.runtime.profile import profiled
 from megatron_stppo.runtime.reporters import reporters
 from megatron_stppo.runtime.throughput import throughput
@@ -29,9 +32,10 @@ from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
 
 
-def train(config: Config, resume: bool = True) -> None:
-    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective."""
-    run = config.run
+def train(config: Config, resume: bool, notice: Notice) -> None:
+    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
+    Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
+    run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
     guard = Guard(run, parts.place, parts.trainers)
@@ -74,17 +78,22 @@ def train(config: Config, resume: bool = True) -> None:
             with metrics.phase("evaluate"):
                 row |= held_out(parts)
         metrics.log(done, row)
+        leave = notice.due(all_agree) and done < run.iterations
         # last, so that all it resumes after has been reported; its seconds count to the next row
-        if done % run.checkpoint_every == 0 or done == run.iterations:
+        if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with metrics.phase("checkpoint"):
                 parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()} | guard.state()
                 folder = run.folder / "checkpoints"
                 checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
                 parts.serve(version=done)
+        if leave:
+            break
     metrics.close()
     gauges.close()
     parts.close()
+    if leave:
+        raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
 
 
 def _restore(parts: Parts, cursor: tasks.TaskCursor, guard: Guard) -> int:

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from megatron_stppo import __main__ as door
-from megatron_stppo.runtime.faults import DoNotRestart
+from megatron_stppo.runtime.faults import DoNotRestart, Requeue
 
 QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")
 
@@ -95,11 +95,12 @@ def test_a_retriever_others_could_reach_is_refused_without_a_token(tmp_path: Pat
     assert "--token-env" in result.stderr
 
 
-def test_a_fault_that_forbids_a_restart_exits_93(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("end", "code"), [(DoNotRestart, 93), (Requeue, 85)])
+def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
+    end: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
-        raise DoNotRestart("7 steps were not finite")
+        raise end("7 steps were not finite")
 
     app = typer.Typer()
     app.command()(fail)
@@ -108,5 +109,13 @@ def test_a_fault_that_forbids_a_restart_exits_93(
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as left:
         door.main()
-    assert left.value.code == 93
+    assert left.value.code == code
     assert capsys.readouterr().err == "megatron-stppo: 7 steps were not finite\n"
+
+
+def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank() -> None:
+    variables = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+    first, second = (run("train", QUICKSTART, **variables, SLURM_PROCID=rank) for rank in "01")
+    assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
+    assert first.stderr.startswith("megatron-stppo: SLURM_JOB_NODELIST: not set, or empty, beside other")
+    assert len(first.stderr.splitlines()) == 1

@@ -50,7 +50,6 @@ WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 def check(config: Config, world_size: int, command: str) -> None:
     """Everything below, for one command: a key of DATA."""
-    _launcher()
     _model(config)
     if command != "plan":
         _tokenizer(config)
@@ -148,13 +147,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: where it leads is not known here
         return False
-
-
-def _launcher() -> None:
-    """srun alone would start as many runs of one rank, all writing to one folder."""
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if tasks != "1" and "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
-        raise ConfigError(f"SLURM_NTASKS={tasks} without RANK: start torchrun, one per node")
 
 
 def _model(config: Config) -> None:

@@ -1,8 +1,14 @@
-"""Failures that a scheduler must tell apart, by exit code (see README.md, "Exit codes")."""
+"""Ends that a scheduler must tell apart, by exit code (see README.md, "Exit codes")."""
 
 from __future__ import annotations
 
+REQUEUE = 85
 DO_NOT_RESTART = 93
+
+
+class Requeue(RuntimeError):
+    """The run has checkpointed and left before its end, because it was given notice; started again, it goes
+    on. The door turns it into exit code 85."""
 
 
 class DoNotRestart(RuntimeError):

@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.runtime import slurm
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_stppo.parallel.groups import Place
+
+
+def discover() -> None:
+    """Under srun, the rank in torchrun's variables; once per process, first of all. Raises ConfigError."""
+    os.environ.update(slurm.torchrun_variables(os.environ))
 
 
 def world_size() -> int:
@@ -80,8 +86,10 @@ def start(config: Config) -> Place:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
         )
     cuda = torch.cuda.is_available()
+    if slurm.started_by_srun(os.environ):  # which keeps a log per rank
+        print(f"megatron-stppo: {slurm.told(os.environ)}", file=sys.stderr)
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_device())
     elif world_size() > 1:
         torch.set_num_threads(
             max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
@@ -141,6 +149,18 @@ def stop() -> None:
     if dist.is_initialized():  # the engine's end takes the groups with it
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _device() -> int:
+    import torch
+
+    local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= seen:
+        raise ConfigError(
+            f"LOCAL_RANK={local}, but this process sees {seen} GPUs; start no more ranks on a node than it "
+            "has GPUs, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
+        )
+    return local
 
 
 def _free_port() -> str:

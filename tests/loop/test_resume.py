@@ -21,19 +21,15 @@ TIMES = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
     """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6 with memory that comes and
     goes)."""
-    root = tmp_path_factory.mktemp("run")
-    config = small_run.write(root)
-    straight, resumed = root / "runs" / "straight", root / "runs" / "resumed"
-    done = small_run.run("train", config, "run.name=straight")
-    assert done.returncode == 0, done.stderr[-3000:]
+    config, resumed = straight[0], straight[1].with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
     assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
     done = small_run.run("train", config, "run.name=resumed", "update.offload=all", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    return straight, resumed
+    return straight[1], resumed
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ PLANNED = {
     "qwen2.5-32b": 64,
     "qwen2.5-72b": 1024,
     "llama-3.3-70b": 128,
+    "qwen3-30b-a3b": 32,
     "qwen3-235b-a22b": 256,
 }
 

@@ -159,13 +159,6 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     assert "rollout.samples_per_task=1" in refusal(path, ["algorithm.preset=grpo"])
 
 
-def test_srun_without_torchrun_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    monkeypatch.delenv("RANK", raising=False)
-    assert "start torchrun" in refusal(path, [])
-
-
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Path) -> None:
     config = load(path)
     check_checkpoint(config, None)

@@ -1,0 +1,116 @@
+"""What Slurm tells a task of srun, in the variables of torchrun, which torch, megatron and vLLM read.
+
+Nothing here asks Slurm: a task finds its rank and the first rank's address in its environment alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from megatron_stppo.config import ConfigError
+
+# Below the ports that Linux gives to outgoing connections.
+FIRST_PORT, PORTS = 20_000, 10_000
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a log may say of the environment, which holds secrets too.
+LOGGED = (
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
+    *("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURMD_NODENAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "STPPO_OPS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    *("NCCL_DEBUG", "NCCL_IB_HCA"),
+)
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What `environment` lacks of torchrun's variables, from srun's; empty under torchrun, and for a process
+    on its own. Raises ConfigError for variables that are incomplete or contradict each other.
+
+    Example: {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[07-08]"} gives rank 9 of 16, the node's second, that meets the others at
+    gpu07:24711.
+    """
+    if "RANK" in environment or "SLURM_PROCID" not in environment or _in_batch_script(environment):
+        _check_torchrun(environment)
+        return {}
+    rank, local, world = (_number(environment, f"SLURM_{x}") for x in ("PROCID", "LOCALID", "NTASKS"))
+    if not local <= rank < world:
+        raise ConfigError(
+            f"SLURM_PROCID={rank} with SLURM_LOCALID={local} and SLURM_NTASKS={world}: no rank is like that; "
+            "unset them, or start with srun"
+        )
+    job, nodes = _number(environment, "SLURM_JOB_ID"), "SLURM_STEP_NODELIST"
+    nodes = nodes if nodes in environment else "SLURM_JOB_NODELIST"
+    found = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes, _given(environment, nodes)),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
+    }
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        if environment.get(name, found[name]) != found[name]:
+            raise ConfigError(
+                f"{name}={environment[name]}, but srun says {found[name]}; unset {name}, which torchrun sets "
+                "together with RANK"
+            )
+    return found
+
+
+def first_host(name: str, nodes: str) -> str:
+    """The first host of a list in Slurm's notation; `name` is the variable it stands in. Raises ConfigError.
+
+    Examples: "gpu[007-012,020]" -> "gpu007", "login,gpu1" -> "login", "r[2,4]n[1-8]-ib" -> "r2n1-ib".
+    """
+    first = re.match(r"(?:[^][,]|\[[^][]+\])+(?=,|$)", nodes)
+    host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+        raise ConfigError(f"{name}={nodes}: is no list of hosts; set MASTER_ADDR to the first rank's host")
+    return host
+
+
+def started_by_srun(environment: Mapping[str, str]) -> bool:
+    return "SLURM_PROCID" in environment and not _in_batch_script(environment)
+
+
+def told(environment: Mapping[str, str]) -> str:
+    """The variables that a log may hold, as JSON."""
+    return json.dumps({name: environment[name] for name in LOGGED if name in environment})
+
+
+def _in_batch_script(environment: Mapping[str, str]) -> bool:
+    """A batch script counts as task 0 of a step that has no number; SLURM_NTASKS there is what srun will
+    start."""
+    return "SLURM_GTIDS" in environment and "SLURM_STEP_ID" not in environment
+
+
+def _check_torchrun(environment: Mapping[str, str]) -> None:
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if "RANK" not in environment and _in_batch_script(environment) and tasks != "1":
+        raise ConfigError(f"SLURM_NTASKS={tasks}, but this is the batch script itself; start it with srun")
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return
+    given = "RANK" if "RANK" in environment else "WORLD_SIZE"
+    for name in TORCHRUN:
+        if name not in environment:
+            raise ConfigError(
+                f"{given}={environment[given]} without {name}; start with torchrun, or unset {given}"
+            )
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world}; start with torchrun, or unset both")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _given(environment, name)
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise ConfigError(f"{name}={text}: is no whole number; unset it, or start with srun or torchrun")
+    return int(text)
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise ConfigError(f"{name}: not set, or empty, beside other variables of a launcher; start with srun")
+    return environment[name]

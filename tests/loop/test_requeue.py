@@ -1,0 +1,93 @@
+"""The whole program under sbatch and srun: notice to one rank, requeue, resume; the same bits come out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.model import checkpoint
+from tests.loop import small_run
+from tests.loop.test_resume import rows
+from tests.slurm import cluster
+
+FIRST = Path("trajectories/iteration-00001.jsonl")
+
+
+def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) -> cluster.Job:
+    """examples/slurm/qwen2.5-7b.sbatch with the small configuration in place of its own."""
+    text = (cluster.SCRIPTS / "qwen2.5-7b.sbatch").read_text()
+    script = root / f"{name}.sbatch"
+    script.write_text(text.replace("examples/qwen2.5-7b/config.yaml", str(config)))
+    paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
+    options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
+    return cluster.submit(root / f"slurm-{name}", script, *options, **paths, **variables)
+
+
+def pester(pid: int, path: Path) -> None:
+    """Waits for `path`, then sends the process both signals, over and over until it ends."""
+    wait_for(path)
+    while True:
+        try:
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.02)
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+
+
+def wait_for(path: Path, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.02)
+
+
+def weights(run: Path) -> dict[str, str]:
+    files = json.loads((run / "checkpoints/step_6/MANIFEST.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def leave(run: Path, job: cluster.Job, ranks: int) -> None:
+    """Gives notice to the second rank alone, and checks that all of them leave one checkpoint behind."""
+    wait_for(job.folder / "pids.0")
+    pester(int((job.folder / "pids.0").read_text().split()[1]), run / FIRST)
+    wait_for(job.folder / "codes.0")
+    logs = [(run / "attempts" / "4711.0" / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+    assert (job.folder / "codes.0").read_text().split() == ["85"] * ranks, logs[1][-3000:]
+    (step,) = (run / "checkpoints").glob("step_*")
+    assert step.name in ("step_1", "step_2"), (
+        "left at the end of the iteration, not at the third's checkpoint"
+    )
+    assert checkpoint._fault(step) is None
+    note = json.loads((run / "exit.json").read_text())
+    assert (note["code"], note["reason"].partition(" ")[0]) == (85, step.name)
+    assert '"SLURM_PROCID": "1"' in logs[1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_notice_to_one_rank_checkpoints_requeues_and_ends_at_the_same_bits(
+    straight: tuple[Path, Path], ranks: int
+) -> None:
+    config, reference = straight
+    root, name = config.parent, f"requeued{ranks}"
+    if ranks == 4:
+        reference = root / "runs" / "straight4"
+        done = small_run.run_command(("train", str(config), "run.name=straight4"), ranks=4)
+        assert done.returncode == 0, done.stderr[-3000:]
+    run = root / "runs" / name
+    with submit(root, config, name, ranks) as job:
+        leave(run, job, ranks)
+        played = (run / FIRST).stat().st_mtime_ns
+        (job.folder / "go.0").touch()
+        assert job.process.wait(240) == 0, (run / "attempts/latest/rank-0.log").read_text()[-3000:]
+    assert (run / FIRST).stat().st_mtime_ns == played, "began again instead of resuming"
+    assert json.loads((run / "exit.json").read_text()) == {"code": 0, "reason": "done"}
+    assert (run / "attempts" / "latest").readlink() == Path("4711.1")
+    assert rows(run) == rows(reference)
+    assert weights(run) == weights(reference)

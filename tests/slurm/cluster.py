@@ -1,0 +1,42 @@
+"""A cluster of one machine: sbatch, srun and scontrol of tests/slurm/bin first on PATH."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPTS = ROOT / "examples" / "slurm"
+
+
+@dataclass(frozen=True)
+class Job:
+    process: subprocess.Popen[bytes]  # sbatch, which ends with the job
+    folder: Path  # what the fake Slurm leaves
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leaves nothing running."""
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+            self.process.wait()
+
+
+def submit(folder: Path, script: Path, *options: str, **variables: str) -> Job:
+    """Starts a job, which runs until it ends or is not requeued."""
+    folder.mkdir(parents=True)
+    path = f"{HERE / 'bin'}:{os.environ['PATH']}"
+    known = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    given = {"PATH": path, "FAKE_SLURM": str(folder), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = known | given | variables
+    return Job(subprocess.Popen(["sbatch", *options, str(script)], cwd=ROOT, env=environment), folder)

@@ -1,0 +1,96 @@
+"""What the batch scripts do with exit codes, under a Slurm of our own; the ranks are stood in for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import load
+from tests.plan.test_plans import PLANNED
+from tests.slurm import cluster
+
+BATCH = sorted(cluster.SCRIPTS.glob("*.sbatch"))
+SHARED = cluster.SCRIPTS / "attempt.sh"
+
+
+def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
+    """(the job's exit code, what it said about its attempts) of attempts that end in "CODE STEP"."""
+    (folder / "ends").mkdir(parents=True)
+    for attempt, end in enumerate(ends):
+        (folder / "ends" / str(attempt)).write_text(f"{end}\n")
+    variables |= {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
+    options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
+    script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
+    with cluster.submit(folder / "slurm", script, *options, **variables) as job:
+        for attempt in range(len(ends) - 1):
+            (job.folder / f"go.{attempt}").touch()
+        code = job.process.wait(60)
+    said = (job.folder / "job.out").read_text()
+    return code, re.findall(r" job \S+: (.*)", said)
+
+
+def attempts(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "job" / "attempts").glob("4711.*"))
+
+
+def test_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "85 3", "85 5", "0 6")
+    assert (code, said[1::2]) == (0, ["exit code 85, step 3", "exit code 85, step 5", "exit code 0, step 6"])
+    assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
+    assert (tmp_path / "job/attempts/latest").readlink() == Path("4711.2")
+    assert [p.name for p in (tmp_path / "job/attempts/4711.1").iterdir()] == ["rank-0.log"]
+    arguments = (tmp_path / "ends/arguments").read_text().splitlines()
+    assert arguments[0].startswith("-m megatron_stppo train examples/qwen2.5-7b/config.yaml run.name=job ")
+    assert {line.endswith(" --resume") for line in arguments} == {True}
+
+
+@pytest.mark.parametrize("code", [2, 93])
+def test_what_would_fail_again_is_not_requeued(tmp_path: Path, code: int) -> None:
+    assert run(tmp_path, f"{code} 3")[0] == code
+    assert attempts(tmp_path) == ["4711.0"]
+
+
+def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "85 3", "1 3", "137 3", "0 6")
+    assert code == 93
+    assert said[-1].startswith("not started again: two attempts without a newer checkpoint than step 3")
+    assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
+
+
+def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
+    assert run(tmp_path, "1 0", "1 3", "1 3", "85 4", "0 6")[0] == 0
+
+
+def test_attempts_that_ended_with_their_nodes_count(tmp_path: Path) -> None:
+    started = tmp_path / "job/attempts/started"
+    started.parent.mkdir(parents=True)
+    started.write_text("4711.0 0\n4711.1 0\n")
+    code, said = run(tmp_path, "0 6", SLURM_RESTART_COUNT="2")
+    assert (code, len(said)) == (93, 1)
+
+
+def test_a_job_submitted_anew_counts_anew(tmp_path: Path) -> None:
+    started = tmp_path / "job/attempts/started"
+    started.parent.mkdir(parents=True)
+    started.write_text("4710.0 0\n4710.1 0\n")
+    assert run(tmp_path, "1 0", "0 6")[0] == 0
+
+
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.stem)
+def test_every_script_asks_for_what_its_plan_counts_on(script: Path) -> None:
+    text = script.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[script.stem]
+    assert options["gpus-per-node"] == options["ntasks-per-node"]
+    assert {"exclusive": "", "mem": "0", "requeue": "", "open-mode": "append"}.items() <= options.items()
+    assert options["signal"] == "USR1@600"
+    (config,) = re.findall(r"\S+\.yaml", text)
+    assert load(cluster.ROOT / config).run.name == options["job-name"] == script.stem
+    assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, SHARED))
+
+
+def test_every_size_has_a_script() -> None:
+    assert {path.stem for path in BATCH} == set(PLANNED) - {"qwen2.5-72b"}

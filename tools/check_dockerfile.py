@@ -1,0 +1,147 @@
+"""Runs what a Dockerfile would run, as far as that goes without Docker, root and a GPU.
+
+    python tools/check_dockerfile.py --python PYTHON3.12 [--folder SCRATCH]
+
+A folder stands in for the image's file system. COPY copies; a RUN step is taken apart at its &&, and each
+command runs as it is written, with two exceptions: pip only resolves what is too large to install (the
+versions must exist and fit together), and what needs root or torch's CUDA build is not run, which is said.
+Our extension is compiled for the architectures of the image; that takes nvcc. Needs a package index. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Folders of the image that the steps name; they are looked for under the scratch folder.
+INSIDE = r"(?<![\w./$])/(opt|wheels|source|home)\b"
+NOT_RUN = {
+    "apt-get": "installs Ubuntu's packages, as root",
+    "/var/lib/apt": "belongs to apt-get",
+    "useradd": "makes a user, as root",
+    "chown": "needs that user",
+    "transformer-engine-torch": "compiles against torch's CUDA build and cuDNN",
+}
+RESOLVED = ("torch vllm", "*.whl")  # gigabytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction. Example: Step("engine", "COPY", "csrc csrc")."""
+
+    stage: str
+    instruction: str
+    argument: str
+
+
+def steps(text: str) -> list[Step]:
+    """The instructions in order, continued lines joined, comments left out."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    found, stage = [], ""
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        instruction, _, argument = line.strip().partition(" ")
+        if instruction == "FROM":
+            stage = argument.partition(" AS ")[2] or "image"
+        if instruction:
+            found.append(Step(stage, instruction, argument.strip()))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the Dockerfile's steps in a folder; see the file.")
+    parser.add_argument("--python", default="python3.12", help="stands in for the image's python3.12")
+    parser.add_argument("--folder", type=Path, help="scratch folder; default: a temporary one")
+    given = parser.parse_args()
+    python = shutil.which(given.python)
+    if python is None:
+        parser.error(f"--python={given.python}: not found; give the path of a Python 3.12")
+    with tempfile.TemporaryDirectory() as temporary:
+        return Image((given.folder or Path(temporary)).resolve(), python).build(
+            (ROOT / "Dockerfile").read_text()
+        )
+
+
+class Image:
+    """A folder in place of an image. All stages share it: none of them removes what another one needs."""
+
+    def __init__(self, root: Path, python: str) -> None:
+        self._root, self._python = root, python
+        self._workdir = root
+
+    def build(self, dockerfile: str) -> int:
+        """The number of commands that failed."""
+        environment, stages, failed = dict(os.environ), {"": dict(os.environ)}, 0
+        for step in steps(dockerfile):
+            if step.instruction == "FROM":
+                environment = dict(stages.get(step.argument.split()[0], stages[""]))
+                stages[step.stage], self._workdir = environment, self._root
+            elif step.instruction in ("ENV", "ARG"):
+                for pair in step.argument.split():
+                    name, _, value = pair.partition("=")
+                    environment[name] = self._inside(value).replace("$PATH", environment["PATH"])
+            elif step.instruction == "WORKDIR":
+                self._workdir = Path(self._inside(step.argument))
+                self._workdir.mkdir(parents=True, exist_ok=True)
+            elif step.instruction == "COPY":
+                self._copy(step.argument)
+            elif step.instruction == "RUN":
+                failed += sum(not self._run(command, step.stage, environment) for command in commands(step))
+        return failed
+
+    def _inside(self, text: str) -> str:
+        return re.sub(INSIDE, rf"{self._root}/\1", text)
+
+    def _copy(self, argument: str) -> None:
+        if argument.startswith("--from="):
+            return
+        *sources, target = argument.split()
+        for source in sources:
+            place = self._workdir / self._inside(target)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, place)
+
+    def _run(self, command: str, stage: str, environment: dict[str, str]) -> bool:
+        said = f"{stage}: {command if len(command) < 100 else command[:97] + '...'}"
+        for part, reason in NOT_RUN.items():
+            if part in command:
+                print(f"not run   {said}\n          {reason}", flush=True)
+                return True
+        verb = "ran"
+        if any(part in command for part in RESOLVED):
+            verb, command = "resolved", command.replace("pip install", "pip install --dry-run --quiet")
+        command = self._inside(command).replace("python3.12", self._python)
+        start = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self._workdir,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        seconds = time.monotonic() - start
+        print(f"{verb if done.returncode == 0 else 'FAILED':9} {said}   {seconds:.0f} s", flush=True)
+        if done.returncode:
+            print(done.stdout[-3000:], file=sys.stderr)
+        return done.returncode == 0
+
+
+def commands(step: Step) -> list[str]:
+    return re.split(r"\s*&&\s*", step.argument)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
