@@ -53,9 +53,13 @@ def train(
     launch.prepare()
     launch.check(settings)
     _record(settings)
-    from megatron_stppo import loop
+    from megatron_stppo.runtime.deadlines import Watch
 
-    loop.train(settings, resume)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with Watch(settings.run.folder, settings.deadlines.by_phase, rank, world) as watch:
+        from megatron_stppo import loop
+
+        loop.train(settings, resume, watch)
 
 
 @app.command()

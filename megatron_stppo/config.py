@@ -45,6 +45,25 @@ class RunConfig(Section):
         return self.root / self.name
 
 
+class DeadlinesConfig(Section):
+    """Seconds that a phase may take. A rank that passes one reports the stacks of its threads, which rank the
+    others wait for, and ends the run with exit code 1."""
+
+    start_up: float = Field(3600.0, gt=0, description="until the first rollout or evaluation begins")
+    rollout: float = Field(3600.0, gt=0)
+    score: float = Field(3600.0, gt=0)
+    advantage: float = Field(600.0, gt=0)
+    update: float = Field(7200.0, gt=0)
+    reshard: float = Field(1800.0, gt=0)
+    evaluate: float = Field(7200.0, gt=0)
+    checkpoint: float = Field(3600.0, gt=0)
+    other: float = Field(600.0, gt=0, description="between two phases: metrics and logs are written there")
+
+    @property
+    def by_phase(self) -> dict[str, float]:
+        return self.model_dump()
+
+
 class ModelConfig(Section):
     path: Path = Field(
         description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
@@ -249,6 +268,7 @@ class ColdStartConfig(Section):
 
 class Config(Section):
     run: RunConfig = RunConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()

@@ -25,8 +25,10 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.routing import recording
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import DoNotRestart
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
+from megatron_stppo.runtime.phases import Phases
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -36,7 +38,7 @@ from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
 
 
-def train(config: Config, resume: bool = True) -> None:
+def train(config: Config, resume: bool, watch: Watch) -> None:
     """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective."""
     run = config.run
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
@@ -45,25 +47,28 @@ def train(config: Config, resume: bool = True) -> None:
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
     metrics = Metrics(run.folder, rank, first if first else None)
+    phases = Phases(watch.phase, metrics.phase)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
     if run.evaluate_every and first == 0:
-        metrics.log(0, held_out(parts))
+        with phases("evaluate"):
+            row = held_out(parts)
+        metrics.log(0, row)
 
     for iteration in progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0):
         # rollout: multi-turn episodes against the environment
-        with metrics.phase("rollout"):
+        with phases("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, _seed(run.seed, iteration))
         # score: what actor, reference and critic say about the action tokens
-        with metrics.phase("score"):
+        with phases("score"):
             parts.train("score")
             batch = _score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
-        with metrics.phase("advantage"):
+        with phases("advantage"):
             batch = estimate(batch, config.algorithm, torch.tensor([t.group for t in played]))
         # update: ST-PPO on actor and critic
-        with metrics.phase("update"):
+        with phases("update"):
             parts.train("update")
             steps = list(_update(parts, batch, iteration))
         row = mean_of(steps) | describe(played, batch)
@@ -73,16 +78,16 @@ def train(config: Config, resume: bool = True) -> None:
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
         done = iteration + 1
-        with metrics.phase("reshard"):
+        with phases("reshard"):
             parts.serve(version=done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
-            with metrics.phase("evaluate"):
+            with phases("evaluate"):
                 row |= held_out(parts)
         log.write(done, played)
         metrics.log(done, row)
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations:
-            with metrics.phase("checkpoint"):
+            with phases("checkpoint"):
                 parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()}
                 folder = run.folder / "checkpoints"
