@@ -29,6 +29,7 @@ from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import DoNotRestart
 from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
 from megatron_stppo.runtime.phases import Phases
+from megatron_stppo.runtime.stragglers import Stragglers
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -47,7 +48,8 @@ def train(config: Config, resume: bool, watch: Watch) -> None:
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
     metrics = Metrics(run.folder, rank, first if first else None)
-    phases = Phases(watch.phase, metrics.phase)
+    stragglers = Stragglers()
+    phases = Phases(watch.phase, stragglers.phase, metrics.phase)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
     if run.evaluate_every and first == 0:
@@ -75,6 +77,7 @@ def train(config: Config, resume: bool, watch: Watch) -> None:
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
         row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
         row["memory/peak_gib"] = peak_gib()  # of rank 0
+        row |= stragglers.compare()
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
         done = iteration + 1
