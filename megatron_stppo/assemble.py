@@ -34,13 +34,15 @@ from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.generation import EngineFailure
+from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.runtime import launch
 from megatron_stppo.types import Task, Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
-    """One rank's share of everything."""
+    """One rank's share of everything. The reshard is replaced when the engine is."""
 
     config: Config
     place: Place
@@ -54,6 +56,7 @@ class Parts:
     packer: Packer
     residency: Residency
     make_environment: Callable[[], Environment]
+    restarts: Restarts
 
     @property
     def trainers(self) -> dict[str, Trainer]:
@@ -88,7 +91,35 @@ class Parts:
         seed: int,
         progress: Progress | None = None,
     ) -> list[Trajectory]:
-        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank."""
+        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank.
+
+        Where vLLM fails, a new engine plays all of them again: the same tokens, since seeds are the same.
+        Raises DoNotRestart or EngineFailure where that is pointless (Restarts).
+        """
+        while True:
+            try:
+                return self._play(tasks, samples, settings, seed, progress)
+            except EngineFailure as failure:
+                self.restarts.admit(failure, seed)
+            self._renew_engine()
+
+    def _renew_engine(self) -> None:
+        """A new engine, at the version that the failed one served. Traffic waits for the reshard's checks."""
+        version = self.reshard.published()
+        del self.reshard  # it holds the failed engine's weights
+        self.engine.rebuild()
+        self.residency.to("reshard")  # views of the policy's weights are taken
+        self.reshard = _resharder(self.config, self.place, self.shape, self.policy, self.engine)
+        self.serve(version)
+
+    def _play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None,
+    ) -> list[Trajectory]:
         engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
         cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
         first, last = cuts[engine.replica], cuts[engine.replica + 1]
@@ -148,6 +179,20 @@ def assemble(config: Config, training: bool = True) -> Parts:
         critic = build.trainer("critic", shape, config, place, dtype)
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, place, dtype)
+    reshard = _resharder(config, place, shape, policy, engine)
+    packer = Packer.of(config, shape, place)
+    trainers = {"actor": actor, "critic": critic}
+    residency = Residency({k: t for k, t in trainers.items() if t}, reference, config.update.offload)
+    return Parts(
+        *(config, place, shape, policy, actor, critic, reference, engine, reshard, packer),
+        *(residency, make_environment, Restarts(config.rollout.engine_restarts)),
+    )
+
+
+def _resharder(
+    config: Config, place: Place, shape: ModelShape, policy: list[build.TokenModel], engine: Engine
+) -> Resharder:
+    """From the policy to the engine, which from now on generates with what it publishes only."""
     reshard = Resharder(
         build.named_parameters(policy),
         engine.parameters(),
@@ -156,13 +201,7 @@ def assemble(config: Config, training: bool = True) -> Parts:
         row_widths(shape),
     )
     engine.published = reshard.published
-    packer = Packer.of(config, shape, place)
-    trainers = {"actor": actor, "critic": critic}
-    residency = Residency({k: t for k, t in trainers.items() if t}, reference, config.update.offload)
-    return Parts(
-        *(config, place, shape, policy, actor, critic, reference, engine, reshard, packer),
-        *(residency, make_environment),
-    )
+    return reshard
 
 
 def _engine(config: Config, dtype: torch.dtype) -> Engine:

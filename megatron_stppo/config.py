@@ -170,6 +170,9 @@ class RolloutConfig(Section):
         True,
         description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
     )
+    engine_restarts: int = Field(
+        3, ge=0, description="failures of vLLM in a run that a new engine answers; the next one ends it"
+    )
     max_mismatch: float = Field(
         0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run"
     )

@@ -77,6 +77,7 @@ def train(config: Config, resume: bool, watch: Watch) -> None:
         row["actor/first_kl_to_old"] = steps[0]["actor/kl_to_old"]  # 0, or scores and updates differ
         row["rollout/tokens_per_second"] = row["rollout/action_tokens"] / metrics.seconds("rollout")
         row["memory/peak_gib"] = peak_gib()  # of rank 0
+        row["engine/restarts"] = parts.restarts.count
         row |= stragglers.compare()
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
