@@ -36,6 +36,7 @@ from megatron_stppo.runtime.phases import OTHER, START_UP
 log = logging.getLogger(__name__)
 BEAT = 2.0  # seconds between signs of life
 SILENT = 3 * BEAT  # without a new one in this time a rank counts as stopped or dead
+STDERR = 2  # as faulthandler wants it: a file descriptor
 GRACE = 20.0  # seconds from a deadline to the end by the timer; the report takes SILENT of them
 # Files whose functions, where they are among the INNERMOST ones, wait for other ranks.
 WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4
@@ -78,7 +79,7 @@ class Watch:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         if kind is not None:
-            faulthandler.dump_traceback_later(GRACE, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(GRACE, exit=True, file=STDERR)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Watch:
         self._entered += 1
         # one assignment: the other threads see the phase with its own deadline
         self._now = (phase, seconds, time.monotonic() + seconds)
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=STDERR)
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(BEAT if self._number else 0):

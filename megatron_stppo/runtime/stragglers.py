@@ -86,7 +86,7 @@ def waiting() -> Iterator[list[float]]:
         finally:
             waits.append(time.perf_counter() - started)
 
-    dist.Work.wait = timed  # type: ignore[method-assign]
+    dist.Work.wait = timed  # type: ignore[method-assign, assignment]
     try:
         yield waits
     finally:
