@@ -69,10 +69,14 @@ def train(
     launch.prepare()
     launch.check(settings)
     _record(settings)
-    with _noting_the_end(settings):
+    from megatron_stppo.runtime.deadlines import Watch
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    watch = Watch(settings.run.folder, settings.deadlines.by_phase, rank, world)
+    with _noting_the_end(settings), watch:
         from megatron_stppo import loop
 
-        loop.train(settings, resume, notice)
+        loop.train(settings, resume, watch, notice)
 
 
 def _replay(

@@ -15,7 +15,7 @@ from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.residency import Phase
@@ -27,22 +27,26 @@ from megatron_stppo.model.spans import (
     training_layouts,
 )
 from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.generation import EngineFailure
+from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.runtime import launch
 from megatron_stppo.types import Task, Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts(Learner):
-    """One rank's share of everything."""
+    """One rank's share of everything. The reshard is replaced when the engine is."""
 
     engine: Engine
     reshard: Resharder
     make_environment: Callable[[], Environment]
+    restarts: Restarts
 
     def close(self) -> None:
         dist.barrier()  # a rank that left early would break the others' last messages
@@ -73,7 +77,35 @@ class Parts(Learner):
         seed: int,
         progress: Progress | None = None,
     ) -> list[Trajectory]:
-        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank."""
+        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank.
+
+        Where vLLM fails, a new engine plays all of them again: the same tokens, since seeds are the same.
+        Raises DoNotRestart or EngineFailure where that is pointless (Restarts).
+        """
+        while True:
+            try:
+                return self._play(tasks, samples, settings, seed, progress)
+            except EngineFailure as failure:
+                self.restarts.admit(failure, seed)
+            self._renew_engine()
+
+    def _renew_engine(self) -> None:
+        """A new engine, at the version that the failed one served. Traffic waits for the reshard's checks."""
+        version = self.reshard.published()
+        del self.reshard  # it holds the failed engine's weights
+        self.engine.rebuild()
+        self.residency.to("reshard")  # views of the policy's weights are taken
+        self.reshard = _resharder(self.config, self.place, self.shape, self.policy, self.engine)
+        self.serve(version)
+
+    def _play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None,
+    ) -> list[Trajectory]:
         engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
         cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
         first, last = cuts[engine.replica], cuts[engine.replica + 1]
@@ -129,15 +161,25 @@ def assemble(config: Config, training: bool = True) -> Parts:
     engine = _engine(config, dtype)
     engine.sleep()  # its memory is the trainer's until the first reshard
     learner = build_learner(config, shape, place, dtype, training)
+    reshard = _resharder(config, place, shape, learner.policy, engine)
+    restarts = Restarts(config.rollout.engine_restarts)
+    made = {"engine": engine, "reshard": reshard, "make_environment": make_environment, "restarts": restarts}
+    return Parts(**vars(learner), **made)
+
+
+def _resharder(
+    config: Config, place: Place, shape: ModelShape, policy: list[build.TokenModel], engine: Engine
+) -> Resharder:
+    """From the policy to the engine, which from now on generates with what it publishes only."""
     reshard = Resharder(
-        build.named_parameters(learner.policy),
+        build.named_parameters(policy),
         engine.parameters(),
         training_layouts(shape, place.layout, spec=layer_spec(config)),
         serving_layouts(shape, place.world, config.engine_tensor),
         row_widths(shape),
     )
     engine.published = reshard.published
-    return Parts(**vars(learner), engine=engine, reshard=reshard, make_environment=make_environment)
+    return reshard
 
 
 def _engine(config: Config, dtype: torch.dtype) -> Engine:

@@ -65,6 +65,25 @@ class RunConfig(Section):
         return self.root / self.name
 
 
+class DeadlinesConfig(Section):
+    """Seconds that a phase may take. A rank that passes one reports the stacks of its threads, which rank the
+    others wait for, and ends the run with exit code 1."""
+
+    start_up: float = Field(3600.0, gt=0, description="until the first rollout or evaluation begins")
+    rollout: float = Field(3600.0, gt=0)
+    score: float = Field(3600.0, gt=0)
+    advantage: float = Field(600.0, gt=0)
+    update: float = Field(7200.0, gt=0)
+    reshard: float = Field(1800.0, gt=0)
+    evaluate: float = Field(7200.0, gt=0)
+    checkpoint: float = Field(3600.0, gt=0)
+    other: float = Field(600.0, gt=0, description="between two phases: metrics and logs are written there")
+
+    @property
+    def by_phase(self) -> dict[str, float]:
+        return self.model_dump()
+
+
 class ModelConfig(Section):
     path: Path = Field(
         description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
@@ -179,6 +198,9 @@ class RolloutConfig(Section):
     overlap_tools: bool = Field(
         True,
         description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
+    )
+    engine_restarts: int = Field(
+        3, ge=0, description="failures of vLLM in a run that a new engine answers; the next one ends it"
     )
     max_mismatch: float = Field(
         0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run"
@@ -304,6 +326,7 @@ class TelemetryConfig(Section):
 
 class Config(Section):
     run: RunConfig = RunConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()

@@ -16,7 +16,7 @@ from megatron_stppo.model.residency import Phase, Residency
 from megatron_stppo.parallel.groups import Place
 
 
-@dataclass(frozen=True)
+@dataclass
 class Learner:
     config: Config
     place: Place

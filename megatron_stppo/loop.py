@@ -20,19 +20,17 @@ from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import Requeue
-from megatron_stppo.runtime.gauges import Gauges
 from megatron_stppo.runtime.guard import Guard
-from megatron_stppo.runtime.metrics import Metrics, peak_gib, progress
+from megatron_stppo.runtime.metrics import progress
 from megatron_stppo.runtime.notice import Notice
-from megatron_stppo.runtime.profile import profiled
-from megatron_stppo.runtime.reporters import reporters
-from megatron_stppo.runtime.throughput import throughput
+from megatron_stppo.runtime.observer import Observer
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
 
 
-def train(config: Config, resume: bool, notice: Notice) -> None:
+def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
     Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
     run, leave = config.run, False
@@ -42,46 +40,46 @@ def train(config: Config, resume: bool, notice: Notice) -> None:
     first = _restore(parts, cursor, guard) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
-    metrics = Metrics(run.folder, rank, first or None, reporters(config, rank), config.telemetry.nvtx)
-    gauges = Gauges()
+    observer = Observer(config, parts.shape, parts.place, watch, first)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
     if run.evaluate_every and first == 0:
-        metrics.log(0, held_out(parts))
+        with observer.phase("evaluate"):
+            row = held_out(parts)
+        observer.log(0, row)
 
     to_do = progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0)
-    for iteration in profiled(to_do, config.telemetry.profile if rank == 0 else None, run.folder / "profile"):
+    for iteration in observer.profiled(to_do):
         # rollout: multi-turn episodes against the environment
-        with metrics.phase("rollout"):
+        with observer.phase("rollout"):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done := iteration + 1, played)
         # score: what actor, reference and critic say about the action tokens
-        with metrics.phase("score"):
+        with observer.phase("score"):
             parts.train("score")
             batch = score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
-        with metrics.phase("advantage"):
+        with observer.phase("advantage"):
             batch = estimate(batch, config.algorithm, groups_of(played))
         # update: ST-PPO on actor and critic
-        with metrics.phase("update"):
+        with observer.phase("update"):
             parts.train("update")
             row = update(parts, batch, iteration) | describe(played, batch)
             row |= guard.look(done, row, batch, groups_of(played))
-        row |= throughput(config, parts.shape, batch, metrics.seconds, parts.place.world) | gauges.read()
-        row["memory/peak_gib"] = peak_gib()  # of rank 0
+        row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
-        with metrics.phase("reshard"):
+        with observer.phase("reshard"):
             parts.serve(version=done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
-            with metrics.phase("evaluate"):
+            with observer.phase("evaluate"):
                 row |= held_out(parts)
-        metrics.log(done, row)
+        observer.log(done, row)
         leave = notice.due(all_agree) and done < run.iterations
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
-            with metrics.phase("checkpoint"):
+            with observer.phase("checkpoint"):
                 parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()} | guard.state()
                 folder = run.folder / "checkpoints"
@@ -89,8 +87,7 @@ def train(config: Config, resume: bool, notice: Notice) -> None:
                 parts.serve(version=done)
         if leave:
             break
-    metrics.close()
-    gauges.close()
+    observer.close()
     parts.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")

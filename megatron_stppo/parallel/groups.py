@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -61,9 +62,9 @@ def replace(parallel: ParallelConfig) -> Place:
     return initialize(parallel)
 
 
-def initialize(parallel: ParallelConfig) -> Place:
-    """Splits the default process group into megatron's groups; once per process. Raises ConfigError if the
-    ranks do not suffice."""
+def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> Place:
+    """Splits the default process group into megatron's groups; once per process. `timeout`: of each of their
+    operations. Raises ConfigError if the ranks do not suffice."""
     layout = Layout.of_world(dist.get_world_size(), parallel)
     parallel_state.initialize_model_parallel(
         layout.tensor,
@@ -71,6 +72,7 @@ def initialize(parallel: ParallelConfig) -> Place:
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
         create_gloo_process_groups=carry_bytes(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left

@@ -10,6 +10,7 @@ bitwise, whatever the tools' timing.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from megatron_stppo.environments.base import Environment
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_records
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
-from megatron_stppo.rollout.generation import Finished, RolloutError
+from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
 from megatron_stppo.types import FAILED, Task, Trajectory
 
 if TYPE_CHECKING:
     from megatron_stppo.rollout.engine import Engine  # importing it loads vLLM, seconds that tests can save
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # episodes ended, episodes in all; called on the group's first rank
 
 
@@ -61,8 +63,9 @@ def collect(
     Collective over all ranks: every replica calls it with its own tasks, of which `first_index` is the number
     of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
     tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
-    Raises RolloutError on every rank when one fails, or when more than max_failure_rate of all episodes
-    ended as error or timeout; ConfigError for a tokenizer without a chat template.
+    Raises EngineFailure on every rank when only engines failed, RolloutError when anything else did on one of
+    them, or when more than max_failure_rate of all episodes ended as error or timeout; ConfigError for a
+    tokenizer without a chat template.
     """
     if tokenizer.chat_template is None:
         raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
@@ -76,6 +79,7 @@ def collect(
     try:
         rollout.run(make_environment)
     except Exception as error:  # raised again below, when the other replicas know
+        log.error("rollout failed", exc_info=True)  # now: they may never come to hear of it
         trouble = error
     finally:
         engine.abort_all()
@@ -85,6 +89,7 @@ def collect(
         len(episodes),
         first_failure=f"{failed[0].outcome}: {failed[0].detail}" if failed else "",
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
+        place=trouble.place if isinstance(trouble, EngineFailure) else "",
     )
     _agree(report, trouble, settings.max_failure_rate)
     return [episode.trajectory() for episode in episodes]
@@ -104,16 +109,21 @@ class _Report:
     episodes: int
     first_failure: str
     trouble: str
+    place: str  # of an engine's failure, else ""
 
 
 def _agree(report: _Report, trouble: BaseException | None, max_failure_rate: float) -> None:
     """Every rank raises, or none does: a rank that went on alone would wait for the others for ever."""
     reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
-    if trouble is not None:
-        raise trouble
-    for rank, other in enumerate(reports):
-        if other.trouble:
-            raise RolloutError(f"rollout failed on rank {rank}: {other.trouble}")
+    troubled = {rank: report for rank, report in enumerate(reports) if report.trouble}
+    if troubled:
+        said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
+        if all(report.place for report in troubled.values()):
+            places = "; ".join(f"rank {rank}: {report.place}" for rank, report in troubled.items())
+            raise EngineFailure(f"rollout failed on {said}", places) from trouble
+        if trouble is not None and not isinstance(trouble, EngineFailure):
+            raise trouble
+        raise RolloutError(f"rollout failed on {said}") from trouble
     failed, episodes = sum(r.failed for r in reports), sum(r.episodes for r in reports)
     if failed > max_failure_rate * episodes:
         first = next(r.first_failure for r in reports if r.first_failure)

@@ -16,7 +16,10 @@ generates.
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +30,12 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
 # First of what imports vLLM: it sets the environment that vLLM reads while it is imported.
-from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu  # isort: skip
+from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu, tear_down  # isort: skip
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from megatron_stppo.rollout.generation import Finished, Reason, RolloutError
+from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
 from megatron_stppo.rollout.stop_strings import StopFinder
 
 
@@ -68,7 +71,8 @@ class Engine:
         """
         join_world()
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        self._llm = build_vllm(
+        self._build = functools.partial(
+            build_vllm,
             model_path,
             tensor=tensor,
             dtype=dtype,
@@ -87,10 +91,28 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._finders: dict[tuple[str, ...], StopFinder] = {}
         self._version: int | None = None
-        self._asleep: set[str] = set()  # parts given back to the GPU
+        self._start()
+
+    def _start(self) -> None:
+        self._llm = self._build()
         self._core = self._llm.engine_core
+        self._asleep: set[str] = set()  # parts given back to the GPU
+        self._steps = 0  # of this rollout
         # gloo between this replica's ranks: where requests and tool answers are exchanged
         self.group: dist.ProcessGroup = get_tp_group().cpu_group
+
+    def rebuild(self) -> None:
+        """Replaces vLLM by a new one after an EngineFailure. Collective over the default process group.
+
+        Its weights are undefined and nothing generates: `parameters()` are new tensors, which a reshard has
+        to fill before `refresh`. What was running is forgotten.
+        """
+        self._running.clear()
+        self.published, self._version = _never_published, None
+        tear_down(self._llm)
+        del self._llm, self._core
+        gc.collect()  # weights and key-value cache hang in cycles
+        self._start()
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's shard by vLLM's names; writing into the tensors changes what the engine computes.
@@ -170,8 +192,8 @@ class Engine:
         if not self._running:
             return []
         self._synchronised()
-        finished = []
-        for output in self._core.get_output().outputs:
+        finished, self._steps = [], self._steps + 1
+        for output in self._output():
             done = self._take(output)
             if done is not None:
                 finished.append(done)
@@ -179,14 +201,28 @@ class Engine:
         self._core.abort_requests(stopped)  # vLLM does not know about our stop strings
         return finished
 
+    def _output(self) -> list[EngineCoreOutput]:
+        """Raises EngineFailure: what vLLM holds after an error of its own cannot be trusted."""
+        try:
+            outputs: list[EngineCoreOutput] = self._core.get_output().outputs
+        except Exception as error:  # answered by a rebuild, which is counted
+            self._running.clear()
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno} in step {self._steps}"
+            said = f"{type(error).__name__} at {where}"
+            raise EngineFailure(f"vLLM failed: {said}: {error}", said) from error
+        return outputs
+
     def abort(self, request_id: str) -> None:
         """Forgets a running request and its tokens; unknown ids are ignored: it may have finished."""
         if self._running.pop(request_id, None) is not None:
             self._core.abort_requests([request_id])
 
     def abort_all(self) -> None:
+        """Ends a rollout: forgets what is running."""
         for request_id in list(self._running):
             self.abort(request_id)
+        self._steps = 0
 
     def close(self) -> None:
         """Ends vLLM, and with it the process groups: nothing collective may follow."""
@@ -237,7 +273,8 @@ class Engine:
         if running is None:  # aborted while the step was under way
             return None
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise RolloutError(f"vLLM ended request {output.request_id} with {output.finish_reason}")
+            said = f"request {output.request_id} ended with {output.finish_reason} in step {self._steps}"
+            raise EngineFailure(f"vLLM failed: {said}", said)
         reason: Reason | None = None
         for row, token_id in enumerate(output.new_token_ids):
             assert output.new_logprobs is not None, "logprobs=0 asks for the sampled token's"

@@ -12,6 +12,18 @@ class RolloutError(RuntimeError):
     """Generation cannot go on: weights out of step, an engine failure, or too many failed episodes."""
 
 
+class EngineFailure(RolloutError):
+    """vLLM raised while it generated: a new engine may take over, resharded and verified (restart.py).
+
+    place: of the error, and the engine's step in this rollout; the same failure again has the same.
+    Example: EngineFailure("vLLM failed: ...", "ValueError at scheduler.py:310 in step 12").
+    """
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 @dataclass(frozen=True)
 class Finished:
     """One generation, complete. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", 3)."""

@@ -6,6 +6,7 @@ vLLM reads environment variables while it is imported, hence the order of the im
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import sys
@@ -25,6 +26,7 @@ prepare_environment()
 
 import vllm  # noqa: E402
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
+from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
@@ -89,6 +91,18 @@ def build_vllm(
     for path in SHARED_MEMORY.glob(f"{token}-*"):
         path.unlink(missing_ok=True)
     return engine
+
+
+def tear_down(engine: LLMEngine) -> None:
+    """Ends an engine and the groups that it made, so that another can be built in this process. Unlike vLLM's
+    own shutdown it leaves the default process group, which training uses."""
+    engine.engine_core._finalizer.detach()  # it would end the default group when the engine is collected
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    destroy_model_parallel()
 
 
 @contextlib.contextmanager

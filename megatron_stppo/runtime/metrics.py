@@ -18,11 +18,11 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch.profiler import record_function
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_stppo.runtime.phases import OTHER
 from megatron_stppo.runtime.reporters import Reporter
 from megatron_stppo.runtime.rows import truncate
 
 Item = TypeVar("Item")
-OTHER = "other"
 QUIET_SECONDS = 5.0  # between the plain lines that stand in for a progress bar
 
 

@@ -1,4 +1,5 @@
-"""The whole program, twice: straight through, and killed and resumed. The same bits must come out."""
+"""The whole program, twice: straight through, and killed and resumed, with a vLLM that fails on the way. The
+same bits must come out."""
 
 from __future__ import annotations
 
@@ -18,23 +19,25 @@ TIMES = (
     "update/tokens_per_second",
     "evaluate/tokens_per_second",
 )
+NOT_EQUAL = (*TIMES, "straggler", "engine/restarts")
+FAILS = "environment.kind=tests.loop.failing_engine:factory"
 
 
 @pytest.fixture(scope="module")
 def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
     """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6 with memory that comes and
-    goes)."""
+    goes and an engine that fails in its first rollout)."""
     config, resumed = straight[0], straight[1].with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
     assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
-    done = small_run.run("train", config, "run.name=resumed", "update.offload=all", "--resume")
+    done = small_run.run("train", config, "run.name=resumed", "update.offload=all", FAILS, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     return straight[1], resumed
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMES)} for x in lines]
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(NOT_EQUAL)} for x in lines]
 
 
 def test_resumed_run_reports_the_same_numbers(runs: tuple[Path, Path]) -> None:
@@ -43,6 +46,13 @@ def test_resumed_run_reports_the_same_numbers(runs: tuple[Path, Path]) -> None:
     assert resumed == straight
     assert straight[-1]["actor/gradient_norm"] > 0
     assert [row["actor/first_kl_to_old"] for row in straight] == [0] * 6, "ratios that are not exactly 1"
+
+
+def test_failed_engine_was_replaced_once_and_the_failure_logged(runs: tuple[Path, Path]) -> None:
+    lines = (runs[1] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["engine/restarts"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    logged = (runs[1] / "logs/rank-0.log").read_text()
+    assert "engine restart 1 of at most 3: rollout failed on rank 0: EngineFailure: vLLM failed:" in logged
 
 
 def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:

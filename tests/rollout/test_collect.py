@@ -15,6 +15,7 @@ from megatron_stppo.rollout.collect import RolloutSettings, collect, request_see
 from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.types import Task, Trajectory
 from tests.ranks import run_ranks
+from tests.rollout.failing import fail_in_step
 from tests.rollout.tiny import CONTEXT, Game, fill, reference_logprobs, task
 
 LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=40, max_observation_tokens=30, max_context=CONTEXT)
@@ -56,7 +57,22 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     except Exception as error:
         seen["refused"] = f"{type(error).__name__}: {error}"
     seen["after"] = play(TASKS)
+    undo = fail_in_step(9)
+    seen["broken"], seen["unfinished"] = refused(play), engine.unfinished
+    undo()
+    engine.rebuild()
+    seen["rebuilt"] = refused(play)
+    seen["renewed"] = player(engine, folder, 1)(TASKS)
     return seen
+
+
+def refused(play: Callable[..., list[Trajectory]]) -> tuple[str, str]:
+    """(what a rollout raises, the place of an engine's failure)."""
+    try:
+        play(TASKS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "place", "")
+    return "not refused", ""
 
 
 def observe_pair(folder: Path) -> list[list[Trajectory]]:
@@ -64,15 +80,13 @@ def observe_pair(folder: Path) -> list[list[Trajectory]]:
     return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))]
 
 
-def observe_replicas(folder: Path) -> tuple[list[Trajectory], str]:
+def observe_replicas(folder: Path) -> tuple[list[Trajectory], str, tuple[str, str]]:
     play, half = start(folder, 1), dist.get_rank() * 3
     mine = play(TASKS[half : half + 3], first_index=half)
     bad = [task(0, "raise" if dist.get_rank() else "play")]
-    try:
-        play(bad, replace(SETTINGS, max_failure_rate=0.4))
-    except Exception as error:
-        return mine, f"{type(error).__name__}: {error}"
-    return mine, "not refused"
+    said, _ = refused(lambda _: play(bad, replace(SETTINGS, max_failure_rate=0.4)))
+    fail_in_step(9 if dist.get_rank() else 0)
+    return mine, said, refused(play)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +158,23 @@ def test_too_many_failures_end_the_run_with_rate_and_first_failure(seen: dict[st
     )
 
 
+def test_vllm_that_raises_is_an_engine_failure_with_its_place(seen: dict[str, Any]) -> None:
+    said, place = seen["broken"]
+    assert place.startswith("rank 0: MemoryError at failing.py:") and place.endswith(" in step 9")
+    assert said.startswith(
+        "EngineFailure: rollout failed on rank 0: EngineFailure: vLLM failed: MemoryError at"
+    )
+    assert said.endswith("in step 9: no block is free")
+    assert seen["unfinished"] == 0
+
+
+def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_the_same(
+    seen: dict[str, Any],
+) -> None:
+    assert "no weights were published to the engine" in seen["rebuilt"][0]
+    assert seen["renewed"] == seen["first"]
+
+
 def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
     first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
     assert first == second
@@ -156,11 +187,15 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, ref
 def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
-    (first, refused), (second, refused_too) = run_ranks(observe_replicas, 2, tiny_folder, timeout=240)
+    ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240)
+    (first, said, broken), (second, said_too, broken_too) = ranks
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]
-    assert refused == refused_too
-    assert refused.startswith("RolloutError: 1 of 2 episodes failed (50%)")
+    assert said == said_too
+    assert said.startswith("RolloutError: 1 of 2 episodes failed (50%)")
+    assert broken == broken_too, "one engine's failure is an EngineFailure on every rank"
+    assert broken[0].startswith("EngineFailure: rollout failed on rank 1: ")
+    assert broken[1].startswith("rank 1: MemoryError at ")
 
 
 def test_request_seed_is_stable_and_depends_on_all_its_parts() -> None:

@@ -1,0 +1,51 @@
+"""All that watches a run while it trains: deadlines, clocks, devices, and the rows that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_stppo.config import Config
+from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.parallel.groups import Place
+from megatron_stppo.runtime.deadlines import Watch
+from megatron_stppo.runtime.gauges import Gauges
+from megatron_stppo.runtime.metrics import Metrics, peak_gib
+from megatron_stppo.runtime.phases import Phases
+from megatron_stppo.runtime.profile import profiled
+from megatron_stppo.runtime.reporters import reporters
+from megatron_stppo.runtime.stragglers import Stragglers
+from megatron_stppo.runtime.throughput import throughput
+from megatron_stppo.types import Batch
+
+
+class Observer:
+    """`with observer.phase("rollout"):` watches a phase, `observer.log(n, row)` writes iteration n's row."""
+
+    def __init__(
+        self, config: Config, shape: ModelShape, place: Place, watch: Watch, resumed_at: int
+    ) -> None:
+        """Goes on after iteration `resumed_at`; 0 starts anew."""
+        self._config, self._shape, self._place = config, shape, place
+        folder, telemetry = config.run.folder, config.telemetry
+        self._metrics = Metrics(
+            folder, place.rank, resumed_at or None, reporters(config, place.rank), telemetry.nvtx
+        )
+        self._gauges, self._stragglers = Gauges(), Stragglers()
+        self.phase = Phases(watch.phase, self._stragglers.phase, self._metrics.phase)
+        self.log = self._metrics.log
+
+    def profiled(self, iterations: Iterable[int]) -> Iterator[int]:
+        """The iterations; rank 0 traces those of telemetry.profile."""
+        window = self._config.telemetry.profile if self._place.rank == 0 else None
+        return profiled(iterations, window, self._config.run.folder / "profile")
+
+    def measure(self, batch: Batch) -> Mapping[str, Any]:
+        """Tokens per second, MFU, devices, stragglers and rank 0's memory since the last row. Collective."""
+        speed = throughput(self._config, self._shape, batch, self._metrics.seconds, self._place.world)
+        peak = {"memory/peak_gib": peak_gib()}
+        return speed | self._gauges.read() | self._stragglers.compare() | peak
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._gauges.close()

@@ -1,0 +1,26 @@
+"""What surrounds every phase of the loop: its deadline, its clock, and whatever else watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+START_UP = "start_up"  # until the first phase begins
+OTHER = "other"  # between two phases
+
+
+class Phases:
+    """`with phases("rollout"):` enters each of `around` with the phase's name, the first one outermost.
+
+    Example: Phases(watch.phase, metrics.phase).
+    """
+
+    def __init__(self, *around: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._around = around
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for enter in self._around:
+                stack.enter_context(enter(name))
+            yield

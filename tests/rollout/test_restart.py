@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_stppo.rollout.generation import EngineFailure
+from megatron_stppo.rollout.restart import Restarts
+from megatron_stppo.runtime.faults import DoNotRestart
+
+
+def failure(place: str) -> EngineFailure:
+    return EngineFailure(f"vLLM failed: {place}", place)
+
+
+def test_failures_are_counted_and_the_one_beyond_the_budget_is_raised() -> None:
+    restarts, last = Restarts(budget=2), failure("c")
+    restarts.admit(failure("a"), seed=1)
+    restarts.admit(failure("b"), seed=1)
+    with pytest.raises(EngineFailure) as raised:
+        restarts.admit(last, seed=1)
+    assert raised.value is last and restarts.count == 2
+
+
+def test_the_same_failure_at_the_same_place_of_the_same_rollout_is_not_worth_a_restart() -> None:
+    restarts = Restarts(budget=9)
+    restarts.admit(failure("ValueError at scheduler.py:310 in step 12"), seed=1)
+    with pytest.raises(DoNotRestart, match=r"failed at the same place.*step 12"):
+        restarts.admit(failure("ValueError at scheduler.py:310 in step 12"), seed=1)
+
+
+def test_the_same_failure_in_another_rollout_or_step_is_another() -> None:
+    restarts = Restarts(budget=9)
+    restarts.admit(failure("in step 12"), seed=1)
+    restarts.admit(failure("in step 12"), seed=2)
+    restarts.admit(failure("in step 13"), seed=2)
+    assert restarts.count == 3
