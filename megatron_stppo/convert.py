@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.runtime import launch
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+FILE_BYTES = 5 * 10**9  # about what a file of weights holds
 
 
 def export_hf(
@@ -40,7 +41,7 @@ def export_hf(
     template: Path,
     *,
     overwrite: bool = False,
-    file_bytes: int = 5 * 10**9,
+    file_bytes: int = FILE_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Gathers this rank's `parameters` with all others' into `folder`. Collective over `group`.
@@ -50,21 +51,37 @@ def export_hf(
     appears whole or not at all. Raises ConfigError, on all ranks, if it exists and `overwrite` is not given,
     or if it cannot be written; ReshardError if rows were lost on the way.
     """
-    folder, first = Path(folder), dist.get_rank(group) == 0
+    folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
     _on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
-    files = _files(shape, dtype.itemsize, file_bytes)
-    all_spans, widths, shapes = hf_spans(shape), row_widths(shape), hf_shapes(shape)
+    files = by_file(shape, dtype.itemsize, file_bytes)
     for name, keys in files.items():
-        whole = {key: torch.empty(shapes[key], dtype=dtype) for key in keys} if first else {}
-        target_layouts = {0: {key: all_spans[key] for key in keys}}
-        Resharder(parameters, whole, layouts, target_layouts, widths, group=group).sync(0)
+        whole = gather(parameters, layouts, shape, keys, group)
         _on_first(group, functools.partial(save_file, whole, partial / name, {"format": "pt"}))
     _on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
 
 
-def _files(shape: ModelShape, itemsize: int, limit: int) -> dict[str, list[str]]:
+def gather(
+    parameters: Mapping[str, Tensor],
+    layouts: Mapping[int, Spans],
+    shape: ModelShape,
+    keys: Sequence[str],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """{hf_key: whole tensor} on the host of rank 0, nothing elsewhere; of the parameters' type. Collective.
+
+    They are put together on the parameters' device, which must have room for all of `keys`.
+    """
+    some, spans, shapes = next(iter(parameters.values())), hf_spans(shape), hf_shapes(shape)
+    mine = keys if dist.get_rank(group) == 0 else ()
+    whole = {key: torch.empty(shapes[key], dtype=some.dtype, device=some.device) for key in mine}
+    target_layouts = {0: {key: spans[key] for key in keys}}
+    Resharder(parameters, whole, layouts, target_layouts, row_widths(shape), group=group).sync(0)
+    return {key: tensor.cpu() for key, tensor in whole.items()}
+
+
+def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
     """{file name: its tensors}, filled in checkpoint order up to `limit` bytes each."""
     groups: list[list[str]] = [[]]
     size = 0

@@ -1,5 +1,6 @@
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -15,10 +16,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from megatron_stppo import convert
 from megatron_stppo.model.hf_checkpoint import INDEX
 from megatron_stppo.model.hf_names import hf_shapes, read_shape
 from tests.conversion import LAYOUT, import_and_export
 from tests.ranks import run_ranks
+from tests.reshard.pieces import model_shape
 
 SIZES = {
     "vocab_size": 300,
@@ -69,3 +72,18 @@ def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
         reloaded.save_pretrained(tmp_path / "again" / family)  # by a checkpoint's names
         held = load_file(tmp_path / "again" / family / "model.safetensors")
         assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)
+
+
+def test_a_checkpoint_is_put_together_where_the_parameters_are(monkeypatch):
+    # a reshard's copies stay on one device: what a GPU's parameters are copied into must lie there too
+    class Given(Exception):
+        pass
+
+    def resharder(source, target, *_, **__):
+        raise Given(*{tensor.device.type for tensor in target.values()})
+
+    monkeypatch.setattr(convert, "Resharder", resharder)
+    monkeypatch.setattr(convert.dist, "get_rank", lambda group: 0)
+    with pytest.raises(Given, match="meta"):
+        parameters = {"weight": torch.empty(2, device="meta")}
+        convert.gather(parameters, {}, model_shape(), ["model.norm.weight"])

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.config import Config
+from megatron_stppo.convert import by_file, gather
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.invariance.cases import Case
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import ModelShape, hf_shapes
+from megatron_stppo.model.hf_names import HEAD, ModelShape
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.model.spans import hf_spans, row_widths, training_layouts
+from megatron_stppo.model.spans import training_spans
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import Place
-from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.runtime import launch
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
 
-# The rate is large enough for a step to stand out from the rounding of a weight, and nothing is clipped by
-# norm, so that the weights show the gradient.
-OPTIMIZER = {"lr": 1e-3, "warmup_fraction": 0.0, "grad_clip": 1e9}
+# Adam's first step, lr g / (|g| + eps), is nearly the sign of g, which a gradient that is summed twice does
+# not change. With an epsilon far above |g| it is the gradient itself, times lr / eps: so much that it stands
+# out from the rounding of a weight. Nothing else moves a weight: no decay, no clipping by norm.
+OPTIMIZER = {"lr": 1e9, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e9}
+EPSILON = 1e3
 NUMBERS = (
     "actor/objective",
-    "actor/gradient_norm",
+    "actor/entropy",
+    "actor/kl_loss",
     "actor/clip_fraction",
+    "actor/clipping_bias",
+    "actor/correction_scale",
+    "actor/gradient_norm",
     "critic/loss",
     "critic/gradient_norm",
 )
@@ -40,7 +47,7 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """`before` and `after` are the actor's weights by Hugging Face name, on rank 0; elsewhere empty."""
+    """`before` and `after` are the weights by role and Hugging Face name, on rank 0; elsewhere empty."""
 
     numbers: dict[str, float]  # NUMBERS
     logprob_T: Tensor  # float32 [T], before the step
@@ -94,32 +101,47 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     update = config.update.model_copy(update=sections)
     config = config.model_copy(update={"parallel": case.parallel, "update": update})
     place, dtype, a = groups.replace(case.parallel), launch.dtype(config), config.algorithm
-    actor, critic = (build.trainer(role, shape, config, place, dtype) for role in ("actor", "critic"))
+    roles: tuple[build.Role, ...] = ("actor", "critic")
+    trainers = {role: build.trainer(role, shape, config, place, dtype) for role in roles}
+    for trainer in trainers.values():
+        for group in trainer.optimizer.param_groups:
+            group["eps"] = EPSILON
+    actor, critic = trainers.values()
     if place.is_last_stage:  # at its initial zero the head would leave the trunk without a gradient
         weight = critic.chunks[-1].output_layer.weight
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, place)
     packer = replace(packer, cut=replace(packer.cut, budget=case.budget))
-    head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments, chunk=config.update.logit_rows)
+    temperature, rows = config.rollout.temperature, config.update.logit_rows
+    head = PolicyHead.of(actor.model, place, shape.vocab, temperature, a.segments, rows)
     chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
     logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
     assert batch.old_logprob_T is not None
-    given = replace(batch, old_logprob_T=batch.old_logprob_T + (logprob_T if own_T is None else own_T))
-    before = _whole(actor, shape, config, place) if own_T is None else {}
+    policy_T = logprob_T if own_T is None else own_T
+    # The engine stands where the policy does: a weight for train/serve mismatch has something on both sides.
+    given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
+    before = _whole(trainers, shape, config, place) if own_T is None else {}
     numbers = actor_step(
         actor, ActorLoss(given, minibatch_weights(given, chosen, a), a, head), chosen, packer
     )
     numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
-    after = _whole(actor, shape, config, place)
+    after = _whole(trainers, shape, config, place)
     return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
 
 
-def _whole(actor: Trainer, shape: ModelShape, config: Config, place: Place) -> dict[str, Tensor]:
-    """The actor's weights by Hugging Face name, gathered on rank 0."""
-    source = build.named_parameters(actor.chunks)
-    dtype = next(iter(source.values())).dtype
-    sizes = hf_shapes(shape).items() if place.rank == 0 else ()
-    target = {key: torch.empty(size, dtype=dtype) for key, size in sizes}
-    layouts = training_layouts(shape, place.layout, spec=layer_spec(config))
-    Resharder(source, target, layouts, {0: hf_spans(shape)}, row_widths(shape)).sync(0)
-    return target
+def _whole(
+    trainers: Mapping[build.Role, Trainer], shape: ModelShape, config: Config, place: Place
+) -> dict[str, Tensor]:
+    """The weights by role and Hugging Face name, on the host of rank 0; without a critic's scalar head."""
+    whole = {}
+    for role, trainer in trainers.items():
+        with_head, spec = role != "critic", layer_spec(config)
+        layouts = {
+            rank: training_spans(shape, place.layout, rank, spec=spec, head=with_head)
+            for rank in range(place.world)
+        }
+        source = build.named_parameters(trainer.chunks)
+        for keys in by_file(shape, next(iter(source.values())).itemsize).values():
+            found = gather(source, layouts, shape, [key for key in keys if with_head or key != HEAD])
+            whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
+    return whole

@@ -13,6 +13,7 @@ import importlib.util
 import ipaddress
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -43,6 +44,22 @@ REFUSED = dict.fromkeys(
     ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
 )
+# Fields of megatron's that follow from others of the run; another value here would train another network, or
+# scale its gradient, and not always say so.
+DECIDED = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "expert_tensor_parallel_size": "parallel.tensor",
+    "sequence_parallel": "parallel.sequence",
+    "context_parallel_size": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual",
+    "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
+    "variable_seq_lengths": "parallel.virtual",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
+    "calculate_per_token_loss": "the losses, which carry their own denominators",
+}
 ROLLS_OUT = ("train", "rollout", "evaluate")
 # What a run's folder holds once it has begun.
 WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
@@ -159,6 +176,19 @@ def _model(config: Config) -> None:
                 "tokenizer.json, *.safetensors)"
             )
         read_shape(folder)
+    if config.model.critic_path is not None:
+        _same_network(config.model.path, config.model.critic_path)
+
+
+def _same_network(actor: Path, critic: Path) -> None:
+    """A critic is built in the actor's shape; a rotary base of its own, say, would be lost without a word."""
+    wanted, given = asdict(read_shape(actor)), asdict(read_shape(critic))
+    for name in sorted(wanted.keys() - {"tied", "max_positions"}):
+        if given[name] != wanted[name]:
+            raise ConfigError(
+                f"model.critic_path={critic}: its {name}={given[name]!r}, model.path's is {wanted[name]!r}; "
+                "give a checkpoint of the same architecture, or leave it out"
+            )
 
 
 def _tokenizer(config: Config) -> None:
@@ -270,12 +300,14 @@ def _megatron_fields(config: Config) -> None:
             raise ConfigError(
                 f"megatron.{name}={config.megatron[name]}: {reason}; leave it out, or set it to 0"
             )
-    for name in config.megatron:
+    for name, value in config.megatron.items():
+        if name in DECIDED:
+            raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")
         known = megatron_field_names()
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
-            raise ConfigError(f"megatron.{name}={config.megatron[name]!r}: no such field; {remedy}")
+            raise ConfigError(f"megatron.{name}={value!r}: no such field; {remedy}")
 
 
 @functools.cache

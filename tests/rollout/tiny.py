@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.model.hf_names import LLAMA3
 from megatron_stppo.types import Message, Task
 
 LAYERS, VOCABULARY, CONTEXT = 2, 320, 256
@@ -25,10 +24,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
 # transformers' prefix, and what the family's model has besides the common sizes
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rope_parameters": SCALED}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
 }

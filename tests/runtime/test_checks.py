@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError, load
 from megatron_stppo.runtime.checks import (
+    DECIDED,
     check,
     check_checkpoint,
     check_replay,
@@ -157,6 +158,31 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     message = refusal(path, ["megatron.moe_aux_loss_coeff=0.01"])
     assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
     assert "rollout.samples_per_task=1" in refusal(path, ["algorithm.preset=grpo"])
+
+
+def test_a_megatron_field_that_the_run_decides_is_refused_with_what_decides_it(path: Path) -> None:
+    message = refusal(path, ["megatron.calculate_per_token_loss=false"])
+    assert message == (
+        "megatron.calculate_per_token_loss=False: follows from the losses, which carry their own "
+        "denominators; leave it out"
+    )
+    message = refusal(path, ["megatron.context_parallel_size=2"])
+    assert message == "megatron.context_parallel_size=2: follows from parallel.context; leave it out"
+    assert set(DECIDED) <= set(megatron_field_names())
+    check(load(path, ["megatron.recompute_granularity=full"]), 2, "train")
+
+
+def test_a_critic_starts_from_a_model_of_the_actors_architecture(path: Path) -> None:
+    other = path.parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": True}))
+    check(load(path, [f"model.critic_path={other}"]), 2, "train")
+    (other / "config.json").write_text(json.dumps(SHAPE | {"rope_theta": 1e6}))
+    message = refusal(path, [f"model.critic_path={other}"])
+    assert message.endswith(
+        "other: its rope_theta=1000000.0, model.path's is 10000.0; give a checkpoint of the same "
+        "architecture, or leave it out"
+    )
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Path) -> None:

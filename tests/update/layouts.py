@@ -107,6 +107,7 @@ def steps(
     distributed: bool,
     algorithm: dict,
     out: str,
+    recompute: str = "none",
 ) -> Any:
     """Per budget (tokens per microbatch): both steps' numbers and the actor's log-probs.
 
@@ -130,7 +131,7 @@ def steps(
     torch.set_num_threads(1)
     config = Config.model_validate(
         {
-            "model": {"path": model},
+            "model": {"path": model, "recompute": recompute},
             "parallel": parallel,
             "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,

@@ -47,6 +47,8 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "untied_virtual_context": ("qwen2", 4, {"pipeline": 2, "virtual": 2, "context": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
+# computed again in the backward pass, which must change nothing
+RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,8 @@ def test_step_equals_float64_reference_under_every_layout(
     model = models[family]
     small, large = zip(
         *run_ranks(
-            layouts.steps, world, str(model), parallel, (24, 1000), distributed, ST_PPO, str(tmp_path)
+            *(layouts.steps, world, str(model), parallel, (24, 1000), distributed, ST_PPO, str(tmp_path)),
+            RECOMPUTE.get(case, "none"),
         ),
         strict=True,
     )
