@@ -10,12 +10,11 @@ from megatron_stppo.config import Config, ConfigError, load
 from megatron_stppo.runtime.checks import (
     check,
     check_checkpoint,
-    check_replay,
     check_resume,
-    check_source,
     listener_token,
     megatron_field_names,
 )
+from megatron_stppo.runtime.sources import check_replay, check_source
 
 SHAPE = {
     "model_type": "qwen3",
