@@ -96,9 +96,9 @@ def _replay(
     if resume:
         raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
     settings = _open(config, overrides, "replay")
-    from megatron_stppo.runtime import checks, launch
+    from megatron_stppo.runtime import launch, sources
 
-    checks.check_replay(settings, what, source, start)
+    sources.check_replay(settings, what, source, start)
     launch.prepare(engine=False)
     launch.check(settings)
     _record(settings)
@@ -119,12 +119,12 @@ def rollout(
 ) -> None:
     """Play training episodes and write them down, without a trainer."""
     settings = _open(config, overrides, "rollout")
-    from megatron_stppo.runtime import checks, launch
+    from megatron_stppo.runtime import launch, sources
 
     if source is None:
-        checks.check_new(settings)
+        sources.check_new(settings)
     else:
-        checks.check_source(settings, source, start)
+        sources.check_source(settings, source, start)
     launch.prepare()
     launch.check(settings)
     _record(settings)

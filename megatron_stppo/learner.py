@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Learner:
         """Brings back what the phase needs."""
         self.residency.to(phase)
 
-    def head(self, model: list[torch.nn.Module]) -> PolicyHead:
+    def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
         """What follows the last layer of actor or reference."""
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)

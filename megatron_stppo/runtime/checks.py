@@ -61,8 +61,6 @@ DECIDED = {
     "calculate_per_token_loss": "the losses, which carry their own denominators",
 }
 ROLLS_OUT = ("train", "rollout", "evaluate")
-# What a run's folder holds once it has begun.
-WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
@@ -96,37 +94,12 @@ def data_files(config: Config, command: str) -> tuple[str, ...]:
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:
     """Raises ConfigError unless it is None, latest or step_N, and there."""
     if checkpoint is not None:
-        _checkpoint(config.run.folder, "checkpoint", checkpoint)
+        check_step(config.run.folder, "checkpoint", checkpoint)
 
 
-def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
-    """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
-    check_source(config, source, start)
-    folder = source / {"rollouts": "trajectories", "batches": "dumps"}[what]
-    if not any(folder.glob("iteration-*")):
-        remedy = "choose another run" if what == "rollouts" else "that run needed run.dump=faults or all"
-        raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
-
-
-def check_source(config: Config, source: Path, start: str | None) -> None:
-    """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
-    if not source.is_dir():
-        raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
-    if start is not None:
-        _checkpoint(source, "--start", start)
-    check_new(config)
-
-
-def check_new(config: Config) -> None:
-    """Raises ConfigError if the run's folder holds a run: its records would be overwritten."""
-    held = [name for name in WRITTEN if (config.run.folder / name).exists()]
-    if held:
-        raise ConfigError(
-            f"run.name={config.run.name}: {config.run.folder} holds {', '.join(held)}; give another run.name"
-        )
-
-
-def _checkpoint(run: Path, field: str, checkpoint: str) -> None:
+def check_step(run: Path, field: str, checkpoint: str) -> None:
+    """Raises ConfigError unless the run's folder holds the checkpoint, which `field` names: latest or
+    step_N."""
     folder = run / "checkpoints"
     steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
     if checkpoint not in (*steps, "latest") or not steps:

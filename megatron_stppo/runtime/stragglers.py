@@ -77,7 +77,7 @@ def slowest(seconds: Sequence[float]) -> tuple[int, float]:
 
 @contextmanager
 def waiting() -> Iterator[list[float]]:
-    """The seconds of each wait for a message that this thread ends inside; a checkpoint's writer waits too."""
+    """The seconds of each wait for a message by this thread; a checkpoint's writer waits in its own."""
     wait, waits, own = dist.Work.wait, [], threading.get_ident()
 
     def timed(work: dist.Work, *timeout: Any) -> Any:

@@ -11,12 +11,11 @@ from megatron_stppo.runtime.checks import (
     DECIDED,
     check,
     check_checkpoint,
-    check_replay,
     check_resume,
-    check_source,
     listener_token,
     megatron_field_names,
 )
+from megatron_stppo.runtime.sources import check_replay, check_source
 
 SHAPE = {
     "model_type": "qwen3",

@@ -1,0 +1,42 @@
+"""Whether a run's folder has what is to be replayed or played with, and ours is free for what comes of it.
+
+No torch, no process group: all ranks reach the same verdict on their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.runtime.checks import check_step
+
+RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
+# What a run's folder holds once it has begun.
+WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
+
+
+def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
+    check_source(config, source, start)
+    folder = source / RECORDS[what]
+    if not any(folder.glob("iteration-*")):
+        remedy = "choose another run" if what == "rollouts" else "that run needed run.dump=faults or all"
+        raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
+
+
+def check_source(config: Config, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
+    if not source.is_dir():
+        raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
+    if start is not None:
+        check_step(source, "--start", start)
+    check_new(config)
+
+
+def check_new(config: Config) -> None:
+    """Raises ConfigError if the run's folder holds a run: its records would be overwritten."""
+    held = [name for name in WRITTEN if (config.run.folder / name).exists()]
+    if held:
+        raise ConfigError(
+            f"run.name={config.run.name}: {config.run.folder} holds {', '.join(held)}; give another run.name"
+        )
