@@ -112,9 +112,9 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
     ):
         try:
             out, err = process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks
-            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
     return Done(process.returncode, out, err, frozenset(watch.found))
 
 
