@@ -22,11 +22,10 @@ class Canary:
         return os.open, (str(self._file), os.O_CREAT)
 
 
-def plant(checkpoints: Path, scratch: Path) -> dict[str, str]:
-    """{file: why the checkpoint with a canary in its place was refused}. Runs on one rank.
+def plant(checkpoints: Path, scratch: Path) -> list[str]:
+    """The files with a canary in whose place the checkpoint was refused, sorted. Runs on one rank.
 
-    Asserts that no canary was read, by loading all or by loading weights, and that the checkpoint without one
-    is accepted.
+    Asserts that no canary was read.
     """
     if cpu_platform.needed():
         cpu_platform.install()
@@ -39,15 +38,13 @@ def plant(checkpoints: Path, scratch: Path) -> dict[str, str]:
     alive.unlink()
     copy = scratch / "checkpoints"
     shutil.copytree(checkpoints, copy)
-    assert checkpoint.load(copy, {}) is not None
-    refused = {}
-    for file in sorted(path for path in copy.rglob("*") if path.is_file() and path.name != checkpoint.LATEST):
+    refused = []
+    for file in sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "LATEST"):
         kept = file.read_bytes()
         file.write_bytes(canary)
-        for load in (lambda: checkpoint.load(copy, {}), lambda: checkpoint.load_weights(copy, "actor", [])):
-            with pytest.raises(checkpoint.CheckpointError) as raised:
-                load()
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.load_weights(copy, "actor", [])
         assert not alive.exists(), f"{file} was unpickled"
-        refused[str(file.relative_to(copy))] = str(raised.value)
+        refused.append(str(file.relative_to(copy)))
         file.write_bytes(kept)
-    return refused
+    return sorted(refused)

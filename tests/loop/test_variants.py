@@ -163,6 +163,4 @@ def test_a_pickle_in_the_place_of_any_file_of_a_checkpoint_is_refused_unread(
     folder = config.parent / "runs" / "tensor_to_replicas_s_ppo" / "checkpoints"
     (refused,) = run_ranks(canaries.plant, 1, folder, tmp_path)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    assert set(refused) == {str(path) for path in files if path.name != "LATEST"}
-    for name, message in refused.items():
-        assert Path(name).name in message or "MANIFEST" in name, (name, message)
+    assert refused == sorted(str(path) for path in files if path.name != "LATEST")
