@@ -264,11 +264,12 @@ def main() -> None:
 def _exit_code(error: Exception) -> int | None:
     """The exit code of an error that is part of the interface; None for a crash."""
     from megatron_stppo.config import ConfigError
+    from megatron_stppo.model.checkpoint_folder import CheckpointError
     from megatron_stppo.runtime.faults import DO_NOT_RESTART, DoNotRestart
 
     if isinstance(error, ConfigError):
         return 2
-    return DO_NOT_RESTART if isinstance(error, DoNotRestart) else None
+    return DO_NOT_RESTART if isinstance(error, DoNotRestart | CheckpointError) else None
 
 
 def _say(error: Exception) -> None:

@@ -41,7 +41,8 @@ def train(config: Config, resume: bool = True) -> None:
     run = config.run
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
-    first = _restore(parts, cursor) if resume else 0
+    saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
+    first = _restore(parts, saver, cursor) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
     metrics = Metrics(run.folder, rank, first if first else None)
@@ -84,10 +85,10 @@ def train(config: Config, resume: bool = True) -> None:
         if done % run.checkpoint_every == 0 or done == run.iterations:
             with metrics.phase("checkpoint"):
                 parts.train("checkpoint")
-                state = {"iteration": done, "cursor": cursor.state()}
-                folder = run.folder / "checkpoints"
-                checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
+                saver.save(done, parts.trainers, {"iteration": done, "cursor": cursor.state()})
                 parts.serve(version=done)
+        saver.check()
+    saver.finish()
     metrics.close()
     parts.close()
 
@@ -133,9 +134,9 @@ def _update(parts: Parts, batch: Batch, iteration: int) -> Iterator[dict[str, fl
             yield step
 
 
-def _restore(parts: Parts, cursor: tasks.TaskCursor) -> int:
+def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor) -> int:
     """The iteration to go on from: 0 without a checkpoint."""
-    state = checkpoint.load(parts.config.run.folder / "checkpoints", parts.trainers)
+    state = saver.load(parts.trainers)
     if state is None:
         return 0
     if "cursor" in state:  # a converted model has none
