@@ -91,8 +91,8 @@ class Saver:
         return state
 
     def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
-        """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and does
-        nothing if that was the same step. Raises what check() raises."""
+        """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and
+        does nothing if that was the same step. Raises what check() raises."""
         self._settle()
         if step == self._last:
             return
@@ -114,9 +114,7 @@ class Saver:
         """Waits for the save in flight. Raises CheckpointError if it failed, and what check() raises."""
         self._settle()
         if self._failures:
-            raise CheckpointError(
-                f"the last checkpoint could not be saved; {self._folder} has those before it"
-            )
+            raise CheckpointError(f"the last checkpoint is not saved; {self._folder} has those before it")
 
     def _take(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> Save:
         folder, run = self._folder, self._run
