@@ -134,18 +134,25 @@ class _Hashed:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.hash, self.bytes = file, hashlib.sha256(), 0
+        self._refused: OSError | None = None
 
     def put(self, data: Tensor | bytes) -> None:
+        """Raises OSError."""
         if isinstance(data, bytes):
             self.write(data)
-            return
-        data = data.cpu()
-        if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all of the memory behind it
-            data = data.clone()
-        torch.save(data, self)
+        else:
+            data = data.cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all the memory behind it
+                data = data.clone()
+            torch.save(data, self)
+        if self._refused is not None:
+            raise self._refused
 
     def write(self, data: Any) -> int:
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:  # torch would report a full disk as a position that it did not expect
+            self._refused = error
         self.hash.update(data)
         self.bytes += len(data)
         return len(data)
