@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.model.checkpoint_folder import CheckpointError
 from megatron_stppo.runtime.faults import DoNotRestart
 
 QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")

@@ -46,8 +46,9 @@ from megatron_stppo.parallel.collectives import (
 )
 from megatron_stppo.parallel.layout import Layout
 
-# Every optimizer state in the shape of its parameter: loadable under another layout.
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Every optimizer state in the shape of its parameter and under its name alone: loadable under another layout,
+# also where experts that ranks share have an optimizer of their own.
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 FAILURES = 3  # saves in a row that may fail before the run ends
 LAST_SECONDS = 60  # that a save in flight gets when the process ends
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Saver:
         state = steps.read_state(path)
         for role, trainer in trainers.items():
             _check_layers(path, state, trainer.chunks)
-            _check_experts(path, state, trainer.chunks)
+            _check_experts(path, state, trainer)
             if role not in state["trainers"]:
                 raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
             loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
@@ -206,14 +207,15 @@ def expert_size(model: Sequence[MegatronModule]) -> int:
     return int(model[0].config.expert_model_parallel_size)
 
 
-def _check_experts(path: Path, state: dict[str, Any], model: Sequence[MegatronModule]) -> None:
-    # Parameters that are not on all data-parallel ranks have an optimizer of their own.
-    written, here = state["expert"], expert_size(model)
-    if (written > 1) != (here > 1):
+def _check_experts(path: Path, state: dict[str, Any], trainer: Trainer) -> None:
+    # Parameters that are not on all data-parallel ranks have an optimizer of their own, whose states only the
+    # distributed optimizer stores under the parameters' names alone.
+    written, here = state["expert"], expert_size(trainer.chunks)
+    if (written > 1) != (here > 1) and not trainer.settings.distributed:
         raise ConfigError(
             f"{path}: was written with parallel.expert={written}, whose optimizer state does not fit "
-            f"parallel.expert={here}; set parallel.expert={written}, or go over a Hugging Face folder with "
-            "`convert to-hf`"
+            f"parallel.expert={here} with update's distributed=false; set parallel.expert={written}, or go "
+            "over a Hugging Face folder with `convert to-hf`"
         )
 
 

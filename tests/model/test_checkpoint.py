@@ -86,7 +86,8 @@ def test_a_checkpoint_of_other_layers_or_of_experts_on_every_rank_is_refused_by_
         run(refuse),
         (
             "was written with model.layers=local, this run has transformer_engine",
-            "was written with parallel.expert=1, whose optimizer state does not fit parallel.expert=4",
+            "was written with parallel.expert=1, whose optimizer state does not fit parallel.expert=4 with "
+            "update's distributed=false",
         ),
         strict=True,
     ):
@@ -101,14 +102,15 @@ def refuse() -> list[str]:
     fused.linear_qkv.layer_norm_weight = torch.nn.Parameter(torch.ones(2))
     assert (layers_of([local]), layers_of([fused])) == ("local", "transformer_engine")
     _check_layers(Path("step_3"), {"layers": "local"}, [local])
-    shared = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=4))
-    _check_experts(Path("step_3"), {"expert": 2}, [shared])
+    chunk = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=4))
+    shared = SimpleNamespace(chunks=[chunk], settings=SimpleNamespace(distributed=False))
+    _check_experts(Path("step_3"), {"expert": 2}, shared)
     messages = []
-    for check, state, chunk in (
-        (_check_layers, {"layers": "local"}, fused),
+    for check, state, given in (
+        (_check_layers, {"layers": "local"}, [fused]),
         (_check_experts, {"expert": 1}, shared),
     ):
         with pytest.raises(ConfigError) as error:
-            check(Path("step_3"), state, [chunk])
+            check(Path("step_3"), state, given)
         messages.append(str(error.value))
     return messages
