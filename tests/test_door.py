@@ -73,11 +73,12 @@ def test_a_retriever_others_could_reach_is_refused_without_a_token(tmp_path: Pat
     assert "--token-env" in result.stderr
 
 
+@pytest.mark.parametrize("kind", [DoNotRestart, CheckpointError])
 def test_a_fault_that_forbids_a_restart_exits_93(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
-        raise DoNotRestart("7 steps were not finite")
+        raise kind("7 steps were not finite")
 
     app = typer.Typer()
     app.command()(fail)

@@ -1,6 +1,6 @@
 """Tries to lose a checkpoint, and writes what happened into docs/reliability.md.
 
-    python tools/chaos.py [--kills 50] [--examples 2000] [--every 40] [--seed 0] [--output docs/reliability.md]
+    python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0]
 
 Three parts, one after the other, all drawn from the seed: saves that die at every call into the operating
 system, random damage to a folder of checkpoints, and SIGKILLs of the training program on four gloo ranks. The
@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are those of the tests
 
@@ -53,7 +54,8 @@ def main() -> int:
                 task, started = bar.add_task(title, total=total), time.monotonic()
                 result = ""
                 try:
-                    for done, result in part:
+                    for done, so_far in part:
+                        result = so_far
                         bar.update(task, completed=done)
                 except Exception:
                     failed = traceback.format_exc()
@@ -75,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--every", type=int, default=40, help="of the writes into a buffer, die at every n-th"
     )
+    parser.add_argument("--calls", type=int, help="at most so many, evenly spaced; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"))
     return parser.parse_args()
@@ -93,38 +96,17 @@ def parts(
     import torch
 
     import megatron_stppo.loop  # noqa: F401  the ranks are forked with it
-    from tests.chaos import corruption, killed_ranks, killed_saves, one_rank
+    from tests.chaos import corruption, killed_saves, one_rank
 
     torch.set_num_threads(1)
     gc.freeze()
-    null, saved = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     for background in (False, True):
-        os.dup2(null, 2)  # every child announces what it saves
         (root / f"{background}").mkdir()
         bench = killed_saves.Bench(root / f"{background}", model, background)
-        os.dup2(saved, 2)
         chosen = bench.worth(arguments.every)
+        chosen = chosen[:: -(-len(chosen) // arguments.calls)] if arguments.calls else chosen
         kind = "in the background" if background else "waited for"
-
-        def deaths(bench: killed_saves.Bench = bench, chosen: list[int] = chosen) -> Part:
-            left = {1: 0, 2: 0}
-            for done, call in enumerate(chosen, 1):
-                os.dup2(null, 2)
-                try:
-                    step, wrong = bench.die_at(call)
-                finally:
-                    os.dup2(saved, 2)
-                assert not wrong, wrong
-                left[step] += 1
-                yield (
-                    done,
-                    (
-                        f"{done} calls of {len(bench.calls)}, no step lost: "
-                        f"{left[1]} times step N-1 was loaded, {left[2]} times step N"
-                    ),
-                )
-
-        yield f"a save, {kind}, that dies at a call", len(chosen), deaths()
+        yield f"a save, {kind}, that dies at a call", len(chosen), deaths(bench, chosen)
 
     def damage() -> Part:
         batch = 100
@@ -135,31 +117,43 @@ def parts(
             yield (n + 1) * batch, f"{(n + 1) * batch} folders, all noticed"
 
     yield "a damaged folder", arguments.examples, damage()
+    yield "the training program, killed", arguments.kills, kills(config, arguments.kills, arguments.seed)
 
-    def kills() -> Part:
-        count, runs, lost = 0, set(), 0.0
-        for name, attempt in killed_ranks.kill_often(config, arguments.kills, arguments.seed):
-            count += attempt.killed
-            runs.add(name)
-            if name == "undisturbed":
-                lost = attempt.seconds
-            yield (
-                count,
-                (
-                    f"{count} SIGKILLs of 4 ranks in {len(runs) - 1} runs of {killed_ranks.ITERATIONS} "
-                    f"iterations ({lost:.0f} s undisturbed), no announced step lost, every run ends at the bytes "
-                    "of the undisturbed one"
-                ),
-            )
 
-    yield "the training program, killed", arguments.kills, kills()
+def deaths(bench: Any, chosen: list[int]) -> Part:
+    left = {1: 0, 2: 0}
+    for done, call in enumerate(chosen, 1):
+        step, wrong = bench.die_at(call)
+        assert not wrong, wrong
+        left[step] += 1
+        before, own = left.values()
+        tried = f"{done} of its {len(bench.calls)} calls"
+        yield done, f"{tried}: {before} times step N-1 was there and loaded, {own} times step N"
+
+
+def kills(config: Path, wanted: int, seed: int) -> Part:
+    from tests.chaos import killed_ranks
+
+    count, seconds, runs = 0, 0.0, set()
+    for name, attempt in killed_ranks.kill_often(config, wanted, seed):
+        count += attempt.killed
+        runs.add(name)
+        seconds = seconds or attempt.seconds
+        yield (
+            count,
+            (
+                f"{count} SIGKILLs of 4 ranks, {len(runs) - 1} runs of {killed_ranks.ITERATIONS} iterations "
+                f"({seconds:.0f} s undisturbed): no announced step lost, all end at the undisturbed bytes"
+            ),
+        )
 
 
 def write(arguments: argparse.Namespace, rows: list[str], failed: str) -> None:
     """Puts the results between the marks of the file."""
-    command = f"--kills {arguments.kills} --examples {arguments.examples} --every {arguments.every}"
+    given = {name: value for name, value in vars(arguments).items() if name != "output" and value is not None}
+    command = " ".join(f"--{name} {value}" for name, value in given.items())
     text = [
-        f"`python tools/chaos.py {command} --seed {arguments.seed}`, "
+        f"`python tools/chaos.py {command}`, "
         f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, load average "
         f"{os.getloadavg()[0]:.0f} at the end, Python {platform.python_version()}:",
         "",

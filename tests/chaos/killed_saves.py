@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_stppo.model.checkpoint import Saver
+from megatron_stppo.model.optimizer import Trainer
 from tests.chaos.one_rank import add, files, in_child, start
 
 KILLED = 77
@@ -63,8 +65,13 @@ class Bench:
         shutil.rmtree(self._folder, ignore_errors=True)
         shutil.copytree(self._template, self._folder)
 
+    def _start(self, folder: Path) -> tuple[Saver, dict[str, Trainer]]:
+        with (self._root / "log").open("ab") as log:  # what is said is not lost, and not in the way
+            os.dup2(log.fileno(), 2)
+        return start(folder, self._model, **self._run)
+
     def _write_template(self) -> int:
-        saver, trainers = start(self._template, self._model, **self._run)
+        saver, trainers = self._start(self._template)
         saver.save(1, trainers, {"iteration": 1})
         saver.finish()
         for name in ("step_2", "step_3", "step_2.tmp-0"):  # their manifest is that of step 1
@@ -72,7 +79,7 @@ class Bench:
         return 0
 
     def _save(self, call: int) -> int:
-        saver, trainers = start(self._folder, self._model, **self._run)
+        saver, trainers = self._start(self._folder)
         assert saver.load(trainers) is not None
         add(trainers, 0.01)
         with file_calls(die_at=call) as calls:
@@ -82,7 +89,7 @@ class Bench:
         return 0
 
     def _load(self) -> int:
-        saver, trainers = start(self._folder, self._model, **self._run)
+        saver, trainers = self._start(self._folder)
         state = saver.load(trainers)
         return 0 if state is None else int(state["iteration"])
 
