@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all lint audit check-dockerfile clean
+.PHONY: help quickstart test test-all chaos lint audit check-dockerfile clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
@@ -48,6 +48,9 @@ test: lint ## lint, then every test; needs no network
 
 test-all: lint ## test, and the longer matrix of layouts and families
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
+
+chaos: $(STAMP) ## try to lose a checkpoint, for up to 30 minutes; docs/reliability.md gets the result
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
 
 AUDIT := .venv-audit
 

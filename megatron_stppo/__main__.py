@@ -364,9 +364,15 @@ def main() -> None:
 def _exit_code(error: Exception) -> int | None:
     """The exit code of an error that is part of the interface; None for a crash."""
     from megatron_stppo.config import ConfigError
+    from megatron_stppo.model.checkpoint_folder import CheckpointError
     from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE, DoNotRestart, Requeue
 
-    codes = {ConfigError: 2, Requeue: REQUEUE, DoNotRestart: DO_NOT_RESTART}
+    codes = {
+        ConfigError: 2,
+        Requeue: REQUEUE,
+        DoNotRestart: DO_NOT_RESTART,
+        CheckpointError: DO_NOT_RESTART,
+    }
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
 

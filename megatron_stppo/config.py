@@ -38,6 +38,12 @@ class RunConfig(Section):
     )
     checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_every: int = Field(
+        0, ge=0, description="checkpoints of iterations that this divides are never removed; 0: none"
+    )
+    async_checkpoints: bool = Field(
+        True, description="write from a copy in host memory while training goes on; False: wait for the disk"
+    )
     end_margin: float = Field(
         300, ge=0, description="seconds that a checkpoint may take before SLURM_JOB_END_TIME; see README"
     )

@@ -163,5 +163,7 @@ def to_megatron(config: Config, output: Path) -> None:
     place, shape = launch.start(config), read_shape(config.model.path)
     roles = ("actor", "critic") if config.needs_critic else ("actor",)
     trainers = {role: build.trainer(role, shape, config, place, launch.dtype(config)) for role in roles}
-    checkpoints.save(output, 0, trainers, {"iteration": 0}, keep=1)
+    saver = checkpoints.Saver(output, config, place.layout)
+    saver.save(0, trainers, {"iteration": 0})
+    saver.finish()
     launch.stop()

@@ -36,8 +36,9 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     parts = assemble(config)
-    guard = Guard(run, parts.place, parts.trainers)
-    first = _restore(parts, cursor, guard) if resume else 0
+    saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
+    guard = Guard(run, parts.place, parts.trainers, saver)
+    first = _restore(parts, saver, cursor, guard) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
     observer = Observer(config, parts.shape, parts.place, watch, first)
@@ -82,20 +83,22 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
             with observer.phase("checkpoint"):
                 parts.train("checkpoint")
                 state = {"iteration": done, "cursor": cursor.state()} | guard.state()
-                folder = run.folder / "checkpoints"
-                checkpoint.save(folder, done, parts.trainers, state, run.keep_checkpoints)
+                saver.save(done, parts.trainers, state)
                 parts.serve(version=done)
+        saver.check()
         if leave:
             break
+    with observer.phase("checkpoint"):
+        saver.finish()
     observer.close()
     parts.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
 
 
-def _restore(parts: Parts, cursor: tasks.TaskCursor, guard: Guard) -> int:
+def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, guard: Guard) -> int:
     """The iteration to go on from: 0 without a checkpoint."""
-    state = checkpoint.load(parts.config.run.folder / "checkpoints", parts.trainers)
+    state = saver.load(parts.trainers)
     if state is None:
         return 0
     if "cursor" in state:  # a converted model has none of what follows

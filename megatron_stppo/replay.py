@@ -60,8 +60,10 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     rank, folder = learner.place.rank, config.run.folder
     launch.log_to(folder, rank)
     metrics = Metrics(folder, rank)
+    saver = checkpoint.Saver(folder / "checkpoints", config, learner.place.layout)
     # no rollback: the checkpoints it would take are the replayed run's
-    guard = Guard(config.run.model_copy(update={"rollback": False}), learner.place, learner.trainers)
+    kept = config.run.model_copy(update={"rollback": False})
+    guard = Guard(kept, learner.place, learner.trainers, saver)
     guard.restore(state)
     for number in progress(done, f"replay of {what}", rank == 0):
         with metrics.phase("score"):
@@ -75,8 +77,8 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.train("checkpoint")
-    state, keep = {"iteration": done[-1]} | guard.state(), config.run.keep_checkpoints
-    checkpoint.save(folder / "checkpoints", done[-1], learner.trainers, state, keep)
+    saver.save(done[-1], learner.trainers, {"iteration": done[-1]} | guard.state())
+    saver.finish()
     metrics.close()
     launch.stop()
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.model.checkpoint_folder import CheckpointError
 from megatron_stppo.runtime.faults import DoNotRestart, Requeue
 
 QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")
@@ -95,7 +96,7 @@ def test_a_retriever_others_could_reach_is_refused_without_a_token(tmp_path: Pat
     assert "--token-env" in result.stderr
 
 
-@pytest.mark.parametrize(("end", "code"), [(DoNotRestart, 93), (Requeue, 85)])
+@pytest.mark.parametrize(("end", "code"), [(DoNotRestart, 93), (CheckpointError, 93), (Requeue, 85)])
 def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
     end: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

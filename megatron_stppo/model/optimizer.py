@@ -106,9 +106,10 @@ class Trainer:
         chained = self.optimizer.chained_optimizers  # under expert parallelism two, which megatron numbers
         states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
         moments = [part.pop("param_state", None) for part in states]  # the distributed optimizer's
-        self.optimizer.load_state_dict(state)
-        for wrapped, own in zip(chained, moments, strict=True):
-            if own is not None:
+        if None in moments:
+            self.optimizer.load_state_dict(state)
+        else:  # the rest of the state is settings, which are this run's, and numbers of this run's optimizers
+            for wrapped, own in zip(chained, moments, strict=True):
                 for parameter_state in wrapped.optimizer.state.values():
                     parameter_state.pop("step", None)  # megatron would look for it among the moments
                 wrapped.load_parameter_state_from_fully_reshardable(own)

@@ -73,6 +73,20 @@ def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [_to_bytes(body[:size]) for body, size in zip(bodies, sizes, strict=True)]
 
 
+def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
+    """Every rank's payload, in rank order, on group rank 0; an empty list on the others."""
+    device, first = _device(group), dist.get_rank(group) == 0
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(n) for n in lengths]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    padded[: len(payload)] = _to_tensor(payload, device)
+    bodies = [torch.empty_like(padded) for _ in sizes] if first else None
+    dist.gather(padded, bodies, dst=_global_rank(0, group), group=group)
+    return [_to_bytes(body[:size]) for body, size in zip(bodies or [], sizes, strict=False)]
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """The sum over ranks, as a new tensor on `tensor`'s device; the argument is left as it was."""
     total = tensor.detach().clone().to(_device(group))

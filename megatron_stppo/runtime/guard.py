@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 class Guard:
     """Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12."""
 
-    def __init__(self, run: RunConfig, place: Place, trainers: Mapping[str, Trainer]) -> None:
-        self._run, self._place, self._trainers = run, place, dict(trainers)
+    def __init__(
+        self, run: RunConfig, place: Place, trainers: Mapping[str, Trainer], saver: checkpoint.Saver
+    ) -> None:
+        self._run, self._place, self._trainers, self._saver = run, place, dict(trainers), saver
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
         self._rolled_back = 0  # the last iteration that was
 
@@ -74,7 +76,7 @@ class Guard:
             self._warn(iteration, "no second rollback before there is a newer checkpoint")
             return {}
         skipped = {role: trainer.skipped for role, trainer in self._trainers.items()}
-        state = checkpoint.load(self._run.folder / "checkpoints", self._trainers)
+        state = self._saver.load(self._trainers)
         if state is None:
             self._warn(iteration, "no rollback: there is no checkpoint yet")
             return {}

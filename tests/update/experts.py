@@ -63,9 +63,11 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             numbers = actor_step(actor, loss, chosen, packer)
         return numbers, Counter(used)
 
-    checkpoint.save(Path(folder), 1, {"actor": actor}, {"iteration": 1}, keep=3)
-    plain, _ = step()
-    checkpoint.load(Path(folder), {"actor": actor})
+    saver = checkpoint.Saver(Path(folder), config, place.layout)
+    saver.save(1, {"actor": actor}, {"iteration": 1})
+    plain, _ = step()  # while the checkpoint is written
+    saver.finish()
+    saver.load({"actor": actor})
     loaded = all(torch.equal(x, y) for x, y in zip(start, state_of(actor), strict=True))
     same, _ = step(routes_P=old)
     for chunk in actor.chunks:  # as if many updates had moved the routers

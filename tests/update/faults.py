@@ -123,16 +123,19 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     """(the step that is read after a byte of the newest was flipped, the complaint once both are damaged)."""
     actor = trainer(model)
+    config, place, _ = settings(model, 1)
     from megatron_stppo.model import checkpoint
 
+    saver = checkpoint.Saver(Path(folder), config, place.layout)
     for step in (1, 2):
-        checkpoint.save(Path(folder), step, {"actor": actor}, {"iteration": step}, keep=3)
+        saver.save(step, {"actor": actor}, {"iteration": step})
+    saver.finish()
     flip(Path(folder) / "step_2")
-    state = checkpoint.load(Path(folder), {"actor": actor})
+    state = saver.load({"actor": actor})
     assert state is not None
     flip(Path(folder) / "step_1")
     try:
-        checkpoint.load(Path(folder), {"actor": actor})
+        saver.load({"actor": actor})
     except checkpoint.CheckpointError as error:
         return state["iteration"], str(error)
     return state["iteration"], ""

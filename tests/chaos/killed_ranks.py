@@ -1,0 +1,135 @@
+"""The training program on four gloo ranks, all killed at random times, resumed until it has reached its end.
+
+A run takes seconds and imports take longer, so one process imports everything and forks the ranks of every
+attempt; what they run is loop.train, as the door calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stppo.config import Config, load
+from megatron_stppo.model import checkpoint_folder as steps
+
+RANKS, ITERATIONS = 4, 8
+OVERRIDES = [f"run.iterations={ITERATIONS}", "run.checkpoint_every=1", "run.keep_checkpoints=3"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """seconds: until the ranks were killed, or had ended. step: the newest that was there then."""
+
+    killed: bool
+    seconds: float
+    step: int
+
+
+class Ranks:
+    """Needs launch.prepare() and an import of megatron_stppo.loop in this process, and no process group."""
+
+    def __init__(self, config: Path, name: str) -> None:
+        self.config: Config = load(config, [*OVERRIDES, f"run.name={name}"])
+        self.folder = self.config.run.folder / "checkpoints"
+        self.log = self.config.run.root / f"{name}.log"
+
+    def attempt(self, seconds: float | None) -> Attempt:
+        """Trains on from the newest step; kills all ranks after `seconds`. Raises AssertionError if they fail
+        before, or if a step that was announced is lost."""
+        self.config.run.root.mkdir(parents=True, exist_ok=True)
+        began, port = self.log.stat().st_size if self.log.exists() else 0, _free_port()
+        started = time.monotonic()
+        children = [self._fork(rank, port) for rank in range(RANKS)]
+        codes: dict[int, int] = {}
+        while len(codes) < RANKS and (seconds is None or time.monotonic() - started < seconds):
+            for child in set(children) - codes.keys():
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    assert codes[pid] == 0, f"a rank ended with {codes[pid]}, see {self.log}"
+            time.sleep(0.01)
+        took = time.monotonic() - started
+        alive = set(children) - codes.keys()
+        for child in alive:
+            os.kill(child, signal.SIGKILL)
+        for child in alive:
+            os.waitpid(child, 0)
+        announced = [
+            steps.number(line.rpartition("/")[2])
+            for line in self.log.read_bytes()[began:].decode(errors="replace").splitlines()
+            if line.startswith("megatron-stppo: saved ")
+        ]
+        step = self._newest()
+        assert step >= max(announced, default=0), f"{step} is there, {announced[-1]} was announced"
+        return Attempt(bool(alive), took, step)
+
+    def files(self) -> dict[str, steps.File]:
+        """The tensors of the last step: weights and Adam's moments of actor and critic."""
+        found = steps.inspect(self.folder / f"step_{ITERATIONS}")
+        return {name: file for name, file in found.items() if name.endswith(".distcp")}
+
+    def _newest(self) -> int:
+        """The step that the next attempt goes on from, every byte of it compared; 0 if there is none."""
+        if not steps.found(self.folder):
+            return 0
+        try:
+            step = steps.latest(self.folder)
+        except steps.Damaged:  # killed between the first step's rename and the pointer's
+            step = steps.found(self.folder)[0]
+        path = self.folder / f"step_{step}"
+        fault = steps.compare(path, steps.inspect(path).items())
+        assert not fault, f"{path}: {fault}"
+        return step
+
+    def _fork(self, rank: int, port: int) -> int:
+        child = os.fork()
+        if child:
+            return child
+        code = 255
+        try:
+            with self.log.open("ab", buffering=0) as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
+            os.environ.update({name: str(value) for name, value in world.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            sys.modules["megatron_stppo.loop"].train(self.config, resume=True)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attempt]]:
+    """An undisturbed run, then runs that are killed at times drawn from its length until there were `kills`
+    of them, each going on to its end. Yields (name of the run, attempt). Raises AssertionError if one ends at
+    other weights or optimizer states, or loses a step."""
+    draw, whole = random.Random(seed), Ranks(config, "undisturbed")
+    undisturbed = whole.attempt(None)
+    yield "undisturbed", undisturbed
+    expected, number = whole.files(), 0
+    while kills:
+        number += 1
+        ranks, done = Ranks(config, f"killed-{number}"), False
+        while not done:
+            attempt = ranks.attempt(draw.uniform(0, undisturbed.seconds) if kills else None)
+            kills, done = kills - attempt.killed, not attempt.killed
+            yield f"killed-{number}", attempt
+        assert ranks.files() == expected, f"run {number} ends at other bytes"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,158 @@
+"""What a Saver does, each in a forked child with a world of one rank and a small model with its optimizer."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.config import Config
+from megatron_stppo.model import build, checkpoint, checkpoint_save
+from megatron_stppo.model import checkpoint_folder as steps
+from megatron_stppo.model.checkpoint_copy import Copy
+from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.parallel import groups
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+
+
+def in_child(action: Callable[..., int | None], *arguments: Any) -> int:
+    """The action's result as the exit code of a fork; 255 if it raised."""
+    child = os.fork()
+    if child == 0:
+        code = 255
+        try:
+            code = action(*arguments) or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def start(folder: Path, model: Path, **run: Any) -> tuple[checkpoint.Saver, dict[str, Trainer]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = Config.model_validate({"model": {"path": model}, "run": run})
+    place = groups.initialize(config.parallel)
+    actor = build.trainer("actor", read_shape(model), config, place, torch.float32)
+    return checkpoint.Saver(folder, config, place.layout), {"actor": actor}
+
+
+def add(trainers: dict[str, Trainer], amount: float) -> None:
+    for chunk in trainers["actor"].chunks:
+        for parameter in chunk.parameters():
+            parameter.data.add_(amount)
+
+
+def files(path: Path) -> dict[str, steps.File]:
+    """All but megatron's .metadata, in which every save has a random name."""
+    return {name: file for name, file in steps.inspect(path).items() if not name.endswith(".metadata")}
+
+
+def goes_on(root: Path, model: Path) -> None:
+    """Weights change while step 1 is still being written: the files have those of before, as those of a save
+    that is waited for have."""
+    saver, trainers = start(root / "waited", model, async_checkpoints=False)
+    saver.save(1, trainers, {"iteration": 1})
+    dist.destroy_process_group()
+    groups.parallel_state.destroy_model_parallel()
+
+    saver, trainers = start(root / "beside", model)
+    may_write, write = threading.Event(), Copy.write
+
+    def wait_and_write(self: Copy) -> Any:
+        assert may_write.wait(60)
+        return write(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copy, "write", wait_and_write)
+        saver.save(1, trainers, {"iteration": 1})
+        add(trainers, 1.0)
+        saver.check()
+        assert steps.found(root / "beside") == [], "nothing is visible before it is whole"
+        may_write.set()
+        saver.finish()
+    assert files(root / "beside" / "step_1") == files(root / "waited" / "step_1")
+
+
+def writer_breaks(root: Path, model: Path) -> None:
+    saver, trainers = start(root / "breaks", model)
+
+    def fail(self: Copy) -> Any:
+        raise LookupError("no such tensor")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copy, "write", fail)
+        saver.save(1, trainers, {"iteration": 1})
+        saver._thread.join()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError) as error:
+            saver.check()
+    assert "no such tensor" in str(error.value.__cause__)
+
+
+def disk_full(root: Path, model: Path, said: list[str]) -> None:
+    """The kernel refuses writes beyond a file size in place of a full disk; then there is room again."""
+    folder = root / "full"
+    saver, trainers = start(folder, model, keep_checkpoints=1)
+    saver.save(1, trainers, {"iteration": 1})
+    saver.finish()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    checkpoint_save._say = said.append  # type: ignore[assignment]
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    for step in (2, 3):
+        add(trainers, 0.5)
+        saver.save(step, trainers, {"iteration": step})
+        saver._settle()
+    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "the scratch is gone"
+    assert steps.found(folder) == [1] and steps.latest(folder) == 1
+    assert len(said) == 2 and all(len(line.splitlines()) == 1 for line in said)
+    assert str(folder / "step_2") in said[0] and "MiB" in said[0] and "File too large" in said[0], said
+    with pytest.raises(checkpoint.CheckpointError, match="is not saved"):
+        saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    saver.save(4, trainers, {"iteration": 4})
+    saver.finish()
+    assert steps.found(folder) == [4]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    with pytest.raises(checkpoint.CheckpointError, match="3 checkpoints in a row"):
+        for step in (5, 6, 7):
+            saver.save(step, trainers, {"iteration": step})
+        saver.finish()
+    state = saver.load(trainers)
+    assert state is not None and state["iteration"] == 4
+
+
+def kept(root: Path, model: Path) -> None:
+    """The last two and every third; a course that was left goes, the only good step never does."""
+    folder = root / "kept"
+    saver, trainers = start(folder, model, keep_checkpoints=2, keep_every=3)
+    for step in range(1, 9):
+        saver.save(step, trainers, {"iteration": step})
+    saver.finish()
+    assert steps.found(folder) == [8, 7, 6, 3] and steps.latest(folder) == 8
+    (folder / steps.LATEST).write_text("step_6")  # a person rolls back
+    state = saver.load(trainers)
+    assert state is not None and state["iteration"] == 6
+    saver.save(6, trainers, {"iteration": 6})  # is there
+    saver.save(7, trainers, {"iteration": 7})
+    saver.finish()
+    assert steps.found(folder) == [7, 6, 3], "8 belongs to the course that was left"
+    (folder / "step_7" / "actor" / "common.pt").write_bytes(b"")
+    state = saver.load(trainers)
+    assert state is not None and state["iteration"] == 6
+    shutil.rmtree(folder / "step_3")
+    saver.save(8, trainers, {"iteration": 8})
+    saver.finish()
+    assert steps.found(folder) == [8, 6], "7 cannot be read and takes nobody's place"

@@ -1,0 +1,35 @@
+"""A checkpoint of one layout under another: the same weights, and the next step as if nothing had moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.update import layouts, relayout
+
+# model, the layout that saves, the layout that loads; two ranks
+MOVES = [
+    ("qwen3", {"tensor": 2}, {}),
+    ("qwen3", {"pipeline": 2}, {"tensor": 2}),
+    ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}),
+    ("qwen3_moe", {}, {"expert": 2}),
+]
+
+
+def test_weights_move_bitwise_and_the_next_step_to_rounding(tmp_path: Path) -> None:
+    for family in ("qwen3", "qwen3_moe"):
+        layouts.write_model(tmp_path / family, family)
+    counted = run_ranks(relayout.three_steps, 2, str(tmp_path), MOVES, timeout=280)
+    assert counted == [[2] * len(MOVES)] * 2
+    for number, move in enumerate(MOVES):
+        saved, loaded, stayed, moved = (
+            load_file(tmp_path / str(number) / folder / "model.safetensors")
+            for folder in ("saved", "loaded", "stayed", "moved")
+        )
+        assert all(torch.equal(saved[key], loaded[key]) for key in saved), move
+        apart = sum(float((moved[key] - stayed[key]).abs().sum()) for key in saved)
+        step = sum(float((stayed[key] - saved[key]).abs().sum()) for key in saved)
+        assert apart < 1e-4 * step, (move, "Adam's moments and its count of steps move too")

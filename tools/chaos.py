@@ -1,0 +1,172 @@
+"""Tries to lose a checkpoint, and writes what happened into docs/reliability.md.
+
+    python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0]
+
+Three parts, one after the other, all drawn from the seed: saves that die at every call into the operating
+system, random damage to a folder of checkpoints, and SIGKILLs of the training program on four gloo ranks. The
+first thing that is lost ends it with exit code 1 and is written down too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are those of the tests
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+
+from tests.loop import small_run
+from tests.update import layouts
+
+BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
+
+
+def main() -> int:
+    arguments = parse()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        root = Path(folder)
+        config, model = small_run.write(root), root / "small"
+        layouts.write_model(
+            model, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2
+        )
+        rows, failed = [], ""
+        columns = (
+            SpinnerColumn(),
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        console = Console(stderr=True)
+        with Progress(*columns, console=console) as bar:
+            for title, total, part in parts(arguments, root, config, model):
+                task, started = bar.add_task(title, total=total), time.monotonic()
+                result = ""
+                try:
+                    for done, so_far in part:
+                        result = so_far
+                        bar.update(task, completed=done)
+                except Exception:
+                    failed = traceback.format_exc()
+                    result += " **lost, see below**"
+                rows.append(f"| {title} | {result} | {time.monotonic() - started:.0f} |")
+                if failed:
+                    break
+        write(arguments, rows, failed)
+        console.print("\n".join(rows), highlight=False)
+    return int(bool(failed))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs of all four ranks")
+    parser.add_argument("--examples", type=int, default=2000, help="damaged folders")
+    parser.add_argument(
+        "--every", type=int, default=40, help="of the writes into a buffer, die at every n-th"
+    )
+    parser.add_argument("--calls", type=int, help="at most so many, evenly spaced; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"))
+    return parser.parse_args()
+
+
+Part = Iterator[tuple[int, str]]  # (how many are done, the result so far)
+
+
+def parts(
+    arguments: argparse.Namespace, root: Path, config: Path, model: Path
+) -> Iterator[tuple[str, int, Part]]:
+    """(title, how many, its results), each made when the one before is over: what is imported stays."""
+    from megatron_stppo.runtime import launch
+
+    launch.prepare()
+    import torch
+
+    import megatron_stppo.loop  # noqa: F401  the ranks are forked with it
+    from tests.chaos import corruption, killed_saves, one_rank
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    for background in (False, True):
+        (root / f"{background}").mkdir()
+        bench = killed_saves.Bench(root / f"{background}", model, background)
+        chosen = bench.worth(arguments.every)
+        chosen = chosen[:: -(-len(chosen) // arguments.calls)] if arguments.calls else chosen
+        kind = "in the background" if background else "waited for"
+        yield f"a save, {kind}, that dies at a call", len(chosen), deaths(bench, chosen)
+
+    def damage() -> Part:
+        batch = 100
+        for n in range(-(-arguments.examples // batch)):
+            folder = root / f"damage-{n}"
+            code = one_rank.in_child(corruption.always_noticed, folder, batch, arguments.seed + n)
+            assert code == 0, f"damage with seed {arguments.seed + n}: see above"
+            yield (n + 1) * batch, f"{(n + 1) * batch} folders, all noticed"
+
+    yield "a damaged folder", arguments.examples, damage()
+    yield "the training program, killed", arguments.kills, kills(config, arguments.kills, arguments.seed)
+
+
+def deaths(bench: Any, chosen: list[int]) -> Part:
+    left = {1: 0, 2: 0}
+    for done, call in enumerate(chosen, 1):
+        step, wrong = bench.die_at(call)
+        assert not wrong, wrong
+        left[step] += 1
+        before, own = left.values()
+        tried = f"{done} of its {len(bench.calls)} calls"
+        yield done, f"{tried}: {before} times step N-1 was there and loaded, {own} times step N"
+
+
+def kills(config: Path, wanted: int, seed: int) -> Part:
+    from tests.chaos import killed_ranks
+
+    count, seconds, runs = 0, 0.0, set()
+    for name, attempt in killed_ranks.kill_often(config, wanted, seed):
+        count += attempt.killed
+        runs.add(name)
+        seconds = seconds or attempt.seconds
+        yield (
+            count,
+            (
+                f"{count} SIGKILLs of 4 ranks, {len(runs) - 1} runs of {killed_ranks.ITERATIONS} iterations "
+                f"({seconds:.0f} s undisturbed): no announced step lost, all end at the undisturbed bytes"
+            ),
+        )
+
+
+def write(arguments: argparse.Namespace, rows: list[str], failed: str) -> None:
+    """Puts the results between the marks of the file."""
+    given = {name: value for name, value in vars(arguments).items() if name != "output" and value is not None}
+    command = " ".join(f"--{name} {value}" for name, value in given.items())
+    text = [
+        f"`python tools/chaos.py {command}`, "
+        f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, load average "
+        f"{os.getloadavg()[0]:.0f} at the end, Python {platform.python_version()}:",
+        "",
+        "| what | result | seconds |",
+        "|---|---|---|",
+        *rows,
+        *(["", "```", failed.strip(), "```"] if failed else []),
+        "",
+    ]
+    before, _, rest = arguments.output.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    arguments.output.write_text(before + BEGIN + "\n".join(text) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
