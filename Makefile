@@ -20,7 +20,7 @@ SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/s
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
-	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 26
 
 .venv: $(STAMP) ## the environment, pinned by tools/lock-cpu.txt; redone when that changes
 
