@@ -112,6 +112,7 @@ class Engine:
         tear_down(self._llm)
         del self._llm, self._core
         gc.collect()  # weights and key-value cache hang in cycles
+        torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()
 
     def parameters(self) -> dict[str, torch.Tensor]:

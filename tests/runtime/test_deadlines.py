@@ -18,7 +18,7 @@ import ctypes, threading, time
 from pathlib import Path
 from megatron_stppo.runtime import deadlines
 deadlines.BEAT, deadlines.SILENT, deadlines.GRACE = 0.05, 0.1, 0.5
-limits = {"start_up": 9, "score": 0.3, "rollout": 9, "other": 9}
+limits = {"start_up": 9, "score": 0.8, "rollout": 9, "other": 9}
 """
 
 
@@ -49,8 +49,9 @@ def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Pat
         process.start()
     try:
         paths = [tmp_path / "heartbeats" / f"rank-{rank}.json" for rank in range(3)]
-        until = time.monotonic() + 60
-        while not all((b := read(path)) and b.entered > 20 for path in paths) and time.monotonic() < until:
+        until = time.monotonic() + 200
+        while not all((b := read(path)) and b.entered > 20 for path in paths):
+            assert time.monotonic() < until and all(process.is_alive() for process in ranks)
             time.sleep(0.05)
         assert ranks[1].pid is not None
         os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -78,7 +79,7 @@ def test_a_rank_alone_past_its_deadline_ends_with_its_stacks(tmp_path: Path) -> 
     body = 'with deadlines.Watch(folder, limits, 0, 1) as watch, watch.phase("score"): time.sleep(9)'
     code, told, seconds = run(body, tmp_path)
     assert code == 1 and seconds < 5
-    assert "rank 0: phase score passed its deadline of 0.3 s (deadlines.score)" in told
+    assert "rank 0: phase score passed its deadline of 0.8 s (deadlines.score)" in told
     assert "thread MainThread:" in told
 
 
@@ -96,10 +97,10 @@ def test_a_thread_that_never_lets_go_of_the_interpreter_does_not_outlive_the_tim
 def test_a_phase_counts_from_its_own_start_and_gives_its_time_back(tmp_path: Path) -> None:
     body = (
         "with deadlines.Watch(folder, limits, 0, 1) as watch:\n"
-        "    for _ in range(4):\n"
-        '        with watch.phase("rollout"), watch.phase("score"): time.sleep(0.15)\n'
-        "    time.sleep(0.6)\n"
-        "time.sleep(0.8)\n"
+        "    for _ in range(3):\n"
+        '        with watch.phase("rollout"), watch.phase("score"): time.sleep(0.3)\n'
+        "    time.sleep(0.9)\n"
+        "time.sleep(1.4)\n"
     )
     code, told, _ = run(body, tmp_path)
     assert (code, told) == (0, "")

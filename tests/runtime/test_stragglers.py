@@ -25,7 +25,7 @@ def observe() -> tuple[list[dict[str, Any]], list[str], bool]:
     """Four iterations of steps in lock-step; rank 1 takes 0.1 s for what the others do in 0.02 s."""
     kept, original = Kept(), dist.Work.wait
     logging.getLogger("megatron_stppo").addHandler(kept)
-    stragglers, rows = Stragglers(ratio=1.5, patience=2), []
+    stragglers, rows = Stragglers(ratio=2.5, patience=2), []
     for iteration in range(4):
         slow = dist.get_rank() == 1 and iteration != 2
         for phase in ("rollout", "score", "update"):
@@ -46,7 +46,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_after_some_iterations_in_
     assert first[0] == second[0] == third[0]
     rows, restored = first[0], first[2]
     assert [row["straggler/rank"] for row in rows] == [None, 1, None, None]
-    assert [row["straggler/ratio"] > 1.5 for row in rows] == [True, True, False, True]
+    assert [row["straggler/ratio"] > 2.5 for row in rows] == [True, True, False, True]
     assert len(first[1]) == len(second[1]) == 1 and not third[1]
     assert first[1][0].startswith("rank 1 took ")
     assert restored
