@@ -61,9 +61,9 @@ def main() -> int:
                     failed = traceback.format_exc()
                     result += " **lost, see below**"
                 rows.append(f"| {title} | {result} | {time.monotonic() - started:.0f} |")
+                write(arguments, rows, failed)  # what was found stays, also if the rest is interrupted
                 if failed:
                     break
-        write(arguments, rows, failed)
         console.print("\n".join(rows), highlight=False)
     return int(bool(failed))
 

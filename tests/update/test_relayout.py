@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -11,20 +13,21 @@ from tests.ranks import run_ranks
 from tests.update import layouts, relayout
 
 # model, the layout that saves, the layout that loads; two ranks
-MOVES = [
+MOVES = [("qwen3", {"pipeline": 2}, {"tensor": 2}), ("qwen3_moe", {}, {"expert": 2})]
+MORE = [
     ("qwen3", {"tensor": 2}, {}),
-    ("qwen3", {"pipeline": 2}, {"tensor": 2}),
+    ("qwen3_moe", {"expert": 2}, {}),
     ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}),
-    ("qwen3_moe", {}, {"expert": 2}),
 ]
 
 
-def test_weights_move_bitwise_and_the_next_step_to_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", [MOVES, pytest.param(MORE, marks=pytest.mark.long)])
+def test_weights_move_bitwise_and_the_next_step_to_rounding(moves: list[Any], tmp_path: Path) -> None:
     for family in ("qwen3", "qwen3_moe"):
         layouts.write_model(tmp_path / family, family)
-    counted = run_ranks(relayout.three_steps, 2, str(tmp_path), MOVES, timeout=280)
-    assert counted == [[2] * len(MOVES)] * 2
-    for number, move in enumerate(MOVES):
+    counted = run_ranks(relayout.three_steps, 2, str(tmp_path), moves, timeout=280)
+    assert counted == [[2] * len(moves)] * 2
+    for number, move in enumerate(moves):
         saved, loaded, stayed, moved = (
             load_file(tmp_path / str(number) / folder / "model.safetensors")
             for folder in ("saved", "loaded", "stayed", "moved")
