@@ -56,6 +56,7 @@ class Parts(Learner):
         self.engine.wake_weights()
         self.reshard.sync(version)
         self.residency.to("rollout")
+        torch.cuda.empty_cache()  # the reshard's buffers, before the key-value cache takes its share
         self.engine.wake()
         self.engine.refresh()
 

@@ -21,7 +21,7 @@ from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
 from megatron_stppo.plan.engine import EngineUse
-from megatron_stppo.plan.exchange import Exchange, exchange, layers_alike, shard_bytes
+from megatron_stppo.plan.exchange import Exchange, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
@@ -72,9 +72,7 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
     stages.sort(key=lambda one: one.stage)
     weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
     engine = EngineUse.of(config, shape, weights, size, gpu)
-    every = dict.fromkeys(range(shape.layers), 1)
-    alike = layers_alike(layout, shape.layers) if shape.experts else every  # experts: millions of copies
-    moves = exchange(training, serving, widths, alike, size, gpu)
+    moves = exchange(training, serving, widths, layers_to_plan(shape, layout), size, gpu)
     times = bounds(config, layout, stages, engine, work, tokens, moves.seconds, gpu)
     return Plan(
         config=config,

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
-from megatron_stppo.reshard.plan import Copy, PlanError, lower_bound, plan_copies
-from megatron_stppo.reshard.state import BUCKET_BYTES
+from megatron_stppo.reshard.plan import BUCKET_BYTES, Copy, PlanError, lower_bound, plan_copies
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Exchange:
     busiest_rank: int  # bytes that it sends or receives
     busiest_node: int  # bytes to or from other nodes
     seconds: float  # at least, by the busiest link
+
+    @property
+    def ratio(self) -> float:
+        """Bytes moved / least; 1 where both are 0."""
+        return 1.0 if self.moved == self.least else self.moved / max(self.least, 1)
 
     @property
     def staging(self) -> int:
@@ -72,6 +77,11 @@ def exchange(
     least = lower_bound(sources, targets, widths) * size
     seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
     return Exchange(copies, moved, least, at_home, between, rank, node, seconds)
+
+
+def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
+    """`alike` of a model: every layer for itself, unless there are experts, which are millions of copies."""
+    return layers_alike(layout, shape.layers) if shape.experts else dict.fromkeys(range(shape.layers), 1)
 
 
 def layers_alike(layout: Layout, layers: int) -> dict[int, int]:

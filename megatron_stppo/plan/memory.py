@@ -36,6 +36,7 @@ class ModelUse:
     kept: tuple[int, ...]  # per chunk, what one microbatch keeps between forward and backward
     working: int  # the most that a microbatch adds while it is at work
     stepping: int  # the most that reduction and optimizer step add
+    set_aside: int  # the loss's gradients, while algorithm.correction=gradient computes the clipping bias's
     score_flop: int
     update_flop: int
 
@@ -101,7 +102,7 @@ class RankModels:
     def _reference(self) -> ModelUse:
         chunks = build.build("reference", self.shape, self.config, self.place, self.dtype)
         scoring, flop = self._score(chunks, "reference")
-        return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, flop, 0)
+        return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, 0, flop, 0)
 
     def _trained(self, role: build.Role) -> ModelUse:
         config, meter = self.config, self.meter
@@ -116,6 +117,7 @@ class RankModels:
         trainer.zero()
         passes = [self._pass(trainer.model, number, role) for number in range(len(chunks))]
         forget(chunks)
+        corrects = role == "actor" and config.algorithm.correction == "gradient"
         return ModelUse(
             parameters=_count(chunks),
             weights=weights,
@@ -125,6 +127,7 @@ class RankModels:
             kept=tuple(one.kept for one in passes),
             working=max(one.peak for one in passes),
             stepping=self._step(trainer),
+            set_aside=self._set_aside(trainer) if corrects else 0,
             score_flop=score_flop,
             update_flop=sum(one.flop for one in passes),
         )
@@ -180,6 +183,12 @@ class RankModels:
         trainer.optimizer.prepare_grads()
         trainer.step(1.0)
         return self.meter.peak - before
+
+    def _set_aside(self, trainer: Trainer) -> int:
+        """After _step, which leaves the gradients where the optimizer reads them."""
+        before = self.meter.rest()
+        with trainer.gradients_kept():
+            return self.meter.alive - before
 
 
 def _terms(logprob: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -33,13 +33,16 @@ class StageUse:
             "buffers": self.buffers,
         }
 
+    def updating(self, role: str) -> int:
+        """Bytes that an update of a model adds at most."""
+        use = self.models[role]
+        return max(self.in_flight[role] + use.working + use.set_aside, use.stepping)
+
     def phases(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, dict[str, int]]:
         """Bytes by phase and item; in score and update one model works at a time. staging: bytes of the
         reshard's buffers; offload: update.offload."""
         models = self.models
-        updating = {
-            role: max(self.in_flight[role] + use.working, use.stepping) for role, use in models.items()
-        }
+        updating = {role: self.updating(role) for role in models}
         busiest = max(updating, key=updating.__getitem__)
         kept = self.in_flight[busiest]
         serving = {"engine weights": engine.weights, "engine at work": engine.working}

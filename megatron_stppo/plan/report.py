@@ -107,14 +107,13 @@ def _stages(plan: Plan) -> Table:
 
 def _lines(plan: Plan) -> list[str]:
     moves, times, engine, gpu = plan.exchange, plan.bounds, plan.engine, plan.gpu
-    ratio = moves.moved / moves.least if moves.least else 1.0
     last = plan.stages[-1]
     lines = [
         f"logits: one chunk takes {_gib(last.logits)} GiB of what is at work on the last stage",
         f"engine: {engine.cached_tokens} tokens of keys and values, "
         f"{engine.cached_tokens // plan.work.longest} trajectories of {plan.work.longest} at once",
         f"reshard: {moves.copies} copies, every row once; {moves.moved / 1e9:.1f} GB between GPUs "
-        f"({ratio:.2f} of the least), {moves.between_nodes / 1e9:.1f} GB between nodes, "
+        f"({moves.ratio:.2f} of the least), {moves.between_nodes / 1e9:.1f} GB between nodes, "
         f"{moves.at_home / 1e9:.1f} GB stay",
         f"at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} s, "
         f"reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
@@ -122,6 +121,8 @@ def _lines(plan: Plan) -> list[str]:
         *(f"assumed: {source}" for source in gpu.sources),
         "estimated, not built: the engine's memory at work",
     ]
+    if plan.config.model.layers == "auto":
+        lines.append("planned: local layers; model.layers=auto takes TransformerEngine's where there are any")
     return [*lines, "fits" if not plan.broken else "does not fit"]
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron_stppo.model.tiles import PADDING, Span, Spans
+
+# What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
+BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
 class PlanError(ValueError):
@@ -158,7 +161,8 @@ def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Hol
 
 
 def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
-    """The spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it from row 0.
+    """The spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it from row 0, none
+    of them twice on a rank.
 
     Ranks that hold the same tensor cut it at the same rows, so distinct spans may not overlap. This finds
     spans that fit their tensor but name other rows than they should.
@@ -172,6 +176,9 @@ def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
             if start != end:
                 raise PlanError(f"the spans of {key} on all ranks jump from row {end} to row {start}")
             end = stop
+        if len({(h.rank, h.start) for h in held}) < len(held):
+            rank, start = Counter((h.rank, h.start) for h in held).most_common(1)[0][0]
+            raise PlanError(f"rank {rank} holds {key} twice from row {start} on")
     return holders
 
 

@@ -20,11 +20,8 @@ from torch import Tensor
 from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.parallel.collectives import all_agree, all_reduce_sum, gather_records
 from megatron_stppo.reshard.execute import Exchange, Guard
-from megatron_stppo.reshard.plan import Plan, PlanError, build_plan
+from megatron_stppo.reshard.plan import BUCKET_BYTES, Plan, PlanError, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
-
-# What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
-BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
 class State(Enum):

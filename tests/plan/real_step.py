@@ -21,14 +21,17 @@ SHAPE = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "head_dim": 64}
 
 
-def settings(folder: str, model: dict[str, Any], parallel: dict[str, Any]) -> Any:
-    """2 microbatches of 4 trajectories in a step; model, parallel: sections of the configuration."""
+def settings(
+    folder: str, model: dict[str, Any], parallel: dict[str, Any], algorithm: dict[str, Any] | None = None
+) -> Any:
+    """2 microbatches of 4 trajectories in a step; the others: sections of the configuration."""
     from megatron_stppo.config import Config
 
     return Config.model_validate(
         {
             "model": {"path": folder, "dtype": "float32"} | model,
             "parallel": parallel,
+            "algorithm": algorithm or {},
             "environment": {"max_turns": 2, "max_observation_tokens": 32},
             "rollout": {
                 "tasks_per_iteration": 8,
@@ -77,8 +80,8 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
                     "critic": critic.resident,
                     "reference": stage.models["reference"].resident,
                     "score": actor.scoring,
-                    "actor step": max(stage.in_flight["actor"] + actor.working, actor.stepping),
-                    "critic step": max(stage.in_flight["critic"] + critic.working, critic.stepping),
+                    "actor step": stage.updating("actor"),
+                    "critic step": stage.updating("critic"),
                 }
             )
         found.append(ranks)
@@ -86,8 +89,6 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
 
 
 def _measure(*case: Any) -> dict[str, int]:
-    import torch
-
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
@@ -101,7 +102,7 @@ def _measure(*case: Any) -> dict[str, int]:
     from tests.ops.memory import Peak
 
     config = settings(*case)
-    place = groups.initialize(config.parallel)
+    place, dtype = groups.initialize(config.parallel), launch.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm
     batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 8)), list(range(8))
     packer = Packer.of(config, shape, place)
@@ -116,9 +117,9 @@ def _measure(*case: Any) -> dict[str, int]:
             found[name] = held if name in ("actor", "critic", "reference") else memory.peak - before
             return out
 
-        actor = added("actor", lambda: build.trainer("actor", shape, config, place, torch.float32))
-        critic = added("critic", lambda: build.trainer("critic", shape, config, place, torch.float32))
-        kept = added("reference", lambda: build.from_hf("reference", shape, config, place, torch.float32))
+        actor = added("actor", lambda: build.trainer("actor", shape, config, place, dtype))
+        critic = added("critic", lambda: build.trainer("critic", shape, config, place, dtype))
+        kept = added("reference", lambda: build.from_hf("reference", shape, config, place, dtype))
         assert len(kept) == place.layout.virtual
         head = PolicyHead.of(actor.model, place, shape.vocab, 1.0, a.segments, config.update.logit_rows)
         logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 CASES = {
     "tensor, sequence, full recomputation": ({"recompute": "full"}, {"tensor": 2, "sequence": True}),
     "pipeline of two chunks": ({}, {"pipeline": 2, "virtual": 2}),
-    "data": ({}, {}),
+    "data, float32 masters, gradients set aside": ({"dtype": "bfloat16"}, {}, {"correction": "gradient"}),
     "experts": ({}, {"expert": 2}),
 }
 

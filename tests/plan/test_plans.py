@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -40,10 +41,17 @@ def test_the_smallest_example_fits_and_its_plan_is_the_one_beside_it() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_examples_plan_is_the_one_beside_it(name: str) -> None:
+def test_every_examples_plan_is_the_one_beside_it_and_takes_about_a_minute_and_8_gib_at_most(
+    name: str,
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run(f"examples/{name}/config.yaml", "--gpus", str(PLANNED[name]))
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # a minute of one core, and a quarter for neighbours that share its caches
+    assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 75
+    assert used.ru_maxrss < 8 << 20  # KiB, of the largest so far
 
 
 @pytest.mark.parametrize("name", PLANNED)

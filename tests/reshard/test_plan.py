@@ -113,32 +113,42 @@ def mutate(layouts, rank, name, index, **change):
     return layouts | {rank: layouts[rank] | {name: tuple(spans)}}
 
 
-@pytest.mark.parametrize(
-    ("side", "name", "change"),
-    [
-        ("source", "decoder.layers.0.mlp.linear_fc1.weight", {"start": 1}),
-        ("source", "decoder.layers.0.mlp.linear_fc1.weight", {"local": 1}),
-        ("source", "decoder.layers.0.self_attention.linear_qkv.weight", {"size": 1}),
-        ("source", "decoder.layers.0.self_attention.linear_proj.weight", {"dim": 0}),
-        ("target", "model.layers.3.mlp.gate_up_proj.weight", {"start": 1}),
-        ("target", "model.layers.3.self_attn.qkv_proj.weight", {"size": 3}),
-        (
-            "target",
-            "model.layers.3.self_attn.qkv_proj.weight",
-            {"hf_key": "model.layers.2.self_attn.q_proj.weight"},
-        ),
-        ("target", "model.layers.3.self_attn.o_proj.weight", {"hf_key": "nowhere"}),
-    ],
-)
-def test_one_mutated_span_is_caught(side, name, change):
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models_and_layouts(), st.data())
+def test_one_mutated_span_is_caught(case, data):
+    shape, layout, spec, serving = case
+    train, engine = (
+        training_layouts(shape, layout, spec=spec),
+        serving_layouts(shape, layout.world, serving),
+    )
+    side = data.draw(st.sampled_from([train, engine]))
+    rank, name = data.draw(st.sampled_from([(rank, name) for rank in side for name in side[rank]]))
+    spans = side[rank][name]
+    index = data.draw(st.sampled_from([i for i, span in enumerate(spans) if span.hf_key] or [-1]))
+    assume(index >= 0)
+    span, twins = spans[index], [s.hf_key for s in spans if s.hf_key not in ("", spans[index].hf_key)]
+    field, value = data.draw(
+        st.sampled_from(
+            [(field, getattr(span, field) + by) for field in ("start", "size", "local") for by in (-1, 1)]
+            + [("dim", 1 - span.dim), *(("hf_key", key) for key in twins)]
+        )
+    )
+    changed = mutate(side, rank, name, index, **{field: value})
+    sides = (changed, engine) if side is train else (train, changed)
+    with pytest.raises(PlanError):
+        build_plan(*sides, row_widths(shape))
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_gate_that_passes_for_the_up_projection_is_caught_though_another_rank_holds_both(side):
     shape = model_shape()
-    train, engine = training_layouts(shape, Layout(2, 2, 1)), serving_layouts(shape, 4, 4)
-    build_plan(train, engine, row_widths(shape))
+    train, engine = training_layouts(shape, Layout(2, 1, 2)), serving_layouts(shape, 4, 2)
+    up = {"hf_key": "model.layers.0.mlp.up_proj.weight"}
     if side == "source":
-        train = mutate(train, 0, name, 0, **change)
+        train = mutate(train, 0, "decoder.layers.0.mlp.linear_fc1.weight", 0, **up)
     else:
-        engine = mutate(engine, 1, name, 0, **change)
-    with pytest.raises(PlanError, match="layers"):
+        engine = mutate(engine, 3, "model.layers.0.mlp.gate_up_proj.weight", 0, **up)
+    with pytest.raises(PlanError, match=r"rank \d holds .*up_proj.weight twice"):
         build_plan(train, engine, row_widths(shape))
 
 

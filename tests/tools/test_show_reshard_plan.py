@@ -45,17 +45,15 @@ def test_two_tensor_ranks_that_each_serve_the_whole_model_send_each_other_their_
     sizes = hf_shapes(read_shape(model)).values()
     matrices, norms = (2 * sum(prod(s) for s in sizes if len(s) == dims) for dims in (2, 1))
     found = planned(model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1")
-    assert found["pairs"]["same node"]["bytes"] == found["moved"] == found["bound"] == matrices
-    assert found["pairs"]["same rank"]["bytes"] == matrices + 2 * norms  # a half each; every norm on both
+    assert found["moved"] == found["least"] == matrices and found["between_nodes"] == 0
+    assert found["at_home"] == matrices + 2 * norms  # a half each; every norm on both
     # embedding and head are padded from 300 to 512 rows: rank 0 holds 256 true rows of each, rank 1 44
-    more = 2 * (256 - 44) * 8 * 2 // 2
-    assert found["sends_most"] == {"rank": 0, "bytes": matrices // 2 + more}
-    assert found["receives_most"] == {"rank": 1, "bytes": matrices // 2 + more}
+    assert found["busiest_rank"] == matrices // 2 + 2 * (256 - 44) * 8 * 2 // 2
     apart = planned(
         model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1", "--ranks-per-node", "1"
     )
-    assert apart["pairs"]["other node"] == found["pairs"]["same node"]
-    assert apart["pairs"]["same node"] == {"bytes": 0, "copies": 0}
+    assert apart["between_nodes"] == apart["moved"] == matrices
+    assert apart["busiest_node"] == found["busiest_rank"]
     wide = planned(model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1", "--dtype", "float32")
     assert wide["moved"] == 2 * found["moved"]
 
@@ -71,19 +69,34 @@ def test_two_tensor_ranks_that_each_serve_the_whole_model_send_each_other_their_
 def test_no_layout_moves_more_than_the_bound(model: Path, train: str, ranks: int) -> None:
     for engine in (1, 2):
         found = planned(model, "--train", train, "--ranks", str(ranks), "--engine-tensor", str(engine))
-        assert found["moved"] == found["bound"] > 0 and found["ratio"] == 1
+        assert found["moved"] == found["least"] > 0 and found["ratio"] == 1
 
 
 def test_the_table_shows_what_the_json_holds(model: Path) -> None:
     found = planned(model, "--train", "tensor=2", "--ranks", "4")
     text = run(model, "--train", "tensor=2", "--ranks", "4").stdout
     assert "tensor=2 on 4 ranks -> 2 engines of 2, bfloat16" in text
-    for pair, moved in found["pairs"].items():
-        assert any(
-            pair in line and f" {moved['bytes']:,} " in line and f" {moved['copies']:,} " in line
-            for line in text.splitlines()
-        )
-    assert f"lower bound {found['bound']:,}: 1.000 x" in text
+    held = {"same rank": found["at_home"], "same node": found["moved"], "other node": 0}
+    for pair, size in held.items():
+        assert any(pair in line and f" {size:,} " in line for line in text.splitlines())
+    assert f"{found['copies']:,} copies" in text
+    assert f"lower bound {found['least']:,}: 1.000 x" in text
+
+
+def test_experts_are_planned_too(tmp_path: Path) -> None:
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | experts))
+    train = ("--train", "pipeline=2,expert=2", "--ranks", "4", "--engine-tensor", "1")
+    found = planned(tmp_path, *train)
+    sizes = hf_shapes(read_shape(tmp_path)).values()
+    # every rank serves everything and lacks the other stage's half and half of its own experts
+    assert found["moved"] + found["at_home"] == 4 * 2 * sum(map(prod, sizes))
+    assert found["moved"] == found["least"] > found["at_home"]
 
 
 @pytest.mark.parametrize(
