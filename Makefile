@@ -17,7 +17,7 @@ SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
 SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
-STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
+STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/config_file.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
 	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 26

@@ -8,15 +8,14 @@ else a crash.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from megatron_stppo.exits import exit_code, is_first_rank, noting_the_end, say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -73,7 +72,7 @@ def train(
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     watch = Watch(settings.run.folder, settings.deadlines.by_phase, rank, world)
-    with _noting_the_end(settings), watch:
+    with noting_the_end(settings), watch:
         from megatron_stppo import loop
 
         loop.train(settings, resume, watch, notice)
@@ -286,7 +285,7 @@ def _open(
 ) -> Config:
     """The configuration, after every check that needs no model; `world` instead of the launcher's. Raises
     ConfigError."""
-    from megatron_stppo.config import load
+    from megatron_stppo.config_file import load
     from megatron_stppo.runtime import launch
 
     if world is None:
@@ -322,31 +321,9 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
 
 def _record(config: Config) -> None:
     """The resolved configuration beside what the run will write."""
-    if _is_first_rank():
+    if is_first_rank():
         config.run.folder.mkdir(parents=True, exist_ok=True)
         (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
-
-
-@contextmanager
-def _noting_the_end(config: Config) -> Iterator[None]:
-    """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
-    that is killed leaves no such file."""
-    note = config.run.folder / "exit.json"
-
-    def write(code: int, reason: str) -> None:
-        if _is_first_rank():
-            note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
-
-    if _is_first_rank():
-        note.unlink(missing_ok=True)
-    try:
-        yield
-    except Exception as error:
-        code = _exit_code(error)
-        # what a crash says may hold anything, and belongs into the log
-        write(1 if code is None else code, type(error).__name__ if code is None else str(error))
-        raise
-    write(0, "done")
 
 
 def main() -> None:
@@ -354,36 +331,11 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        code = _exit_code(error)
+        code = exit_code(error)
         if code is None:
             raise
-        _say(error)
+        say(error)
         sys.exit(code)
-
-
-def _exit_code(error: Exception) -> int | None:
-    """The exit code of an error that is part of the interface; None for a crash."""
-    from megatron_stppo.config import ConfigError
-    from megatron_stppo.model.checkpoint_folder import CheckpointError
-    from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE, DoNotRestart, Requeue
-
-    codes = {
-        ConfigError: 2,
-        Requeue: REQUEUE,
-        DoNotRestart: DO_NOT_RESTART,
-        CheckpointError: DO_NOT_RESTART,
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
-
-
-def _say(error: Exception) -> None:
-    if _is_first_rank():
-        print(f"megatron-stppo: {error}", file=sys.stderr)
-
-
-def _is_first_rank() -> bool:
-    """Under srun too, where RANK is missing until the launcher's variables have been checked."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run is one YAML file: its fields, checked without torch; an error names field, value, remedy.
+"""A run is one YAML file: its fields, checked without torch (config_file.py reads it).
 
 Every section belongs to the stage of the same name. `megatron:` goes verbatim to its TransformerConfig.
 """
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_stppo.algorithm.variants import VARIANTS
 
-MAX_BYTES = 65_536  # of a configuration file
-MAX_SHOWN = 200  # characters of a wrong value in a message
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
 
@@ -370,120 +368,3 @@ class Config(Section):
     def dump(self) -> str:
         """The resolved configuration as YAML; loading it gives an equal Config."""
         return yaml.safe_dump(json.loads(self.model_dump_json()), sort_keys=False)
-
-
-def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Reads a YAML file, applies `a.b=value` overrides, checks every field. Raises ConfigError."""
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from None
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"config={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
-    try:
-        raw = _yaml(text)
-    except _NOT_YAML as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"config={path}: is not YAML ({_short(reason)}); mend the file") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
-        )
-    for override in overrides or []:
-        _override(raw, override)
-    return validate(raw)
-
-
-def validate(raw: dict[str, Any]) -> Config:
-    """The configuration of sections as they stand in a file, every field checked. Raises ConfigError."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
-
-
-class _Plain(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them stand for gigabytes, and no section needs one."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"alias *{alias.anchor}, write its value out")
-        return super().compose_node(parent, index)
-
-
-# Values of YAML's that Python has none for (a 13th month, a number of 5,000 digits) are ValueErrors.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
-
-
-def _yaml(text: str | bytes) -> Any:
-    """Data only: no tags that make objects, no aliases. Raises one of _NOT_YAML."""
-    loader = _Plain(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
-
-
-def _override(raw: dict[str, Any], text: str) -> None:
-    key, sign, value = text.partition("=")
-    if not sign or not all(key.split(".")):
-        raise ConfigError(
-            f"override {text!r} is not of the form section.field=value; for example update.epochs=2"
-        )
-    *path, last = key.split(".")
-    node = raw
-    for part in path:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(
-                f"override {text!r}: {part!r} is a value, not a section; remove what follows it"
-            )
-    try:
-        node[last] = _number(_yaml(value))
-    except _NOT_YAML:
-        raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from None
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _explain(error: Any) -> str:
-    path = [str(p) for p in error["loc"]]
-    where = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        known = _fields(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, 1)
-        remedy = (
-            f"did you mean {'.'.join([*path[:-1], near[0]])}?"
-            if near
-            else f"known here: {', '.join(sorted(known))}"
-        )
-        return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
-    if error["type"] == "missing":
-        return f"{where}: missing; add it to the file or give {where}=VALUE"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":  # its message has the value, where it may be shown
-        return f"{where}: {message}"
-    return f"{where}={_short(repr(error['input']))}: {message}"
-
-
-def _fields(path: list[str]) -> list[str]:
-    model: Any = Config
-    for part in path:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config_file import load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -32,6 +33,14 @@ def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
 
 def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None:
     assert load(minimal(tmp_path), ["update.actor.lr=1e-6"]).update.actor.lr == 1e-6
+
+
+def test_off_is_a_word_and_true_is_not(tmp_path: Path) -> None:
+    text = "model: {path: m}\nalgorithm: {correction: off}\nupdate: {actor: {distributed: false}}\n"
+    path = written(tmp_path, text)
+    config = load(path, ["algorithm.routing_replay=off", "rollout.overlap_tools=False"])
+    assert config.algorithm.correction == config.algorithm.routing_replay == "off"
+    assert not config.update.actor.distributed and not config.rollout.overlap_tools
 
 
 def test_a_preset_sets_its_row_and_a_field_beside_it_wins(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ ROOT = Path(megatron_stppo.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("types", "algorithm"),
     ("config",),
+    ("config_file",),
     ("ops", "parallel"),
     ("data",),
     ("model",),
@@ -24,11 +25,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("assemble", "invariance", "stages"),
     ("evaluate",),
     ("loop", "cold_start", "play", "replay"),
+    ("exits",),
     ("__main__",),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 # --help must not wait for torch; vLLM, the CPU platform and megatron must be imported in that order.
-LAZY = {"__main__.py", "runtime/launch.py", "parallel/cpu_platform.py"}
+LAZY = {"__main__.py", "exits.py", "runtime/launch.py", "parallel/cpu_platform.py"}
 
 
 def test_modules_import_only_from_lower_floors() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.config import ConfigError, load
+from megatron_stppo.config import ConfigError
+from megatron_stppo.config_file import load
 
 # Nine lists of nine: 9^9 strings where it is written out. By merge keys they would be made on loading.
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

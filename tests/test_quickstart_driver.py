@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_stppo.config import load
+from megatron_stppo.config_file import load
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 

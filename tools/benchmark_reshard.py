@@ -32,7 +32,8 @@ from rich.table import Table
 from show_reshard_plan import axes
 from torch import Tensor
 
-from megatron_stppo.config import ConfigError, validate
+from megatron_stppo.config import ConfigError
+from megatron_stppo.config_file import validate
 from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.spans import (
     PADDING,

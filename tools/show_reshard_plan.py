@@ -23,7 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stppo.config import Config, ConfigError, validate
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config_file import validate
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.plan.exchange import Exchange, exchange, layers_to_plan

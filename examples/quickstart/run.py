@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from stages import forward
 
-from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config_file import load
 from megatron_stppo.runtime import checks
 from megatron_stppo.runtime.curves import plot
 

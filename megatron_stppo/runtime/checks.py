@@ -1,4 +1,4 @@
-"""What can be known to fail before a model is built: files, layout, divisibility, megatron's field names.
+"""What can be known to fail before a model is built: files, layout, divisibility.
 
 Every function raises ConfigError naming field, value and remedy. No torch, no process group: all ranks reach
 the same verdict on their own.
@@ -6,10 +6,6 @@ the same verdict on their own.
 
 from __future__ import annotations
 
-import ast
-import difflib
-import functools
-import importlib.util
 import ipaddress
 import json
 import os
@@ -23,7 +19,7 @@ from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.runtime import reporters
+from megatron_stppo.runtime import megatron_fields, reporters
 
 # The files of data.* that a command reads.
 DATA = {
@@ -35,30 +31,6 @@ DATA = {
     "convert": (),
     "check-invariance": (),
     "plan": (),
-}
-# Fields of megatron's that would train something else.
-REFUSED = dict.fromkeys(
-    ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
-    "importance ratios need the same network twice",
-) | dict.fromkeys(
-    ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
-)
-# Fields of megatron's that follow from others of the run; another value here would train another network, or
-# scale its gradient, and not always say so.
-DECIDED = {
-    "tensor_model_parallel_size": "parallel.tensor",
-    "expert_tensor_parallel_size": "parallel.tensor",
-    "sequence_parallel": "parallel.sequence",
-    "context_parallel_size": "parallel.context",
-    "expert_model_parallel_size": "parallel.expert",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "virtual_pipeline_model_parallel_size": "parallel.virtual",
-    "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
-    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
-    "variable_seq_lengths": "parallel.virtual",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
-    "calculate_per_token_loss": "the losses, which carry their own denominators",
 }
 ROLLS_OUT = ("train", "rollout", "evaluate")
 
@@ -82,7 +54,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         _batches(config, layout)
     if command == "train":
         reporters.check(config)
-    _megatron_fields(config)
+    megatron_fields.check(config)
 
 
 def data_files(config: Config, command: str) -> tuple[str, ...]:
@@ -265,44 +237,6 @@ def check_trajectories(config: Config, layout: Layout, trajectories: int, why: s
             f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
             f"choose {_multiple(trajectories, parts)} trajectories"
         )
-
-
-def _megatron_fields(config: Config) -> None:
-    for name, reason in REFUSED.items():
-        if config.megatron.get(name):
-            raise ConfigError(
-                f"megatron.{name}={config.megatron[name]}: {reason}; leave it out, or set it to 0"
-            )
-    for name, value in config.megatron.items():
-        if name in DECIDED:
-            raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")
-        known = megatron_field_names()
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
-            raise ConfigError(f"megatron.{name}={value!r}: no such field; {remedy}")
-
-
-@functools.cache
-def megatron_field_names() -> tuple[str, ...]:
-    """Fields of the installed TransformerConfig, read from its source: importing megatron takes seconds."""
-    package = importlib.util.find_spec("megatron.core")
-    if package is None or package.origin is None:
-        raise ConfigError("megatron-core is not installed; install what tools/lock-cpu.txt lists")
-    root = Path(package.origin).parent
-    names: list[str] = []
-    for file, owner in (
-        ("model_parallel_config.py", "ModelParallelConfig"),
-        ("transformer/transformer_config.py", "TransformerConfig"),
-    ):
-        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == owner:
-                names += [
-                    field.target.id
-                    for field in node.body
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                ]
-    return tuple(names)
 
 
 def _choices(number: int) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stppo.config import Config, load
+from megatron_stppo.config import Config
+from megatron_stppo.config_file import load
 from megatron_stppo.model import checkpoint_folder as steps
 
 RANKS, ITERATIONS = 4, 8

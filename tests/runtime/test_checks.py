@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from megatron_stppo.config import Config, ConfigError, load
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config_file import load
 from megatron_stppo.runtime.checks import (
-    DECIDED,
     check,
     check_checkpoint,
     check_resume,
     listener_token,
-    megatron_field_names,
 )
+from megatron_stppo.runtime.megatron_fields import DECIDED, megatron_field_names
 from megatron_stppo.runtime.sources import check_replay, check_source
 
 SHAPE = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stppo.config import ConfigError, load
+from megatron_stppo.config import ConfigError
+from megatron_stppo.config_file import load
 from megatron_stppo.runtime.metrics import Metrics
 from megatron_stppo.runtime.profile import profiled
 

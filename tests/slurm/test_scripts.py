@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.config import load
+from megatron_stppo.config_file import load
 from tests.plan.test_plans import PLANNED
 from tests.slurm import cluster
 

@@ -1,0 +1,63 @@
+"""How a command ends: an exit code of its own for what a user or a scheduler can act on, and one line.
+
+Imports of the package are lazy, as in the door.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
+
+@contextmanager
+def noting_the_end(config: Config) -> Iterator[None]:
+    """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
+    that is killed leaves no such file."""
+    note = config.run.folder / "exit.json"
+
+    def write(code: int, reason: str) -> None:
+        if is_first_rank():
+            note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    if is_first_rank():
+        note.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        code = exit_code(error)
+        # what a crash says may hold anything, and belongs into the log
+        write(1 if code is None else code, type(error).__name__ if code is None else str(error))
+        raise
+    write(0, "done")
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of an error that is part of the interface; None for a crash."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.model.checkpoint_folder import CheckpointError
+    from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE, DoNotRestart, Requeue
+
+    codes = {
+        ConfigError: 2,
+        Requeue: REQUEUE,
+        DoNotRestart: DO_NOT_RESTART,
+        CheckpointError: DO_NOT_RESTART,
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
+
+
+def say(error: Exception) -> None:
+    if is_first_rank():
+        print(f"megatron-stppo: {error}", file=sys.stderr)
+
+
+def is_first_rank() -> bool:
+    """Under srun too, where RANK is missing until the launcher's variables have been checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

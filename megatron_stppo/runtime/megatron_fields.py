@@ -1,0 +1,77 @@
+"""The fields of `megatron:`, which go to its TransformerConfig verbatim: which there are, and which are refused.
+No torch here."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+from pathlib import Path
+
+from megatron_stppo.config import Config, ConfigError
+
+# Fields of megatron's that would train something else.
+REFUSED = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+    "importance ratios need the same network twice",
+) | dict.fromkeys(
+    ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
+)
+# Fields of megatron's that follow from others of the run; another value here would train another network, or
+# scale its gradient, and not always say so.
+DECIDED = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "expert_tensor_parallel_size": "parallel.tensor",
+    "sequence_parallel": "parallel.sequence",
+    "context_parallel_size": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual",
+    "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
+    "variable_seq_lengths": "parallel.virtual",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
+    "calculate_per_token_loss": "the losses, which carry their own denominators",
+}
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for a field that is not there, that the run decides, or that trains something
+    else."""
+    for name, reason in REFUSED.items():
+        if config.megatron.get(name):
+            raise ConfigError(
+                f"megatron.{name}={config.megatron[name]}: {reason}; leave it out, or set it to 0"
+            )
+    for name, value in config.megatron.items():
+        if name in DECIDED:
+            raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")
+        known = megatron_field_names()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
+            raise ConfigError(f"megatron.{name}={value!r}: no such field; {remedy}")
+
+
+@functools.cache
+def megatron_field_names() -> tuple[str, ...]:
+    """Fields of the installed TransformerConfig, read from its source: importing megatron takes seconds."""
+    package = importlib.util.find_spec("megatron.core")
+    if package is None or package.origin is None:
+        raise ConfigError("megatron-core is not installed; install what tools/lock-cpu.txt lists")
+    root = Path(package.origin).parent
+    names: list[str] = []
+    for file, owner in (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ):
+        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                names += [
+                    field.target.id
+                    for field in node.body
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                ]
+    return tuple(names)
