@@ -17,6 +17,8 @@ SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
 SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
+# Two tests at a time; those of one file share its fixtures, the order is that of the folders.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/config_file.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## this list
@@ -44,10 +46,10 @@ lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
 	$(BIN)/hadolint Dockerfile
 
 test: lint ## lint, then every test; needs no network
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: lint ## test, and the longer matrix of layouts and families
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
+	$(PYTEST) -m "long or not long"
 
 chaos: $(STAMP) ## try to lose a checkpoint, for up to 30 minutes; docs/reliability.md gets the result
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)

@@ -1,5 +1,4 @@
-"""The fields of `megatron:`, which go to its TransformerConfig verbatim: which there are, and which are refused.
-No torch here."""
+"""Which fields `megatron:` may hold: they go to its TransformerConfig verbatim. No torch here."""
 
 from __future__ import annotations
 
