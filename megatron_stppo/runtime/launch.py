@@ -7,6 +7,7 @@ megatron after.
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 import socket
@@ -33,9 +34,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+@functools.cache
 def prepare(engine: bool = True, device: str = "cpu") -> None:
-    """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out;
-    device="meta" is for a dry run, where no GPU may be seen."""
+    """Sets what must be set before megatron is imported. A second call like the first does nothing.
+    `engine=False` leaves vLLM out; device="meta" is for a dry run, where no GPU may be seen."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
     if not _has_gpu():
