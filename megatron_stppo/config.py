@@ -161,7 +161,7 @@ class RetrievalConfig(Section):
 
     @model_validator(mode="after")
     def _no_secret(self) -> RetrievalConfig:
-        if self.url is not None and "@" in self.url.partition("://")[2].partition("/")[0]:
+        if self.url is not None and "@" in self.url.rpartition("://")[2].partition("/")[0]:
             raise ValueError(
                 "url holds a user or password, and a run's folder keeps its configuration; name the "
                 "variable that holds a token in token_env instead"

@@ -159,10 +159,11 @@ def _device() -> int:
     import torch
 
     local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= seen:
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if ranks > seen:  # on every rank of the node: its first one tells
         raise ConfigError(
-            f"LOCAL_RANK={local}, but this process sees {seen} GPUs; start no more ranks on a node than it "
-            "has GPUs, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
+            f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start no more ranks on a node "
+            "than that, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
         )
     return local
 
