@@ -17,12 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config_file import load
 from megatron_stppo.model import checkpoint_folder as steps
+from megatron_stppo.runtime.deadlines import Watch
+from megatron_stppo.runtime.notice import Notice
 
 RANKS, ITERATIONS = 4, 8
-OVERRIDES = [f"run.iterations={ITERATIONS}", "run.checkpoint_every=1", "run.keep_checkpoints=3"]
+OVERRIDES = [
+    f"run.iterations={ITERATIONS}",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=3",
+    *(f"deadlines.{phase}=300" for phase in DeadlinesConfig.model_fields),  # ranks that wait for ever end
+]
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ class Ranks:
             world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in world.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            sys.modules["megatron_stppo.loop"].train(self.config, resume=True)
+            run = self.config.run
+            with Watch(run.folder, self.config.deadlines.by_phase, rank, RANKS) as watch:
+                sys.modules["megatron_stppo.loop"].train(self.config, True, watch, Notice(run.end_margin))
             code = 0
         except BaseException:
             traceback.print_exc()
