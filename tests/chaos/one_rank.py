@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,8 +131,18 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         for step in (5, 6, 7):
             saver.save(step, trainers, {"iteration": step})
         saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 4
+    (folder / "step_3.tmp-0" / "actor").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2048))
+        patch.setattr(Copy, "write", lambda self: pytest.fail("it is known beforehand that there is no room"))
+        saver.save(8, trainers, {"iteration": 8})
+        with pytest.raises(checkpoint.CheckpointError, match="is not saved"):
+            saver.finish()
+    assert "No space left on device, 0.0 MiB are free" in said[-1]
+    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "what died is gone, to make room"
 
 
 def kept(root: Path, model: Path) -> None:
