@@ -84,7 +84,9 @@ class Parts(Learner):
         """
         while True:
             try:
-                return self._play(tasks, samples, settings, seed, progress)
+                played = self._play(tasks, samples, settings, seed, progress)
+                self.restarts.passed()
+                return played
             except EngineFailure as failure:
                 self.restarts.admit(failure, seed)
             self._renew_engine()
