@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,11 @@ class DeadlinesConfig(Section):
     @property
     def by_phase(self) -> dict[str, float]:
         return self.model_dump()
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of process groups: a phase's deadline speaks first, it can name the rank that others wait for."""
+        return timedelta(seconds=max(self.by_phase.values()) + 60)
 
 
 class ModelConfig(Section):

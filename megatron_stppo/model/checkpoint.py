@@ -66,7 +66,8 @@ class Saver:
         self._folder, self._run = folder, config.run
         self._config_sha256 = hashlib.sha256(config.dump().encode()).hexdigest()
         self._layout = {"world": layout.world, **asdict(layout)}
-        self._group = dist.new_group(backend="gloo")  # the writers' own: training goes on in the others
+        # the writers' own, since training goes on in the others; a slow disk may take as long as a phase
+        self._group = dist.new_group(timeout=config.deadlines.timeout, backend="gloo")
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._failures = 0

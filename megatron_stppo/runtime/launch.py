@@ -6,7 +6,6 @@ megatron after.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import logging
 import os
@@ -99,10 +98,8 @@ def start(config: Config) -> Place:
     # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
     # a GPU
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    # the deadline of a phase speaks first: it can name the rank that the others wait for
-    timeout = datetime.timedelta(seconds=max(config.deadlines.by_phase.values()) + 60)
-    dist.init_process_group(backends, **meeting(timeout))
-    place = groups.initialize(config.parallel, timeout)
+    dist.init_process_group(backends, **meeting(config.deadlines.timeout))
+    place = groups.initialize(config.parallel, config.deadlines.timeout)
     if place.rank == 0:
         print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)
     return place
