@@ -82,6 +82,11 @@ class Saver:
             self._last = int(state["iteration"])
         return state
 
+    def newest(self) -> int:
+        """The step published or resumed from last, after the save in flight; -1 before there is one."""
+        self._settle()
+        return self._last
+
     def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
         """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and
         does nothing if that was the same step. Raises what check() raises."""

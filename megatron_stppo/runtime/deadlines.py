@@ -74,6 +74,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0:  # what an earlier attempt left; the others write theirs anew
+            for old in self._folder.glob("rank-*.json"):
+                old.unlink(missing_ok=True)
         for loop in (self._keep_beating, self._wait):
             threading.Thread(target=loop, name=f"deadlines{loop.__name__}", daemon=True).start()
         return self
