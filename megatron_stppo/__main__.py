@@ -70,8 +70,7 @@ def train(
     _record(settings)
     from megatron_stppo.runtime.deadlines import Watch
 
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    watch = Watch(settings.run.folder, settings.deadlines.by_phase, rank, world)
+    watch = Watch(settings.run.folder, settings.deadlines.by_phase, launch.rank(), launch.world_size())
     with noting_the_end(settings), watch:
         from megatron_stppo import loop
 

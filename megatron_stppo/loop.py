@@ -26,6 +26,7 @@ from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import progress
 from megatron_stppo.runtime.notice import Notice
 from megatron_stppo.runtime.observer import Observer
+from megatron_stppo.runtime.reporters import reporters
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
 
@@ -35,13 +36,14 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
+    reporting = reporters(config, launch.rank())  # a port that is taken ends the run before anything is built
     parts = assemble(config)
     saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
     guard = Guard(run, parts.place, parts.trainers, saver)
     first = _restore(parts, saver, cursor, guard) if resume else 0
     rank, sampling = parts.place.rank, rollout_settings(config)
     launch.log_to(run.folder, rank)
-    observer = Observer(config, parts.shape, parts.place, watch, first)
+    observer = Observer(config, parts.shape, parts.place, watch, first, reporting)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     parts.serve(version=first)
     if run.evaluate_every and first == 0:

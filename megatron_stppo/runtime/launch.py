@@ -33,6 +33,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 @functools.cache
 def prepare(engine: bool = True, device: str = "cpu") -> None:
     """Sets what must be set before megatron is imported. A second call like the first does nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_stppo.config import Config
@@ -13,7 +13,7 @@ from megatron_stppo.runtime.gauges import Gauges
 from megatron_stppo.runtime.metrics import Metrics, peak_gib
 from megatron_stppo.runtime.phases import Phases
 from megatron_stppo.runtime.profile import profiled
-from megatron_stppo.runtime.reporters import reporters
+from megatron_stppo.runtime.reporters import Reporter
 from megatron_stppo.runtime.stragglers import Stragglers
 from megatron_stppo.runtime.throughput import throughput
 from megatron_stppo.types import Batch
@@ -23,14 +23,18 @@ class Observer:
     """`with observer.phase("rollout"):` watches a phase, `observer.log(n, row)` writes iteration n's row."""
 
     def __init__(
-        self, config: Config, shape: ModelShape, place: Place, watch: Watch, resumed_at: int
+        self,
+        config: Config,
+        shape: ModelShape,
+        place: Place,
+        watch: Watch,
+        resumed_at: int,
+        reporting: Sequence[Reporter],
     ) -> None:
         """Goes on after iteration `resumed_at`; 0 starts anew."""
         self._config, self._shape, self._place = config, shape, place
         folder, telemetry = config.run.folder, config.telemetry
-        self._metrics = Metrics(
-            folder, place.rank, resumed_at or None, reporters(config, place.rank), telemetry.nvtx
-        )
+        self._metrics = Metrics(folder, place.rank, resumed_at or None, reporting, telemetry.nvtx)
         self._gauges, self._stragglers = Gauges(), Stragglers()
         self.phase = Phases(watch.phase, self._stragglers.phase, self._metrics.phase)
         self.log = self._metrics.log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -142,9 +143,10 @@ def retriever(root: Path) -> Iterator[tuple[str, ...]]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system hands out to whoever connects next: it stays free until it is used."""
+    while _answers(port := random.randrange(30_000, 32_768)):
+        pass
+    return port
 
 
 def _answers(port: int) -> bool:
