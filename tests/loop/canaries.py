@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.parallel import cpu_platform
+from megatron_stppo.runtime import launch
 
 
 class Canary:
@@ -27,8 +27,7 @@ def plant(checkpoints: Path, scratch: Path) -> list[str]:
 
     Asserts that no canary was read.
     """
-    if cpu_platform.needed():
-        cpu_platform.install()
+    launch.prepare(engine=False)
     from megatron_stppo.model import checkpoint
 
     alive = scratch / "alive"
