@@ -44,7 +44,7 @@ class RunConfig(Section):
         True, description="write from a copy in host memory while training goes on; False: wait for the disk"
     )
     end_margin: float = Field(
-        300, ge=0, description="seconds that a checkpoint may take before SLURM_JOB_END_TIME; see README"
+        300, ge=0, description="seconds that a checkpoint may take before SLURM_JOB_END_TIME"
     )
     nonfinite_budget: int = Field(
         5, ge=0, description="skipped non-finite steps before the run ends with exit code 93"

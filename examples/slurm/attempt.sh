@@ -4,7 +4,7 @@
 #     exec bash examples/slurm/attempt.sh NAME CONFIG.yaml [section.field=value ...]
 #
 #     0        done
-#     2, 93    would fail again (configuration; see README.md, "Exit codes"): not requeued
+#     2, 93    would fail again (configuration; see docs/running.md): not requeued
 #     85       checkpointed, because the time is up: requeued
 #     other    a crash or a hang: requeued
 # Two attempts in a row without a newer checkpoint are followed by 93 instead of a third, however they ended.

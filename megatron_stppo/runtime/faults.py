@@ -1,4 +1,4 @@
-"""Ends that a scheduler must tell apart, by exit code (see README.md, "Exit codes")."""
+"""Ends that a scheduler must tell apart, by exit code (see docs/running.md)."""
 
 from __future__ import annotations
 
