@@ -17,25 +17,17 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
 from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.residency import Phase
-from megatron_stppo.model.spans import (
-    check_layout,
-    check_stages,
-    row_widths,
-    serving_layouts,
-    training_layouts,
-)
+from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.groups import Place
-from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
-from megatron_stppo.runtime import launch
+from megatron_stppo.runtime import checks, launch
 from megatron_stppo.types import Task, Trajectory
 
 
@@ -155,10 +147,8 @@ def assemble(config: Config, training: bool = True) -> Parts:
     Raises ConfigError for what does not fit, before anything large is built.
     """
     shape = read_shape(config.model.path)
-    check_layout(shape, config.parallel.tensor)
-    check_stages(shape, Layout.of_world(launch.world_size(), config.parallel))
-    check_experts(shape, config.parallel)
-    check_layout(shape, config.engine_tensor, field="rollout.engine_tensor", serving=True)
+    checks.check_parallel(config, launch.world_size())
+    checks.check_engine(config, launch.world_size())
     make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
     engine = _engine(config, dtype)

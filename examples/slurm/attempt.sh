@@ -24,11 +24,15 @@ attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 started=$attempts/started # a line per attempt since the job was submitted: ATTEMPT and the step it began with
 
 say() { echo "$(date -u +%FT%TZ) $name $attempt: $*" >&2; }
-newest() { # the number of the newest published step; 0 without one
+newest() { # the number of the step that the program would go on from; 0 without one
     local step
-    step=$(cat "$checkpoints/LATEST" 2>/dev/null || true)
+    step=$(head -c 64 "$checkpoints/LATEST" 2>/dev/null | tr -d '\0' || true)
+    if [[ ! $step =~ ^step_[0-9]+$ ]]; then # a damaged LATEST: the highest step that is there
+        step=$(find "$checkpoints" -maxdepth 1 -name 'step_*' 2>/dev/null |
+            sed -En 's/.*\/(step_[0-9]+)$/\1/p' | sort -V | tail -n 1 || true)
+    fi
     step=${step#step_}
-    [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo 0
+    echo "${step:-0}"
 }
 verdict() { # 2 or 93 where the first rank ended with it: srun tells the highest code, that of a killed rank too
     sed -En 's/^\{"code": (2|93), .*/\1/p' "$ROOT/$name/exit.json" 2>/dev/null || true

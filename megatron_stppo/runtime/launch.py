@@ -118,8 +118,12 @@ def _opening(config: Config, place: Place) -> str:
     from megatron_stppo.runtime import doctor
 
     gpu, layout = torch.cuda.is_available(), place.layout
+    axes = {
+        name: getattr(layout, name) for name in ("tensor", "context", "expert", "pipeline", "virtual", "data")
+    }
+    shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     parts = [
-        f"{place.world} ranks (tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data})",
+        f"{place.world} ranks ({shared})" if shared else "1 rank",
         f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, torch.cuda answers for the CPU",
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",

@@ -74,6 +74,16 @@ def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) ->
     assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
 
 
+def test_a_damaged_latest_does_not_hide_what_is_published(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "job" / "checkpoints"
+    for name in ("step_3", "step_12", "step_15.tmp-0"):
+        (checkpoints / name).mkdir(parents=True)
+    (checkpoints / "LATEST").write_bytes(b"\0garbage")
+    code, said = run(tmp_path, "1 0", "1 0")
+    assert code == 93
+    assert said[-1].startswith("not started again: two attempts without a newer checkpoint than step 12")
+
+
 def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
     assert run(tmp_path, "1 0", "1 3", "1 3", "85 4", "0 6")[0] == 0
 
