@@ -103,6 +103,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
     _check(learner, batch, run, iteration)
     for column, needed in (
         ("value_T", learner.config.needs_critic),
+        ("value_R", learner.config.algorithm.gae_observations),
         ("reference_logprob_T", learner.config.needs_reference),
     ):
         if needed and getattr(batch, column) is None:

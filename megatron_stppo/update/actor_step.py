@@ -136,7 +136,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     bias_norm, scale = 0.0, 1.0
     if finite and a.correction != "off" and sums["clipped"] > 0:
         bias_norm = _bias_norm(actor, loss, microbatches, sums, norm)
-        bias_norm = in_unit(bias_norm, a.correction_unit, tokens)
+        bias_norm = in_unit(bias_norm, a.correction_unit, tokens, float(loss.weight_T.double().sum()))
         scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     stepped = actor.step(
@@ -173,12 +173,13 @@ def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -
     """c_t of the chosen trajectories' live tokens, times the train/serve mismatch weight; float32 [T], else
     0."""
     live_T = batch.live_T & chosen_tokens(batch, chosen)
-    weight_T = token_weights(a.aggregation, live_T, batch.turn_offsets, batch.action_offsets)
+    offsets = (batch.turn_offsets, batch.action_offsets)
+    weight_T = token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)
     if a.mismatch == "off":
         return weight_T
     assert batch.old_logprob_T is not None
-    offsets = segment_offsets(a.mismatch_level, batch.turn_offsets, batch.action_offsets)
+    segments = segment_offsets(a.mismatch_level, *offsets)
     factor_T, _ = mismatch_weight(
-        a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, offsets, a.mismatch_bound
+        a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, segments, a.mismatch_bound
     )
     return weight_T * factor_T
