@@ -95,7 +95,7 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tenso
     played = trajectory_log.read(run, iteration)
     batch = to_batch(played)
     _check(learner, batch, run, iteration)
-    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played)
+    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played, iteration - 1)
 
 
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:

@@ -17,6 +17,7 @@ from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
+from megatron_stppo.update.ratios import Ratios
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
@@ -52,12 +53,13 @@ def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
         for trainer in learner.trainers.values():
             trainer.skipped += 1
         return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
-    steps = list(_steps(learner, batch, iteration))
+    ratios = Ratios(batch, learner.config.algorithm)
+    steps = list(_steps(learner, batch, iteration, ratios))
     # first_kl_to_old: 0, or scores and updates differ
-    return mean_of(steps) | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    return mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
 
 
-def _steps(learner: Learner, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
+def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> Iterator[dict[str, float]]:
     config, a, actor = learner.config, learner.config.algorithm, learner.actor
     assert actor is not None
     head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
@@ -66,6 +68,7 @@ def _steps(learner: Learner, batch: Batch, iteration: int) -> Iterator[dict[str,
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
             step = actor_step(actor, loss, chosen, learner.packer)
+            ratios.add(loss.policy_logprobs(), loss.weight_T)
             if learner.critic is not None:
                 step |= critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)
             yield step
