@@ -144,8 +144,8 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     # agreed on before the branch: a second backward pass is collective
     finite = not all_agree(not all(map(math.isfinite, (*sums.values(), norm))))
     bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
+    weight = float(loss.weight_T.double().sum())
     if finite and sums["clipped"] > 0:
-        weight = float(loss.weight_T.double().sum())
         bias_norms = {
             name: in_unit(value, a.correction_unit, tokens, weight)
             for name, value in _bias_norms(actor, loss, microbatches, sums, norm).items()
@@ -157,11 +157,11 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     stepped = actor.step(
         norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
     )
-    per_token = 1 / max(tokens, 1)
+    per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     return {
         "actor/objective": sums["objective"],
-        "actor/entropy": sums["entropy"],
-        "actor/kl_loss": sums["kl"],
+        "actor/entropy": sums["entropy"] * per_weight,
+        "actor/kl_loss": sums["kl"] * per_weight,
         "actor/kl_to_old": sums["kl_to_old"] * per_token,
         "actor/clip_fraction": sums["clipped"] * per_token,
         "actor/clipping_bias": bias_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ CASES = {
         "parallel.pipeline=2",
         "rollout.engine_tensor=2",
         "algorithm.preset=so_grpo",
+        "algorithm.aggregation=sequence_mean_token_sum",
         "model.recompute=selective",
         "rollout.samples_per_task=2",
         "algorithm.kl_coefficient=0",
@@ -67,6 +69,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
     folder = config.parent / "runs" / name
+    vocab = json.loads((config.parent / "model" / "config.json").read_text())["vocab_size"]
     rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
     assert last["mismatch/mean_abs"] < 1e-5
@@ -77,6 +80,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     assert ("critic/loss" in last) == ("s_ppo" in name)
     assert (folder / "checkpoints" / "step_1" / "critic").exists() == ("s_ppo" in name)
     assert last["rollout/staleness_max"] == 0
+    assert 0 < last["actor/entropy"] <= math.log(vocab), "per token, also where the loss is a sum over tokens"
     assert not undocumented(last)
     if "s_ppo" in name:  # with critic, reference, evaluation and the exact norm of C
         rare = {"gpu", "mfu", "fault/rolled_back_to", "seconds", "share"}

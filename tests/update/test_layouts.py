@@ -122,6 +122,7 @@ def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Ten
         "actor/clip_fraction": clipped / count,
         "actor/clipping_bias": bias_norm,
         "actor/clipping_bias_gradient": bias_norm,
+        "actor/correction_scale": 1 / max(1, bias_norm),
         **{f"actor/clip_fraction_turn_{name}": out / of for name, (out, of) in by_turn.items()},
         "actor/ratio_p1": min(ratios),  # of fewer than 100
         "actor/ratio_p50": sorted(ratios)[math.ceil(len(ratios) / 2) - 1],
