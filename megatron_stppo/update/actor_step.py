@@ -182,7 +182,9 @@ def _bias_norms(
     actor: Trainer, loss: ActorLoss, microbatches: Sequence[Microbatch], sums: dict[str, float], norm: float
 ) -> dict[str, float]:
     """||C|| of the minibatch in parameter space, as the loss weighs it, by each of _estimators."""
-    found = {name: calibrated_norm(sums[f"{name}_bias_sq"], sums[f"{name}_grad_sq"], norm) for name in FREE}
+    found: dict[str, float] = {
+        name: calibrated_norm(sums[f"{name}_bias_sq"], sums[f"{name}_grad_sq"], norm) for name in FREE
+    }
     if loss.algorithm.correction == "gradient":
         with actor.gradients_kept():
             actor.zero()
