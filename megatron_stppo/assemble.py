@@ -84,7 +84,9 @@ class Parts(Learner):
         """
         while True:
             try:
-                return self._play(tasks, samples, settings, seed, progress)
+                played = self._play(tasks, samples, settings, seed, progress)
+                self.restarts.passed()
+                return played
             except EngineFailure as failure:
                 self.restarts.admit(failure, seed)
             self._renew_engine()
@@ -94,6 +96,7 @@ class Parts(Learner):
         version = self.reshard.published()
         del self.reshard  # it holds the failed engine's weights
         self.engine.rebuild()
+        self.engine.sleep()  # as a first engine does: the reshard leaves no room for a key-value cache
         self.residency.to("reshard")  # views of the policy's weights are taken
         self.reshard = _resharder(self.config, self.place, self.shape, self.policy, self.engine)
         self.serve(version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,11 @@ class DeadlinesConfig(Section):
     def by_phase(self) -> dict[str, float]:
         return self.model_dump()
 
+    @property
+    def timeout(self) -> timedelta:
+        """Of process groups: a phase's deadline speaks first, it can name the rank that others wait for."""
+        return timedelta(seconds=max(self.by_phase.values()) + 60)
+
 
 class ModelConfig(Section):
     path: Path = Field(
@@ -161,7 +167,7 @@ class RetrievalConfig(Section):
 
     @model_validator(mode="after")
     def _no_secret(self) -> RetrievalConfig:
-        if self.url is not None and "@" in self.url.partition("://")[2].partition("/")[0]:
+        if self.url is not None and "@" in self.url.rpartition("://")[2].partition("/")[0]:
             raise ValueError(
                 "url holds a user or password, and a run's folder keeps its configuration; name the "
                 "variable that holds a token in token_env instead"

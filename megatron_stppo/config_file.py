@@ -50,14 +50,23 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 class _Plain(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them stand for gigabytes, and no section needs one. true and false
-    are its only truth values, as in YAML 1.2: `correction: off` means the word."""
+    """YAML without aliases: a few lines of them stand for gigabytes, and no section needs one. A name stands
+    once in a section: YAML's own rule, by which PyYAML would take the last. true and false are its only truth
+    values, as in YAML 1.2: `correction: off` means the word."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(f"alias *{alias.anchor}, write its value out")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.YAMLError(f"{_short(key.value)} stands there twice, remove one")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 _TRUTH = "tag:yaml.org,2002:bool"
@@ -66,6 +75,8 @@ _Plain.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+_PASSWORD = re.compile("://[^/@]*@")
 
 # Values of YAML's that Python has none for (a 13th month, a number of 5,000 digits) are ValueErrors.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
@@ -81,27 +92,28 @@ def _yaml(text: str | bytes) -> Any:
 
 
 def _short(text: str) -> str:
+    """What a message shows of a value: not all of a long one, and no password of an address."""
+    text = _PASSWORD.sub("://..@", text)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
     key, sign, value = text.partition("=")
+    shown = _short(repr(text))
     if not sign or not all(key.split(".")):
         raise ConfigError(
-            f"override {text!r} is not of the form section.field=value; for example update.epochs=2"
+            f"override {shown} is not of the form section.field=value; for example update.epochs=2"
         )
     *path, last = key.split(".")
     node = raw
     for part in path:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ConfigError(
-                f"override {text!r}: {part!r} is a value, not a section; remove what follows it"
-            )
+            raise ConfigError(f"override {shown}: {part!r} is a value, not a section; remove what follows it")
     try:
         node[last] = _number(_yaml(value))
     except _NOT_YAML:
-        raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from None
+        raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
 
 
 def _number(value: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def noting_the_end(config: Config) -> Iterator[None]:
 
     def write(code: int, reason: str) -> None:
         if is_first_rank():
-            note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+            with suppress(OSError):  # on a full disk the exit code still tells
+                note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
 
     if is_first_rank():
         note.unlink(missing_ok=True)
@@ -54,10 +55,17 @@ def exit_code(error: Exception) -> int | None:
 
 
 def say(error: Exception) -> None:
+    """One line from the first rank of every node: what is wrong may be wrong on one node alone."""
     if is_first_rank():
         print(f"megatron-stppo: {error}", file=sys.stderr)
+    elif _given("LOCAL_RANK", "SLURM_LOCALID") == "0":
+        print(f"megatron-stppo: rank {_given('RANK', 'SLURM_PROCID')}: {error}", file=sys.stderr)
 
 
 def is_first_rank() -> bool:
-    """Under srun too, where RANK is missing until the launcher's variables have been checked."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return _given("RANK", "SLURM_PROCID") in (None, "0")
+
+
+def _given(name: str, of_srun: str) -> str | None:
+    """Under srun torchrun's variables are missing until srun's have been checked."""
+    return os.environ.get(name, os.environ.get(of_srun))

@@ -3,6 +3,8 @@
 Example: `run_ranks(add_up, 2, 5)` calls `add_up(5)` on two ranks whose default process group is ready, and
 returns [rank 0's result, rank 1's result]. `function` must be importable (defined at a module's top level),
 arguments and results must pickle. The first rank that raises ends the others; its traceback is raised here.
+On a CPU ranks are forked from a process that has imported what tests/preloaded.py lists; `engine=True` starts
+bare ones, because vLLM has to be imported before the CPU platform is installed.
 """
 
 from __future__ import annotations
@@ -26,13 +28,22 @@ class RankError(AssertionError):
     """A rank raised, died or ran past the timeout; the message names the rank and holds its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 120, engine: bool = False
+) -> list[Any]:
     """function(*args) on ranks 0..world-1 over gloo; the results in rank order. Raises RankError."""
-    context, port = mp.get_context("spawn"), _free_port()
+    context, port = (
+        mp.get_context("spawn" if engine or torch.cuda.is_available() else "forkserver"),
+        _free_port(),
+    )
+    context.set_forkserver_preload(["tests.preloaded"])
+    environment = dict(os.environ)
     pipes, processes = [], []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, world, port, timeout, send, function, args))
+        process = context.Process(
+            target=_rank, args=(rank, world, port, timeout, environment, send, function, args)
+        )
         process.start()
         send.close()  # the child holds the only writing end, so its death is seen as end of file
         pipes.append(receive)
@@ -72,10 +83,12 @@ def _rank(
     world: int,
     port: int,
     timeout: float,
+    environment: dict[str, str],
     send: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.update(environment)  # a forked rank has that of the first call
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),

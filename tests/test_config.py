@@ -122,7 +122,12 @@ def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], 
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("- 1\n", "holds list"), ("a: [1\n", "is not YAML"), ("{}\n", "model: missing")],
+    [
+        ("- 1\n", "holds list"),
+        ("a: [1\n", "is not YAML"),
+        ("{}\n", "model: missing"),
+        ("update: {epochs: 5}\nupdate: {minibatches: 4}\n", r"\(update stands there twice, remove one\)"),
+    ],
 )
 def test_a_file_that_is_no_configuration_says_so(text: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=part):

@@ -11,6 +11,8 @@ import pytest
 import typer
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.config import Config
+from megatron_stppo.exits import noting_the_end
 from megatron_stppo.model.checkpoint_folder import CheckpointError
 from megatron_stppo.runtime.faults import DoNotRestart, Requeue
 
@@ -114,9 +116,19 @@ def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
     assert capsys.readouterr().err == "megatron-stppo: 7 steps were not finite\n"
 
 
-def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank() -> None:
-    variables = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
-    first, second = (run("train", QUICKSTART, **variables, SLURM_PROCID=rank) for rank in "01")
+def test_a_note_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
+    with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):
+        raise CheckpointError("the disk is full")  # and there is no folder to write to
+
+
+def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank_on_a_node() -> None:
+    variables = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+    first, second, third = (
+        run("train", QUICKSTART, **variables, SLURM_PROCID=rank, SLURM_LOCALID=local)
+        for rank, local in (("0", "0"), ("1", "1"), ("2", "0"))
+    )
     assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
     assert first.stderr.startswith("megatron-stppo: SLURM_JOB_NODELIST: not set, or empty, beside other")
     assert len(first.stderr.splitlines()) == 1
+    assert third.stderr == first.stderr.replace("stppo: ", "stppo: rank 2: ")

@@ -50,7 +50,7 @@ def test_a_hostile_file_is_one_short_line_at_once(tmp_path: Path, text: str, par
     message = str(raised.value).removeprefix(f"config={path}: ")
     assert part in message
     assert len(message) < 500 and len(message.splitlines()) == 1
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0, "written out, one of them would take hours"
 
 
 def test_a_file_that_never_ends_or_is_no_text_is_one_line(tmp_path: Path) -> None:
@@ -64,8 +64,9 @@ def test_a_file_that_never_ends_or_is_no_text_is_one_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", ["[&a x, *a]", "!!python/name:os.system", "[" * 3_000, "9" * 5_000])
 def test_an_override_is_as_little_trusted(tmp_path: Path, value: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\n")
-    with pytest.raises(ConfigError, match="the value is not YAML; quote it"):
+    with pytest.raises(ConfigError, match="the value is not YAML; quote it") as raised:
         load(tmp_path / "run.yaml", [f"run.seed={value}"])
+    assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,22 @@ def test_a_runs_name_stays_inside_the_root(tmp_path: Path, name: str) -> None:
         load(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize("url", ["http://user:hunter2@host/retrieve", "https://hunter2@host:8000"])
+@pytest.mark.parametrize(
+    "url", ["http://user:hunter2@host/retrieve", "https://hunter2@host:8000", "user:hunter2@host/retrieve"]
+)
 def test_a_password_in_an_address_is_refused_and_not_repeated(tmp_path: Path, url: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\n")
     with pytest.raises(
         ConfigError, match=r"^environment\.retrieval: url holds .* token_env instead$"
     ) as raised:
         load(tmp_path / "run.yaml", [f"environment.retrieval.url={url}"])
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("override", ["url=[{}", "ur={}", "url.x={}"])
+def test_a_password_in_a_mistake_is_not_repeated_either(tmp_path: Path, override: str) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: m}\n")
+    text = "environment.retrieval." + override.format("http://user:hunter2@host")
+    with pytest.raises(ConfigError, match=r"://\.\.@host") as raised:
+        load(tmp_path / "run.yaml", [text])
     assert "hunter2" not in str(raised.value)

@@ -134,16 +134,17 @@ def deaths(bench: Any, chosen: list[int]) -> Part:
 def kills(config: Path, wanted: int, seed: int) -> Part:
     from tests.chaos import killed_ranks
 
-    count, seconds, runs = 0, 0.0, set()
+    count, saving, seconds, runs = 0, 0, 0.0, set()
     for name, attempt in killed_ranks.kill_often(config, wanted, seed):
-        count += attempt.killed
+        count, saving = count + attempt.killed, saving + attempt.saving
         runs.add(name)
         seconds = seconds or attempt.seconds
         yield (
             count,
             (
-                f"{count} SIGKILLs of 4 ranks, {len(runs) - 1} runs of {killed_ranks.ITERATIONS} iterations "
-                f"({seconds:.0f} s undisturbed): no announced step lost, all end at the undisturbed bytes"
+                f"{count} SIGKILLs of 4 ranks, {saving} of them during a save, {len(runs) - 1} runs of "
+                f"{killed_ranks.ITERATIONS} iterations ({seconds:.0f} s undisturbed): no announced step "
+                "lost, all end at the undisturbed bytes"
             ),
         )
 

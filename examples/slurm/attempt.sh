@@ -30,8 +30,11 @@ newest() { # the number of the newest published step; 0 without one
     step=${step#step_}
     [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo 0
 }
+verdict() { # 2 or 93 where the first rank ended with it: srun tells the highest code, that of a killed rank too
+    sed -En 's/^\{"code": (2|93), .*/\1/p' "$ROOT/$name/exit.json" 2>/dev/null || true
+}
 stop_without_progress() {
-    if (($(awk -v step="$(newest)" '$2 >= step' "$started" | wc -l) >= 2)); then
+    if (($(tail -n 2 "$started" | awk -v step="$(newest)" '$2 >= step' | wc -l) >= 2)); then
         say "not started again: two attempts without a newer checkpoint than step $(newest); see $attempts"
         exit 93
     fi
@@ -48,9 +51,12 @@ say "step $(newest), on $SLURM_JOB_NODELIST"
 # program itself, without a shell around it: Slurm's signals go to tasks, not to their children.
 # The first task to end leaves the others two minutes: enough to end by themselves, not enough to hang.
 code=0
+rm -f "$ROOT/$name/exit.json"
 srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=120 \
     --output="$attempts/$attempt/rank-%t.log" \
     "$PYTHON" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" --resume || code=$?
+judged=$(verdict)
+code=${judged:-$code}
 say "exit code $code, step $(newest)"
 
 case $code in

@@ -66,7 +66,8 @@ class Saver:
         self._folder, self._run = folder, config.run
         self._config_sha256 = hashlib.sha256(config.dump().encode()).hexdigest()
         self._layout = {"world": layout.world, **asdict(layout)}
-        self._group = dist.new_group(backend="gloo")  # the writers' own: training goes on in the others
+        # the writers' own, since training goes on in the others; a slow disk may take as long as a phase
+        self._group = dist.new_group(timeout=config.deadlines.timeout, backend="gloo")
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._failures = 0
@@ -80,6 +81,11 @@ class Saver:
         if state is not None:
             self._last = int(state["iteration"])
         return state
+
+    def newest(self) -> int:
+        """The step published or resumed from last, after the save in flight; -1 before there is one."""
+        self._settle()
+        return self._last
 
     def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
         """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and

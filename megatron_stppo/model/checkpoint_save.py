@@ -7,6 +7,8 @@ failed.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -92,7 +94,15 @@ class Save:
         return reports
 
     def _prepare(self) -> Report:
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        """Removes what saves that died have left. Raises OSError, also where there is too little room: a run
+        writes more than checkpoints."""
+        folder = self.final.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("step_*.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        room = shutil.disk_usage(folder).free
+        if room < self.bytes:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {room / 2**20:.1f} MiB are free")
         for role in self.copies:
             (self.scratch / role).mkdir(parents=True)
         return Report()

@@ -20,6 +20,10 @@ class Restarts:
         self._budget, self.count = budget, 0
         self._last: tuple[int, str] | None = None
 
+    def passed(self) -> None:
+        """A rollout has ended well: its seed may be played again, as evaluations do."""
+        self._last = None
+
     def admit(self, failure: EngineFailure, seed: int) -> None:
         """Counts a failure of the rollout with this seed, after which a new engine is to be built.
 

@@ -38,6 +38,9 @@ BEAT = 2.0  # seconds between signs of life
 SILENT = 3 * BEAT  # without a new one in this time a rank counts as stopped or dead
 STDERR = 2  # as faulthandler wants it: a file descriptor
 GRACE = 20.0  # seconds from a deadline to the end by the timer; the report takes SILENT of them
+# Seconds from an error of the run to the end by the timer, which takes the exit code with it: more than a
+# checkpoint in flight may still take (checkpoint.LAST_SECONDS), less than srun waits (attempt.sh).
+END = 90.0
 # Files whose functions, where they are among the INNERMOST ones, wait for other ranks.
 WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4
 PACKAGE = f"/{__name__.partition('.')[0]}/"
@@ -56,7 +59,7 @@ class Beat:
 
 class Watch:
     """Use as a context manager around a run: from there on it is in phase start_up, between two phases in
-    phase other. Where the run raises, the process ends GRACE seconds later even if its threads do not.
+    phase other. Where the run raises, the process ends END seconds later even if its threads do not.
 
     deadlines: seconds by name of phase. folder: the run's, shared by all ranks.
     """
@@ -71,6 +74,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0:  # what an earlier attempt left; the others write theirs anew
+            for old in self._folder.glob("rank-*.json"):
+                old.unlink(missing_ok=True)
         for loop in (self._keep_beating, self._wait):
             threading.Thread(target=loop, name=f"deadlines{loop.__name__}", daemon=True).start()
         return self
@@ -79,7 +85,7 @@ class Watch:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         if kind is not None:
-            faulthandler.dump_traceback_later(GRACE, exit=True, file=STDERR)
+            faulthandler.dump_traceback_later(END, exit=True, file=STDERR)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -106,8 +112,9 @@ class Watch:
             beat = Beat(self._number, self._entered, self._now[0], at, waits)
             path = self._folder / f"rank-{self._rank}.json"
             scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(asdict(beat)), encoding="utf-8")
-            os.replace(scratch, path)
+            with contextlib.suppress(OSError):  # a full disk: this rank is silent until there is room
+                scratch.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+                os.replace(scratch, path)
 
     def _wait(self) -> None:
         while not self._ended.wait(min(BEAT, max(0.0, self._now[2] - time.monotonic()))):

@@ -61,7 +61,8 @@ def write(
     try:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(scratch, final)
-        for older in recorded(run)[:-keep]:
+        # those of later iterations belong to a course that was left, which somebody may still look at
+        for older in [n for n in recorded(run) if n <= iteration][:-keep]:
             shutil.rmtree(run / FOLDER / f"iteration-{older:05d}")
     except OSError as error:
         log.warning("%s: %s", final, error)

@@ -36,7 +36,7 @@ class Guard:
     ) -> None:
         self._run, self._place, self._trainers, self._saver = run, place, dict(trainers), saver
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
-        self._rolled_back = 0  # the last iteration that was
+        self._taken: int | None = None  # the step that was rolled back to last
 
     def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
         """What it found, for the iteration's row. Collective, and of one mind on all ranks.
@@ -71,8 +71,8 @@ class Guard:
             )
 
     def _roll_back(self, iteration: int) -> dict[str, float]:
-        every = self._run.checkpoint_every
-        if (iteration - 1) // every * every < self._rolled_back:
+        newest = self._saver.newest()
+        if newest == self._taken:
             self._warn(iteration, "no second rollback before there is a newer checkpoint")
             return {}
         skipped = {role: trainer.skipped for role, trainer in self._trainers.items()}
@@ -82,9 +82,9 @@ class Guard:
             return {}
         for role, trainer in self._trainers.items():
             trainer.skipped = skipped[role]  # what was spent of the budget stays spent
-        self._rolled_back, step = iteration, state["iteration"]
-        self._warn(iteration, f"rolled back to step_{step}, on with the tasks that follow")
-        return {"fault/rolled_back_to": float(step)}
+        self._taken = newest
+        self._warn(iteration, f"rolled back to step_{state['iteration']}, on with the tasks that follow")
+        return {"fault/rolled_back_to": float(state["iteration"])}
 
     def _warn(self, iteration: int, text: str) -> None:
         if self._place.rank == 0:

@@ -6,7 +6,7 @@ megatron after.
 
 from __future__ import annotations
 
-import datetime
+import functools
 import logging
 import os
 import socket
@@ -33,9 +33,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+@functools.cache
 def prepare(engine: bool = True, device: str = "cpu") -> None:
-    """Sets what must be set before megatron is imported; once per process. `engine=False` leaves vLLM out;
-    device="meta" is for a dry run, where no GPU may be seen."""
+    """Sets what must be set before megatron is imported. A second call like the first does nothing.
+    `engine=False` leaves vLLM out; device="meta" is for a dry run, where no GPU may be seen."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
     if not _has_gpu():
@@ -97,10 +98,8 @@ def start(config: Config) -> Place:
     # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
     # a GPU
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    # the deadline of a phase speaks first: it can name the rank that the others wait for
-    timeout = datetime.timedelta(seconds=max(config.deadlines.by_phase.values()) + 60)
-    dist.init_process_group(backends, **meeting(timeout))
-    place = groups.initialize(config.parallel, timeout)
+    dist.init_process_group(backends, **meeting(config.deadlines.timeout))
+    place = groups.initialize(config.parallel, config.deadlines.timeout)
     if place.rank == 0:
         print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)
     return place
@@ -157,10 +156,11 @@ def _device() -> int:
     import torch
 
     local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= seen:
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if ranks > seen:  # on every rank of the node: its first one tells
         raise ConfigError(
-            f"LOCAL_RANK={local}, but this process sees {seen} GPUs; start no more ranks on a node than it "
-            "has GPUs, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
+            f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start no more ranks on a node "
+            "than that, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
         )
     return local
 

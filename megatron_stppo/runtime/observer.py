@@ -41,7 +41,8 @@ class Observer:
         return profiled(iterations, window, self._config.run.folder / "profile")
 
     def measure(self, batch: Batch) -> Mapping[str, Any]:
-        """Tokens per second, MFU, devices, stragglers and rank 0's memory since the last row. Collective."""
+        """Tokens per second, MFU, devices and stragglers since the last row; rank 0's memory at its highest.
+        Collective."""
         speed = throughput(self._config, self._shape, batch, self._metrics.seconds, self._place.world)
         peak = {"memory/peak_gib": peak_gib()}
         return speed | self._gauges.read() | self._stragglers.compare() | peak

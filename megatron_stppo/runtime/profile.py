@@ -32,7 +32,11 @@ def profiled(iterations: Iterable[int], window: tuple[int, int] | None, folder: 
 @contextmanager
 def _trace(path: Path) -> Iterator[None]:
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=[ProfilerActivity.CPU, *gpu]) as trace:
+    trace = profile(activities=[ProfilerActivity.CPU, *gpu])
+    trace.start()
+    try:
         yield
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(path))
+    finally:  # also where the run leaves inside the window
+        trace.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))

@@ -13,6 +13,7 @@ from megatron_stppo.config import ConfigError
 
 # Below the ports that Linux gives to outgoing connections.
 FIRST_PORT, PORTS = 20_000, 10_000
+LOOPBACK = "127.0.0.1"  # where the ranks of a single node meet
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a log may say of the environment, which holds secrets too.
 LOGGED = (
@@ -29,8 +30,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     on its own. Raises ConfigError for variables that are incomplete or contradict each other.
 
     Example: {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "gpu[07-08]"} gives rank 9 of 16, the node's second, that meets the others at
-    gpu07:24711.
+    "SLURM_GTIDS": "8,9,10,11,12,13,14,15", "SLURM_JOB_NODELIST": "gpu[07-08]"} gives rank 9 of 16, the second
+    of 8 on its node, that meets the others at gpu07:24711.
     """
     if "RANK" in environment or "SLURM_PROCID" not in environment or _in_batch_script(environment):
         _check_torchrun(environment)
@@ -43,11 +44,14 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         )
     job, nodes = _number(environment, "SLURM_JOB_ID"), "SLURM_STEP_NODELIST"
     nodes = nodes if nodes in environment else "SLURM_JOB_NODELIST"
+    first = first_host(nodes, _given(environment, nodes))
+    here = environment.get("SLURM_GTIDS", "").split(",")  # the ranks of this node
     found = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(local),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes, _given(environment, nodes)),
+        "LOCAL_WORLD_SIZE": str(len(here)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or (LOOPBACK if len(here) == world else first),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
     }
     for name in ("WORLD_SIZE", "LOCAL_RANK"):

@@ -17,21 +17,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config_file import load
 from megatron_stppo.model import checkpoint_folder as steps
+from megatron_stppo.runtime.deadlines import Watch
+from megatron_stppo.runtime.notice import Notice
 
 RANKS, ITERATIONS = 4, 8
-OVERRIDES = [f"run.iterations={ITERATIONS}", "run.checkpoint_every=1", "run.keep_checkpoints=3"]
+OVERRIDES = [
+    f"run.iterations={ITERATIONS}",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=3",
+    *(f"deadlines.{phase}=300" for phase in DeadlinesConfig.model_fields),  # ranks that wait for ever end
+]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """seconds: until the ranks were killed, or had ended. step: the newest that was there then."""
+    """seconds: until the ranks were killed, or had ended; first: until the first step was there. step: the
+    newest that was there at the end. saving: whether a save was cut off."""
 
     killed: bool
     seconds: float
+    first: float
     step: int
+    saving: bool
 
 
 class Ranks:
@@ -46,8 +56,9 @@ class Ranks:
         """Trains on from the newest step; kills all ranks after `seconds`. Raises AssertionError if they fail
         before, or if a step that was announced is lost."""
         self.config.run.root.mkdir(parents=True, exist_ok=True)
+        left = self._half_done()
         began, port = self.log.stat().st_size if self.log.exists() else 0, _free_port()
-        started = time.monotonic()
+        started, first = time.monotonic(), 0.0
         children = [self._fork(rank, port) for rank in range(RANKS)]
         codes: dict[int, int] = {}
         while len(codes) < RANKS and (seconds is None or time.monotonic() - started < seconds):
@@ -56,6 +67,8 @@ class Ranks:
                 if pid:
                     codes[pid] = os.waitstatus_to_exitcode(status)
                     assert codes[pid] == 0, f"a rank ended with {codes[pid]}, see {self.log}"
+            if not first and (self.folder / steps.LATEST).exists():
+                first = time.monotonic() - started
             time.sleep(0.01)
         took = time.monotonic() - started
         alive = set(children) - codes.keys()
@@ -70,12 +83,16 @@ class Ranks:
         ]
         step = self._newest()
         assert step >= max(announced, default=0), f"{step} is there, {announced[-1]} was announced"
-        return Attempt(bool(alive), took, step)
+        return Attempt(bool(alive), took, first, step, bool(self._half_done() - left))
 
     def files(self) -> dict[str, steps.File]:
         """The tensors of the last step: weights and Adam's moments of actor and critic."""
         found = steps.inspect(self.folder / f"step_{ITERATIONS}")
         return {name: file for name, file in found.items() if name.endswith(".distcp")}
+
+    def _half_done(self) -> set[tuple[str, int]]:
+        """What is being written or removed, or was left so."""
+        return {(path.name, path.stat().st_mtime_ns) for path in self.folder.glob("step_*.tmp-*")}
 
     def _newest(self) -> int:
         """The step that the next attempt goes on from, every byte of it compared; 0 if there is none."""
@@ -102,7 +119,9 @@ class Ranks:
             world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in world.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            sys.modules["megatron_stppo.loop"].train(self.config, resume=True)
+            run = self.config.run
+            with Watch(run.folder, self.config.deadlines.by_phase, rank, RANKS) as watch:
+                sys.modules["megatron_stppo.loop"].train(self.config, True, watch, Notice(run.end_margin))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -112,9 +131,12 @@ class Ranks:
 
 
 def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attempt]]:
-    """An undisturbed run, then runs that are killed at times drawn from its length until there were `kills`
-    of them, each going on to its end. Yields (name of the run, attempt). Raises AssertionError if one ends at
-    other weights or optimizer states, or loses a step."""
+    """An undisturbed run, then runs that are killed at times drawn from its length, every other one from what
+    follows its first checkpoint, until there were `kills` of them; each goes on to its end.
+
+    Yields (name of the run, attempt). Raises AssertionError if one ends at other weights or optimizer states,
+    or loses a step.
+    """
     draw, whole = random.Random(seed), Ranks(config, "undisturbed")
     undisturbed = whole.attempt(None)
     yield "undisturbed", undisturbed
@@ -123,7 +145,8 @@ def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attem
         number += 1
         ranks, done = Ranks(config, f"killed-{number}"), False
         while not done:
-            attempt = ranks.attempt(draw.uniform(0, undisturbed.seconds) if kills else None)
+            earliest = undisturbed.first if kills % 2 else 0.0
+            attempt = ranks.attempt(draw.uniform(earliest, undisturbed.seconds) if kills else None)
             kills, done = kills - attempt.killed, not attempt.killed
             yield f"killed-{number}", attempt
         assert ranks.files() == expected, f"run {number} ends at other bytes"

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,35 @@ def writer_breaks(root: Path, model: Path) -> None:
     assert "no such tensor" in str(error.value.__cause__)
 
 
+def flushed(root: Path, model: Path) -> None:
+    """What a machine that loses power would show: all of a step is on disk before its name is, and the name
+    before LATEST's. Killing a process shows nothing of this, because the kernel still writes."""
+    folder, calls = root / "flushed", list[tuple[str, Path]]()
+    saver, trainers = start(folder, model)
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def see_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def see(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        return lambda source, target: (calls.append((name, Path(target))), call(source, target))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", see_fsync)
+        patch.setattr(os, "rename", see("rename", rename))
+        patch.setattr(os, "replace", see("replace", replace))
+        saver.save(1, trainers, {"iteration": 1})
+        saver.finish()
+    shown = calls.index(("rename", folder / "step_1"))
+    scratch, before = folder / "step_1.tmp-0", [path for name, path in calls[:shown] if name == "fsync"]
+    manifest, given = scratch / steps.MANIFEST, {scratch / name for name in steps.inspect(folder / "step_1")}
+    assert given <= set(before[: before.index(manifest)]), "all files, then the manifest"
+    assert {scratch, scratch / "actor"} <= set(before[before.index(manifest) :]), "then the folders"
+    pointer = [("fsync", folder / "LATEST.tmp"), ("replace", folder / steps.LATEST)]
+    assert calls[shown + 1 :] == [("fsync", folder), *pointer, ("fsync", folder)]
+
+
 def disk_full(root: Path, model: Path, said: list[str]) -> None:
     """The kernel refuses writes beyond a file size in place of a full disk; then there is room again."""
     folder = root / "full"
@@ -130,8 +160,18 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         for step in (5, 6, 7):
             saver.save(step, trainers, {"iteration": step})
         saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 4
+    (folder / "step_3.tmp-0" / "actor").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2048))
+        patch.setattr(Copy, "write", lambda self: pytest.fail("it is known beforehand that there is no room"))
+        saver.save(8, trainers, {"iteration": 8})
+        with pytest.raises(checkpoint.CheckpointError, match="is not saved"):
+            saver.finish()
+    assert "No space left on device, 0.0 MiB are free" in said[-1]
+    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "what died is gone, to make room"
 
 
 def kept(root: Path, model: Path) -> None:

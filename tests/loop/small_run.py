@@ -24,7 +24,8 @@ from tests.rollout.tiny import build_model
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 # Every run has them; none may leave them anywhere.
 SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"} | SECRETS
+ROOT = Path(__file__).parents[2]  # where environment.kind finds modules of the tests
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | SECRETS
 CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
 
 

@@ -24,6 +24,7 @@ def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) ->
     script = root / f"{name}.sbatch"
     script.write_text(text.replace("examples/qwen2.5-7b/config.yaml", str(config)))
     paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
+    paths["MASTER_PORT"] = str(small_run.free_port())  # the job's is the same for everybody's tests
     options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
     return cluster.submit(root / f"slurm-{name}", script, *options, **paths, **variables)
 

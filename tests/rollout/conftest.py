@@ -31,4 +31,4 @@ def reference(tiny_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def seen_alone(tiny_folder: Path) -> dict[str, Any]:
-    return run_ranks(alone.observe, 1, tiny_folder)[0]
+    return run_ranks(alone.observe, 1, tiny_folder, engine=True)[0]

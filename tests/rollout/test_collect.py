@@ -176,7 +176,7 @@ def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_t
 
 
 def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
-    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
+    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240, engine=True)
     assert first == second
     awaited, again, overlapped = first
     assert awaited == again
@@ -187,7 +187,7 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, ref
 def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
-    ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240)
+    ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240, engine=True)
     (first, said, broken), (second, said_too, broken_too) = ranks
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]

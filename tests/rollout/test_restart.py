@@ -27,6 +27,14 @@ def test_the_same_failure_at_the_same_place_of_the_same_rollout_is_not_worth_a_r
         restarts.admit(failure("ValueError at scheduler.py:310 in step 12"), seed=1)
 
 
+def test_the_same_failure_after_the_rollout_has_passed_is_another() -> None:
+    restarts = Restarts(budget=9)
+    restarts.admit(failure("in step 12"), seed=1)
+    restarts.passed()
+    restarts.admit(failure("in step 12"), seed=1)
+    assert restarts.count == 2
+
+
 def test_the_same_failure_in_another_rollout_or_step_is_another() -> None:
     restarts = Restarts(budget=9)
     restarts.admit(failure("in step 12"), seed=1)

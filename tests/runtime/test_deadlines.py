@@ -17,7 +17,7 @@ START = """
 import ctypes, threading, time
 from pathlib import Path
 from megatron_stppo.runtime import deadlines
-deadlines.BEAT, deadlines.SILENT, deadlines.GRACE = 0.05, 0.1, 0.5
+deadlines.BEAT, deadlines.SILENT, deadlines.GRACE, deadlines.END = 0.05, 0.1, 0.5, 0.5
 limits = {"start_up": 9, "score": 0.8, "rollout": 9, "other": 9}
 """
 
@@ -114,6 +114,36 @@ def test_a_run_that_raised_ends_though_one_of_its_threads_does_not(tmp_path: Pat
     code, told, seconds = run(body, tmp_path)
     assert code == 1 and seconds < 8
     assert "ValueError: out of blocks" in told
+
+
+def test_a_run_that_raised_keeps_its_exit_code_while_a_checkpoint_in_flight_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "import atexit, sys\n"
+        "deadlines.END = 9\n"
+        "atexit.register(time.sleep, 1.5)\n"
+        "try:\n"
+        "    with deadlines.Watch(folder, limits, 0, 1): raise ValueError('too many are not finite')\n"
+        "except ValueError: sys.exit(93)\n"
+    )
+    assert run(body, tmp_path)[:2] == (93, "")
+
+
+def test_a_disk_that_was_full_does_not_end_the_signs_of_life(tmp_path: Path) -> None:
+    """A folder in the scratch file's place refuses the writes."""
+    body = (
+        "blocked = folder / 'heartbeats' / 'rank-0.tmp'\n"
+        "blocked.mkdir(parents=True)\n"
+        "with deadlines.Watch(folder, limits, 0, 1):\n"
+        "    time.sleep(0.3)\n"
+        "    blocked.rmdir()\n"
+        "    until = time.monotonic() + 8\n"
+        "    while deadlines.read(folder / 'heartbeats' / 'rank-0.json') is None:\n"
+        "        assert time.monotonic() < until\n"
+        "        time.sleep(0.05)\n"
+    )
+    assert run(body, tmp_path)[:2] == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_the_newest_are_kept_and_one_of_an_interrupted_attempt_is_replaced(tmp_p
     assert again.old_logprob_T is not None and again.old_logprob_T[0] == 4
 
 
+def test_later_dumps_of_a_course_that_was_left_do_not_push_out_the_new_one(tmp_path: Path) -> None:
+    for iteration in (7, 8, 3, 4, 5):
+        write(tmp_path, iteration, scored())
+    assert dumps.recorded(tmp_path) == [4, 5, 7, 8]
+
+
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "dumps").write_text("a file where the folder belongs")
     write(tmp_path, 1, scored())

@@ -31,6 +31,13 @@ def test_a_window_of_iterations_is_traced_with_its_phases(tmp_path: Path) -> Non
     assert found.count("aten::add") == 2
 
 
+def test_a_run_that_leaves_inside_the_window_keeps_its_trace(tmp_path: Path) -> None:
+    for iteration in profiled(range(9), (2, 9), tmp_path):
+        if iteration == 3:
+            break
+    assert [path.name for path in tmp_path.iterdir()] == ["from-iteration-2.json.gz"]
+
+
 @pytest.mark.parametrize(("first", "window"), [(0, (4, 9)), (3, (2, 9))])
 def test_a_window_that_the_run_cuts_is_traced_as_far_as_it_goes(
     tmp_path: Path, first: int, window: tuple[int, int]

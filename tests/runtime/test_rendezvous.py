@@ -10,13 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_stppo.runtime.rendezvous import INTERFACES, meeting
+from megatron_stppo.runtime.slurm import torchrun_variables
 
 SOON = timedelta(seconds=20)
 
 
 def among(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, **environment: str) -> None:
     """This process is rank `rank` of `world`, as far as the environment says."""
-    monkeypatch.setattr(os, "environ", {"RANK": str(rank), "WORLD_SIZE": str(world), **environment})
+    monkeypatch.setattr(os, "environ", environment | {"RANK": str(rank), "WORLD_SIZE": str(world)})
 
 
 def listeners() -> set[tuple[str, int]]:
@@ -37,11 +38,19 @@ def test_a_single_rank_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listeners() == before
 
 
+TORCHRUN = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
+SRUN |= {"SLURM_JOB_NODELIST": socket.gethostname(), "SLURM_GTIDS": "0,1", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_the_first_rank_listens_on_the_address_that_the_others_were_given_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
 ) -> None:
     port, before, got = free_port(), listeners(), []
-    among(monkeypatch, 0, 2, LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if launcher is SRUN:
+        launcher = torchrun_variables(launcher)
+    among(monkeypatch, 0, 2, **launcher | {"MASTER_PORT": str(port)})
 
     def other() -> None:
         got.append(dist.TCPStore("127.0.0.1", port, 2, False, SOON).get("hello"))

@@ -30,9 +30,15 @@ def test_a_task_finds_its_rank_and_the_first_host_of_its_step() -> None:
         "RANK": "9",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "24711",
     }
+
+
+def test_the_tasks_of_a_single_node_meet_on_its_loopback() -> None:
+    found = torchrun_variables(TASK | {"SLURM_PROCID": "1", "SLURM_NTASKS": "8"})
+    assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("8", "8", "127.0.0.1")
 
 
 def test_without_a_step_the_first_host_is_the_jobs() -> None:

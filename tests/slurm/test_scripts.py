@@ -53,6 +53,20 @@ def test_what_would_fail_again_is_not_requeued(tmp_path: Path, code: int) -> Non
     assert attempts(tmp_path) == ["4711.0"]
 
 
+@pytest.mark.parametrize("verdict", [2, 93])
+def test_the_first_ranks_verdict_counts_more_than_the_code_of_a_rank_that_was_killed(
+    tmp_path: Path, verdict: int
+) -> None:
+    assert run(tmp_path, "137 3 1", f"137 4 {verdict}")[0] == verdict
+    assert attempts(tmp_path) == ["4711.0", "4711.1"]
+
+
+def test_a_verdict_of_an_attempt_before_is_none(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/exit.json").write_text('{"code": 93, "reason": "of another day"}\n')
+    assert run(tmp_path, "1 3", "0 6")[0] == 0
+
+
 def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) -> None:
     code, said = run(tmp_path, "85 3", "1 3", "137 3", "0 6")
     assert code == 93
@@ -62,6 +76,11 @@ def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) ->
 
 def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
     assert run(tmp_path, "1 0", "1 3", "1 3", "85 4", "0 6")[0] == 0
+
+
+def test_attempts_further_back_do_not_count_after_a_fall_to_an_older_checkpoint(tmp_path: Path) -> None:
+    """The second attempt began at a step 10 that could not be read, went on from 5, and published 6."""
+    assert run(tmp_path, "1 10", "1 6", "1 8", "1 8", "0 9")[0] == 0
 
 
 def test_attempts_that_ended_with_their_nodes_count(tmp_path: Path) -> None:
