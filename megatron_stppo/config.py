@@ -242,17 +242,32 @@ class AlgorithmConfig(Section):
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.2, ge=0)
     dual_clip: float | None = Field(None, gt=1)
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "turn_mean"] = "token_mean"
+    aggregation: Literal[
+        "token_mean",
+        "turn_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "sequence_mean_token_sum_norm",
+    ] = "token_mean"
+    aggregation_length: int | None = Field(
+        None, ge=1, description="the constant that sequence_mean_token_sum_norm divides by, tokens"
+    )
     correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
     correction_apply: Literal["gradient", "step"] = "step"
     correction_unit: Literal["mean", "sum"] = Field(
-        "sum", description="||C|| of the mean or of the sum over action tokens"
+        "sum", description="||C|| of the loss, a mean, or of the sum over the minibatch's action tokens"
     )
     correction_floor: float = Field(
         1.0, ge=0, description="scale = 1 / max(floor, ||C||); 0 is the paper's literal form"
     )
-    advantage: Literal["gae", "group"] = "gae"
+    advantage: Literal["gae", "group", "group_mean"] = Field(
+        "gae",
+        description="by a critic; or outcomes less their group's mean, divided by its deviation or not",
+    )
     gae_level: Literal["token", "turn"] = "token"
+    gae_observations: bool = Field(
+        False, description="True: GAE and value loss take observations in too, as the search baseline's do"
+    )
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(1.0, ge=0, le=1)
     whiten: bool = True
@@ -282,6 +297,25 @@ class AlgorithmConfig(Section):
             remedy = f"did you mean {near[0]!r}?" if near else f"choose from {sorted(VARIANTS)}"
             raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
+
+    @model_validator(mode="after")
+    def _length_given(self) -> AlgorithmConfig:
+        if (self.aggregation == "sequence_mean_token_sum_norm") != (self.aggregation_length is not None):
+            raise ValueError(
+                f"aggregation_length={self.aggregation_length} with aggregation={self.aggregation!r}; "
+                "sequence_mean_token_sum_norm needs it, such as the most tokens an episode may write, the "
+                "others do not take it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _observations_have_values(self) -> AlgorithmConfig:
+        if self.gae_observations and (self.advantage != "gae" or self.gae_level != "token"):
+            raise ValueError(
+                f"gae_observations=True with advantage={self.advantage!r} and gae_level={self.gae_level!r}; "
+                "only token-level GAE runs over observations, choose 'gae' and 'token'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kl_has_a_gradient(self) -> AlgorithmConfig:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megatron_stppo.algorithm.penalties import k1, k3
 from megatron_stppo.types import Batch, Trajectory
 
 
@@ -21,21 +23,35 @@ def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
 
 
-def describe(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, Any]:
-    """Reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks."""
-    return describe_rollouts(trajectories) | describe_batch(batch)
+def describe(trajectories: Sequence[Trajectory], batch: Batch, version: int) -> dict[str, Any]:
+    """Reward, behaviour and train/serve mismatch of a scored batch that policy `version` is updated on.
+    Equal on all ranks."""
+    return describe_rollouts(trajectories, version) | describe_batch(batch)
 
 
-def describe_rollouts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Reward and behaviour."""
+def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
+    """Reward and behaviour, and how many versions of the policy ago it was written; 0 where nothing was."""
     counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
+    turns = [turn for t in played for turn in t.turns]
+    lengths = sorted(sum(len(turn.token_ids) for turn in t.turns) for t in played) or [0]
+    staleness = [version - turn.policy_version for turn in turns] or [0]
+
+    def per_episode(numbers: Iterable[float]) -> float:
+        return sum(numbers) / max(1, len(played))
+
     return {
-        "reward/mean": statistics.fmean(t.reward for t in played) if played else 0.0,
+        "reward/mean": per_episode(t.reward for t in played),
         "rollout/exact_match": counted["ok"] / max(1, len(played)),
-        "rollout/searched": statistics.fmean(t.searches > 0 for t in played) if played else 0.0,
-        "rollout/turns": statistics.fmean(len(t.turns) for t in played) if played else 0.0,
-        "rollout/valid_action_rate": sum(t.valid_actions for t in played)
-        / max(1, sum(len(t.turns) for t in played)),
+        "rollout/searched": per_episode(t.searches > 0 for t in played),
+        "rollout/searches": per_episode(t.searches for t in played),
+        "rollout/turns": len(turns) / max(1, len(played)),
+        "rollout/valid_action_rate": sum(t.valid_actions for t in played) / max(1, len(turns)),
+        "rollout/truncated": counted["truncated"] / max(1, len(played)),
+        "rollout/response_tokens": statistics.fmean(lengths),
+        "rollout/response_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
+        "rollout/response_tokens_max": lengths[-1],
+        "rollout/staleness": statistics.fmean(staleness),
+        "rollout/staleness_max": max(staleness),
         **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
     }
 
@@ -52,16 +68,23 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
         "mismatch/mean_ratio": _mean(mismatch_T.exp()),
     }
     if batch.reference_logprob_T is not None:
-        row["kl/reference"] = _mean((batch.old_logprob_T - batch.reference_logprob_T)[live_T])
+        given = batch.old_logprob_T[live_T], batch.reference_logprob_T[live_T]
+        row |= {"kl/reference": _mean(k1(*given)), "kl/reference_k3": _mean(k3(*given))}
     if batch.advantage_T is not None:
-        row["advantage/std"] = float(batch.advantage_T[live_T].std()) if live_T.sum() > 1 else 0.0
+        advantage_T = batch.advantage_T[live_T]
+        row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
     if batch.value_T is not None and batch.return_T is not None:
+        row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
         row["critic/explained_variance"] = _explained(batch.value_T[live_T], batch.return_T[live_T])
     return row
 
 
 def _mean(x: Tensor) -> float:
     return float(x.mean()) if len(x) else 0.0
+
+
+def _variance(x: Tensor) -> float:
+    return float(x.var(correction=0)) if len(x) else 0.0
 
 
 def _explained(value: Tensor, target: Tensor) -> float:

@@ -68,7 +68,7 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         # update: ST-PPO on actor and critic
         with observer.phase("update"):
             parts.train("update")
-            row = update(parts, batch, iteration) | describe(played, batch)
+            row = update(parts, batch, iteration) | describe(played, batch, iteration)
             row |= guard.look(done, row, batch, groups_of(played))
         row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
         _check(parts, row)

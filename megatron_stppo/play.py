@@ -40,6 +40,6 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         with metrics.phase("rollout"):
             played = parts.play(drawn, samples, settings, seed_of(run, iteration))
         log.write(iteration + 1, played)
-        metrics.log(iteration + 1, describe_rollouts(played))
+        metrics.log(iteration + 1, describe_rollouts(played, version))
     metrics.close()
     parts.close()

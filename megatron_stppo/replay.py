@@ -95,7 +95,7 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tenso
     played = trajectory_log.read(run, iteration)
     batch = to_batch(played)
     _check(learner, batch, run, iteration)
-    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played)
+    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played, iteration - 1)
 
 
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
@@ -103,6 +103,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
     _check(learner, batch, run, iteration)
     for column, needed in (
         ("value_T", learner.config.needs_critic),
+        ("value_R", learner.config.algorithm.gae_observations),
         ("reference_logprob_T", learner.config.needs_reference),
     ):
         if needed and getattr(batch, column) is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_stppo.data.finite import not_finite
+from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.routing import recording
@@ -16,6 +17,7 @@ from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
+from megatron_stppo.update.ratios import Ratios
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
@@ -27,13 +29,18 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     with recording(actor.chunks) as record:
         old_logprob_T = logprobs(actor.model, learner.head(actor.model), *given)
         routes_P = record.routes(len(batch.tokens_P)) if record else None
-    return replace(
+    scored = replace(
         batch,
         old_logprob_T=old_logprob_T,
         routes_P=routes_P,
         reference_logprob_T=logprobs(reference, learner.head(reference), *given) if reference else None,
-        value_T=values(learner.critic.model, *given) if learner.critic else None,
     )
+    if learner.critic is None:
+        return scored
+    if learner.config.algorithm.gae_observations:
+        value_R = values(learner.critic.model, with_observations(batch), *given[1:])
+        return replace(scored, value_R=value_R, value_T=value_R[action_rows(batch)])
+    return replace(scored, value_T=values(learner.critic.model, *given))
 
 
 def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
@@ -46,19 +53,22 @@ def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
         for trainer in learner.trainers.values():
             trainer.skipped += 1
         return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
-    steps = list(_steps(learner, batch, iteration))
+    ratios = Ratios(batch, learner.config.algorithm)
+    steps = list(_steps(learner, batch, iteration, ratios))
     # first_kl_to_old: 0, or scores and updates differ
-    return mean_of(steps) | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    return mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
 
 
-def _steps(learner: Learner, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
+def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> Iterator[dict[str, float]]:
     config, a, actor = learner.config, learner.config.algorithm, learner.actor
     assert actor is not None
     head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
+    valued = with_observations(batch) if a.gae_observations else batch  # what the critic sees
     for epoch in range(config.update.epochs):
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
             step = actor_step(actor, loss, chosen, learner.packer)
+            ratios.add(loss.policy_logprobs(), loss.weight_T)
             if learner.critic is not None:
-                step |= critic_step(learner.critic, batch, chosen, a.value_clip, learner.packer)
+                step |= critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)
             yield step

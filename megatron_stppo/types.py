@@ -3,7 +3,8 @@
 Conventions
 - A trajectory is a prompt, then alternating turns (tokens the policy wrote) and observations (tokens the
   environment wrote). Only turn tokens are *action tokens*.
-- Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations), S turns, N trajectories.
+- Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations), S turns, N trajectories,
+  R everything after the prompts (turns and observations).
 - Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices.
   Masks are derived from offsets, never the other way round.
 """
@@ -124,6 +125,9 @@ class Batch:
     routes_P: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None
+    # float32; where GAE takes observations in (data/observed.py), else None
+    value_R: torch.Tensor | None = None
+    return_R: torch.Tensor | None = None
 
     @property
     def live_T(self) -> torch.Tensor:

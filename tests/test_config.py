@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 
@@ -50,6 +51,33 @@ def test_a_preset_sets_its_row_and_a_field_beside_it_wins(tmp_path: Path) -> Non
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
+def test_the_papers_form_is_st_ppo_and_four_settings(tmp_path: Path) -> None:
+    paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
+    st_ppo = load(minimal(tmp_path)).algorithm
+    assert st_ppo.preset == "st_ppo"
+    changed = {k: v for k, v in paper.model_dump().items() if v != st_ppo.model_dump()[k]}
+    assert changed == {
+        "preset": "paper",
+        "correction": "gradient",
+        "correction_apply": "gradient",
+        "correction_unit": "mean",
+        "correction_floor": 0.0,
+    }
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_preset_is_its_parts(name: str, tmp_path: Path) -> None:
+    """Set one by one beside another preset, the fields of a row make the same algorithm."""
+    parts = [f"algorithm.{field}={value}" for field, value in VARIANTS[name].items()]
+    by_name, by_parts = (
+        load(minimal(tmp_path), given)
+        for given in ([f"algorithm.preset={name}"], ["algorithm.preset=turn_ppo", *parts])
+    )
+    assert by_parts.algorithm.model_dump() | {"preset": name} == by_name.algorithm.model_dump()
+    assert VARIANTS[name].keys() >= {"segments", "correction", "advantage"}
+    assert by_name.needs_critic == (VARIANTS[name]["advantage"] == "gae")
+
+
 def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
     config = Config.model_validate(
         {
@@ -71,6 +99,13 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("update.epochs=0", ["update.epochs=0", "greater than or equal to 1"]),
         ("algorithm.segments=word", ["algorithm.segments='word'", "'token', 'turn' or 'sequence'"]),
         ("algorithm.preset=stppo", ["preset='stppo'", "did you mean 'st_ppo'?"]),
+        (
+            "algorithm.aggregation=sequence_mean_token_sum_norm",
+            ["aggregation_length=None", "sequence_mean_token_sum_norm needs it"],
+        ),
+        ("algorithm.aggregation_length=9", ["aggregation_length=9", "the others do not take it"]),
+        ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
+        ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
         ("run.name=../elsewhere", ["run.name='../elsewhere'", "pattern"]),
         ("update.epochs", ["update.epochs", "section.field=value"]),
         ("run.name.x=1", ["run.name", "'name' is a value, not a section"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.describe import describe
+from megatron_stppo.describe import describe, describe_batch, describe_rollouts
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
@@ -30,19 +31,19 @@ def test_every_outcome_is_counted_in_the_metrics() -> None:
         trajectory(outcome) for outcome, n in zip(OUTCOMES, (1, 2, 3, 4, 5), strict=True) for _ in range(n)
     ]
     batch = to_batch(played)
-    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T))
+    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert [row[f"outcome/{outcome}"] for outcome in OUTCOMES] == [1, 2, 3, 4, 5]
 
 
 def test_episodes_that_never_began_are_counted_too() -> None:
     played = [trajectory("ok"), unplayed("error"), unplayed("timeout"), unplayed("timeout")]
     batch = to_batch(played)
-    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T))
+    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert (row["outcome/ok"], row["outcome/error"], row["outcome/timeout"]) == (1, 1, 2)
     assert row["reward/mean"] == 0.0 and row["rollout/turns"] == 1.0
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "turn_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "turn_mean", "sequence_mean_token_mean"])
 def test_failures_of_the_environment_weigh_nothing_in_the_loss(aggregation: str) -> None:
     """Two tokens each of ok, wrong, truncated, error, timeout: the first three share the loss in thirds."""
     batch = to_batch([trajectory(outcome) for outcome in OUTCOMES])
@@ -54,4 +55,64 @@ def test_mismatch_between_engine_and_trainer_is_read_from_what_carries_loss() ->
     played = [trajectory("ok"), trajectory("timeout")]
     batch = to_batch(played)
     old = batch.rollout_logprob_T + torch.tensor([0.5, 0.5, 9.0, 9.0])
-    assert describe(played, replace(batch, old_logprob_T=old))["mismatch/mean_abs"] == pytest.approx(0.5)
+    assert describe(played, replace(batch, old_logprob_T=old), 0)["mismatch/mean_abs"] == pytest.approx(0.5)
+
+
+def test_behaviour_is_counted_by_hand() -> None:
+    """Two episodes were played, of 2 and 1 turns, by versions 3, 4 and 4, when the policy was at 5."""
+    turns = [Turn((5,) * n, (-1.0,) * n, (), r, v) for n, r, v in ((2, 0.0, 3), (4, 1.0, 4), (1, 0.0, 4))]
+    played = [
+        Trajectory(TASK, (1,), tuple(turns[:2]), "ok", searches=1, valid_actions=2),
+        Trajectory(TASK, (1,), (turns[2],), "truncated", searches=0, valid_actions=0),
+        unplayed("error"),
+    ]
+    row = describe_rollouts(played, version=5)
+    expected = {
+        "reward/mean": 0.5,
+        "rollout/exact_match": 0.5,
+        "rollout/searched": 0.5,
+        "rollout/searches": 0.5,
+        "rollout/turns": 1.5,
+        "rollout/valid_action_rate": 2 / 3,
+        "rollout/truncated": 0.5,
+        "rollout/response_tokens": 3.5,
+        "rollout/response_tokens_p95": 6,
+        "rollout/response_tokens_max": 6,
+        "rollout/staleness": 4 / 3,
+        "rollout/staleness_max": 2,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert all(
+        value == 0 or name == "outcome/error" for name, value in describe_rollouts([played[2]], 5).items()
+    )
+
+
+def test_the_95th_percentile_is_the_nearest_rank() -> None:
+    played = [trajectory("ok", tokens=n) for n in range(1, 41)]
+    assert describe_rollouts(played, 0)["rollout/response_tokens_p95"] == 38
+
+
+def test_a_scored_batch_is_described_by_hand() -> None:
+    """Two live tokens: log-probs -1, -2 against -2, -2 of the reference; values 0, 1, returns 1, 1."""
+    played = [trajectory("ok"), trajectory("timeout")]
+    batch = replace(
+        to_batch(played),
+        old_logprob_T=torch.tensor([-1.0, -2.0, 9.0, 9.0]),
+        reference_logprob_T=torch.tensor([-2.0, -2.0, 9.0, 9.0]),
+        advantage_T=torch.tensor([3.0, 1.0, 9.0, 9.0]),
+        value_T=torch.tensor([0.0, 1.0, 9.0, 9.0]),
+        return_T=torch.tensor([1.0, 1.0, 9.0, 9.0]),
+    )
+    row = describe_batch(batch)
+    expected = {
+        "kl/reference": 0.5,
+        "kl/reference_k3": math.exp(-1) / 2,  # exp(-1) - 1 + 1 and 0
+        "advantage/mean": 2.0,
+        "advantage/variance": 1.0,
+        "advantage/variance_before_whitening": 0.25,  # returns less values: 1 and 0
+        "critic/explained_variance": 0.0,  # the returns do not vary
+        "mismatch/mean_abs": 0.5,  # the engine said -1 and -1
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    varied = replace(batch, return_T=torch.tensor([0.0, 2.0, 9.0, 9.0]))  # errors 0 and 1: 1 - 0.5 / 2
+    assert describe_batch(varied)["critic/explained_variance"] == pytest.approx(0.75)

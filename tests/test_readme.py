@@ -54,6 +54,7 @@ def test_the_example_environment_plays_an_episode(example: ModuleType) -> None:
 def test_the_table_of_presets_is_the_table_of_variants() -> None:
     shared = {"token": "a token", "turn": "a turn", "sequence": "a trajectory"}
     advantage = {"gae": "GAE with a critic", "group": "group-normalised outcome"}
+    advantage["group_mean"] = "outcome less its group's mean"
     for name, row in VARIANTS.items():
         on = "off" if row["correction"] == "off" else "on"
         cells = [f"`{name}`", shared[row["segments"]], on, advantage[row["advantage"]]]

@@ -11,6 +11,7 @@ from megatron_stppo import ops
 from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.types import Batch
 
 EPSILON = 1e-8  # beside a variance: keeps the division finite
@@ -19,17 +20,28 @@ EPSILON = 1e-8  # beside a variance: keeps the division finite
 def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
     """The batch with advantage_T and, for GAE, return_T filled, float32; both 0 on trajectories that failed.
 
+    With gae_observations return_R is filled too, and whitening is over observations as well.
+
     group_N: int64 [N], equal for the trajectories of one task. The batch is the whole iteration's, on every
     rank, so nothing is reduced here.
     Raises ValueError where what the settings need (values, log-probs) is missing from the batch.
     """
+    if algorithm.gae_observations:
+        whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
+        assert whole.advantage_T is not None and whole.return_T is not None
+        given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
+        return replace(batch, **given, return_R=whole.return_T)
+    return _over_actions(batch, algorithm, group_N)
+
+
+def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
-    if algorithm.advantage == "group":
+    if algorithm.advantage != "gae":
         # The environment's outcomes alone are normalised: in a group where they are equal, normalising the KL
         # penalty would blow its noise up to advantages of size 1. The penalty is subtracted afterwards.
         outcome_N = outcomes(batch.reward_T, batch.action_offsets)
-        advantage_N = group_normalised(outcome_N, group_N, batch.live_N)
+        advantage_N = group_relative(outcome_N, group_N, batch.live_N, algorithm.advantage == "group")
         advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + reward_T - batch.reward_T
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
@@ -40,11 +52,12 @@ def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch
     return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
 
 
-def group_normalised(outcome_N: Tensor, group_N: Tensor, live_N: Tensor) -> Tensor:
-    """float64 [N]: (outcome - mean) / deviation over the live trajectories of the group; 0 for failed ones.
+def group_relative(outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalised: bool) -> Tensor:
+    """float64 [N]: outcome - mean over the live trajectories of the group, divided by their deviation where
+    `normalised`; 0 for failed ones.
 
     A group whose live outcomes are all equal, or that has one, teaches nothing: 0. The standard deviation is
-    the population's, so that two outcomes (0, 1) become (-1, 1).
+    the population's, so that two outcomes (0, 1) become (-1, 1); without it (-1/2, 1/2).
     """
     groups, of_N = torch.unique(group_N, return_inverse=True)
     live = live_N.double()
@@ -57,7 +70,9 @@ def group_normalised(outcome_N: Tensor, group_N: Tensor, live_N: Tensor) -> Tens
     centred_N = outcome_N.double() - group_mean(outcome_N.double())
     variance_N = group_mean(centred_N.square())
     flat_N = variance_N <= 1e-12 * (1 + group_mean(outcome_N.double().square()))  # equal but for rounding
-    return (centred_N / (variance_N + EPSILON).sqrt()).masked_fill(flat_N | ~live_N, 0)
+    if normalised:
+        centred_N = centred_N / (variance_N + EPSILON).sqrt()
+    return centred_N.masked_fill(flat_N | ~live_N, 0)
 
 
 def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The weight c_t of every action token in the loss; they sum to 1 over a minibatch on ALL ranks.
+"""The weight c_t of every action token in the loss, from the whole minibatch on ALL ranks.
 
 Never an average of averages: the denominators count the whole minibatch, which every rank holds, and a
-microbatch takes its tokens' weights from there.
+microbatch takes its tokens' weights from there. Where each kind comes from: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -12,16 +12,25 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import segment_sum, spread
 
-Aggregation = Literal["token_mean", "sequence_mean_token_mean", "turn_mean"]
+Aggregation = Literal[
+    "token_mean",
+    "turn_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+]
 
 
-def token_weights(kind: Aggregation, live_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor) -> Tensor:
+def token_weights(
+    kind: Aggregation, live_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor, length: int | None = None
+) -> Tensor:
     """float32 [T], 0 on dead tokens, of a whole minibatch; turns and trajectories count if a token is live.
 
     token_mean: 1 / tokens. turn_mean: 1 / (turns * live tokens of the turn). sequence_mean_token_mean: 1 /
-    (trajectories * live tokens of the trajectory). Raises ValueError.
+    (trajectories * live tokens of the trajectory). These sum to 1. sequence_mean_token_sum: 1 / trajectories.
+    sequence_mean_token_sum_norm: 1 / (trajectories * length), for a constant `length`. Raises ValueError.
     Example: live turns of 3 and 1 tokens in one trajectory. token_mean: 1/4 each. turn_mean: 1/6, 1/6, 1/6
-    and 1/2.
+    and 1/2. sequence_mean_token_sum: 1 each; with _norm and length 8: 1/8 each.
     """
     live = live_T.double()
     tokens = live.sum().clamp(min=1)
@@ -34,8 +43,15 @@ def token_weights(kind: Aggregation, live_T: Tensor, turn_offsets: Tensor, actio
         return (live / _length(live, turn_offsets) / turns).float()
     if kind == "sequence_mean_token_mean":
         return (live / _length(live, action_offsets) / trajectories).float()
+    if kind == "sequence_mean_token_sum":
+        return (live / trajectories).float()
+    if kind == "sequence_mean_token_sum_norm":
+        if length is None:
+            raise ValueError(f"aggregation={kind!r} divides by a constant length; give one")
+        return (live / trajectories / length).float()
     raise ValueError(
-        f"aggregation={kind!r} is not known; choose token_mean, sequence_mean_token_mean or turn_mean"
+        f"aggregation={kind!r} is not known; choose token_mean, turn_mean, sequence_mean_token_mean, "
+        "sequence_mean_token_sum or sequence_mean_token_sum_norm"
     )
 
 

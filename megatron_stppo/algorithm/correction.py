@@ -52,12 +52,16 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
     return math.sqrt(bias_sq / grad_sq) * gradient_norm
 
 
-def in_unit(bias_norm: float, unit: Unit, tokens: float) -> float:
-    """||C|| of the mean over the minibatch's action tokens, which is what the loss holds, or of their sum."""
+def in_unit(bias_norm: float, unit: Unit, tokens: float, weight: float = 1.0) -> float:
+    """||C|| as the loss has it ("mean"), or of the sum over the minibatch's action tokens ("sum").
+
+    weight: what the loss's token weights add up to, 1 if it is a mean. Example: a loss that is the mean over
+    4 trajectories of sums over 25 tokens each has 100 tokens and weight 25: the sum is 4 times the loss.
+    """
     if unit == "mean":
         return bias_norm
     if unit == "sum":
-        return bias_norm * tokens
+        return bias_norm * tokens / weight if weight > 0 else 0.0
     raise ValueError(f"correction_unit={unit!r} is not known; choose mean or sum")
 
 

@@ -76,16 +76,29 @@ def surrogate(
     kept_S = gain_S.masked_fill(too_high_S, 0) + loss_S.masked_fill(dropped_S, 0)
     removed_S = gain_S.masked_fill(~too_high_S, 0) + loss_S.masked_fill(~too_low_S, 0)
     slope_S = w_S / divisor_S
-    beyond_T = torch.where(
-        advantage_T > 0, spread(too_high_S, offsets, total), spread(too_low_S, offsets, total)
-    )
     return Surrogate(
         objective=objective,
         ratio_S=ratio_S,
         gradient_T=spread(_times(slope_S, kept_S), offsets, total),
         bias_T=spread(_times(slope_S, removed_S), offsets, total),
-        clipped_T=beyond_T & (weight_T != 0) & ((advantage_T > 0) | (advantage_T < 0)),
+        clipped_T=clipped(ratio_S, advantage_T, weight_T, offsets, clip_low, clip_high),
     )
+
+
+def clipped(
+    ratio_S: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    offsets: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """bool [T]: (A > 0 and w > 1+clip_high) or (A < 0 and w < 1-clip_low), where there is weight. The bounds
+    are rounded to the ratio's dtype."""
+    total, dtype = len(advantage_T), ratio_S.dtype
+    too_high_T = spread(ratio_S > _rounded(1 + clip_high, dtype), offsets, total) & (advantage_T > 0)
+    too_low_T = spread(ratio_S < _rounded(1 - clip_low, dtype), offsets, total) & (advantage_T < 0)
+    return (too_high_T | too_low_T) & (weight_T != 0)
 
 
 def segment_sums(

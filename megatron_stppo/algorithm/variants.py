@@ -2,6 +2,7 @@
 
 Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio;
 `correction` chooses the estimator of the clipping bias ||C|| that weighs a minibatch down ("off": none).
+A row holds what defines its algorithm; docs/algorithms.md has the sources of the baselines and every field.
 """
 
 from typing import Any
@@ -11,6 +12,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"segments": "turn", "correction": "off", "advantage": "gae"},
     "s_ppo": {"segments": "token", "correction": "logit", "advantage": "gae"},
     "st_ppo": {"segments": "turn", "correction": "logit", "advantage": "gae"},
+    # st_ppo as printed: the gradient of the mean divided by its exact ||C||, however small
+    "paper": {
+        "segments": "turn",
+        "correction": "gradient",
+        "correction_apply": "gradient",
+        "correction_unit": "mean",
+        "correction_floor": 0.0,
+        "advantage": "gae",
+    },
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},
     "so_grpo": {"segments": "turn", "correction": "logit", "advantage": "group"},
     "gspo": {
@@ -18,5 +28,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction": "off",
         "advantage": "group",
         "aggregation": "sequence_mean_token_mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "mini_rl": {
+        "segments": "token",
+        "correction": "off",
+        "advantage": "group_mean",
+        "aggregation": "sequence_mean_token_sum",
+        "clip_high": 0.27,
+        "mismatch": "truncate",
+        "mismatch_bound": 5.0,
     },
 }

@@ -149,6 +149,11 @@ def score(
         answers = forward(model, microbatches, answer)
         if place.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
+    return put_together(out_T, place)
+
+
+def put_together(out_T: Tensor, place: Place) -> Tensor:
+    """Rows of all ranks: [T] on the host, 0 where a rank has none, becomes equal on every rank. In place."""
     dist.all_reduce(out_T, group=place.token_group)
     dist.all_reduce(out_T, group=place.pipeline_group)
     return out_T

@@ -207,10 +207,11 @@ def check_engine(config: Config, world_size: int) -> None:
 
 
 def _batches(config: Config, layout: Layout) -> None:
-    if config.algorithm.advantage == "group" and config.rollout.samples_per_task == 1:
+    advantage = config.algorithm.advantage
+    if advantage != "gae" and config.rollout.samples_per_task == 1:
         raise ConfigError(
-            "rollout.samples_per_task=1: a group of one teaches nothing with algorithm.advantage=group; "
-            "choose 4 or more"
+            "rollout.samples_per_task=1: a group of one teaches nothing with "
+            f"algorithm.advantage={advantage}; choose 4 or more"
         )
     tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
     if tasks % replicas:

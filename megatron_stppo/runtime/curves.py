@@ -28,7 +28,14 @@ PANELS: tuple[tuple[str, dict[str, str]], ...] = (
         },
     ),
     ("behaviour", {"rollout/searched": "searched", "rollout/valid_action_rate": "valid actions"}),
-    ("action tokens clipped, share", {"actor/clip_fraction": "clipped"}),
+    (
+        "action tokens clipped, share",
+        {
+            "actor/clip_fraction": "of all",
+            "actor/clip_fraction_turn_1": "of first turns",
+            "actor/clip_fraction_turn_last": "of last turns",
+        },
+    ),
     (
         "clipping-bias correction",
         {"actor/correction_scale": "scale", "actor/clipping_bias": "||C||"},

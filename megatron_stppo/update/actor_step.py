@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.aggregation import token_weights
-from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit
+from megatron_stppo.algorithm.correction import Estimator, calibrated_norm, correction_scale, in_unit
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.model.pipeline import Packer, forward_backward, put_together, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.parallel.collectives import all_agree
@@ -37,6 +37,7 @@ SUMS = (
     "objective", "kl", "entropy", "kl_to_old", "clipped",
     "coefficient_bias_sq", "coefficient_grad_sq", "logit_bias_sq", "logit_grad_sq",
 )  # fmt: skip
+FREE: tuple[Estimator, ...] = ("coefficient", "logit")  # estimators of ||C|| that every step has
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ActorLoss:
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows into T and their log-probs, so far
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(loss, record): the part of -J + KL + entropy terms that these tokens make, and SUMS."""
@@ -55,6 +57,13 @@ class ActorLoss:
     def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """A loss whose gradient is -C: the clipped terms alone."""
         return self.head.loss(hidden, microbatch, partial(self.bias_terms, microbatch))
+
+    def policy_logprobs(self) -> Tensor:
+        """What this rank and the others have seen: float32 [T] on the host, 0 elsewhere. Collective."""
+        out_T = torch.zeros(len(self.weight_T))
+        for rows, logprob_T in self.seen:
+            out_T[rows] = logprob_T.cpu()
+        return put_together(out_T, self.head.place)
 
     def terms(
         self,
@@ -69,6 +78,7 @@ class ActorLoss:
         """The same of the microbatch's action tokens [first, last) and the segments that they are."""
         a, rows = self.algorithm, microbatch.rows_T[first:last]
         weight_T = self.at(rows, self.weight_T, logprob_T)
+        self.seen.append((rows, logprob_T.detach()))
         out = self.surrogate(rows, logprob_T, offsets, sum_p_sq=sum_p_sq_T.detach())
         entropy, kl_loss = weighted_sum(entropy_T, weight_T), torch.zeros_like(out.objective)
         loss = -out.objective
@@ -133,52 +143,67 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     norm = actor.reduce()
     # agreed on before the branch: a second backward pass is collective
     finite = not all_agree(not all(map(math.isfinite, (*sums.values(), norm))))
-    bias_norm, scale = 0.0, 1.0
-    if finite and a.correction != "off" and sums["clipped"] > 0:
-        bias_norm = _bias_norm(actor, loss, microbatches, sums, norm)
-        bias_norm = in_unit(bias_norm, a.correction_unit, tokens)
-        scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
+    bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
+    weight = float(loss.weight_T.double().sum())
+    if finite and sums["clipped"] > 0:
+        bias_norms = {
+            name: in_unit(value, a.correction_unit, tokens, weight)
+            for name, value in _bias_norms(actor, loss, microbatches, sums, norm).items()
+        }
+        if a.correction != "off":
+            bias_norm = bias_norms[a.correction]
+            scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     stepped = actor.step(
         norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
     )
-    per_token = 1 / max(tokens, 1)
+    per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     return {
         "actor/objective": sums["objective"],
-        "actor/entropy": sums["entropy"],
-        "actor/kl_loss": sums["kl"],
+        "actor/entropy": sums["entropy"] * per_weight,
+        "actor/kl_loss": sums["kl"] * per_weight,
         "actor/kl_to_old": sums["kl_to_old"] * per_token,
         "actor/clip_fraction": sums["clipped"] * per_token,
         "actor/clipping_bias": bias_norm,
+        **{f"actor/clipping_bias_{name}": value for name, value in bias_norms.items()},
         "actor/correction_scale": scale,
         "actor/gradient_norm": norm,
+        "actor/scaled_gradient_norm": norm * scale if on_gradient else norm,
         "actor/skipped": float(not stepped),
     }
 
 
-def _bias_norm(
+def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:
+    """Of ||C||: the free ones, and the exact one where it is configured."""
+    return (*FREE, "gradient") if a.correction == "gradient" else FREE
+
+
+def _bias_norms(
     actor: Trainer, loss: ActorLoss, microbatches: Sequence[Microbatch], sums: dict[str, float], norm: float
-) -> float:
-    """||C|| of the minibatch in parameter space, mean over tokens, by the configured estimator."""
-    estimator = loss.algorithm.correction
-    if estimator != "gradient":
-        return calibrated_norm(sums[f"{estimator}_bias_sq"], sums[f"{estimator}_grad_sq"], norm)
-    with actor.gradients_kept():
-        actor.zero()
-        forward_backward(actor.model, microbatches, loss.bias)
-        return actor.reduce()
+) -> dict[str, float]:
+    """||C|| of the minibatch in parameter space, as the loss weighs it, by each of _estimators."""
+    found: dict[str, float] = {
+        name: calibrated_norm(sums[f"{name}_bias_sq"], sums[f"{name}_grad_sq"], norm) for name in FREE
+    }
+    if loss.algorithm.correction == "gradient":
+        with actor.gradients_kept():
+            actor.zero()
+            forward_backward(actor.model, microbatches, loss.bias)
+            found["gradient"] = actor.reduce()
+    return found
 
 
 def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -> Tensor:
     """c_t of the chosen trajectories' live tokens, times the train/serve mismatch weight; float32 [T], else
     0."""
     live_T = batch.live_T & chosen_tokens(batch, chosen)
-    weight_T = token_weights(a.aggregation, live_T, batch.turn_offsets, batch.action_offsets)
+    offsets = (batch.turn_offsets, batch.action_offsets)
+    weight_T = token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)
     if a.mismatch == "off":
         return weight_T
     assert batch.old_logprob_T is not None
-    offsets = segment_offsets(a.mismatch_level, batch.turn_offsets, batch.action_offsets)
+    segments = segment_offsets(a.mismatch_level, *offsets)
     factor_T, _ = mismatch_weight(
-        a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, offsets, a.mismatch_bound
+        a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, segments, a.mismatch_bound
     )
     return weight_T * factor_T

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.advantage.estimate import estimate, group_normalised, whitened
+from megatron_stppo.advantage.estimate import estimate, group_relative, whitened
 from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
@@ -110,7 +110,47 @@ def test_group_outcomes_are_normalised_within_their_group():
     outcome = torch.tensor([0.0, 2.0, 1.0, 2.0, 5.0])
     group = torch.tensor([4, 7, 4, 7, 9])
     live = torch.ones(5, dtype=torch.bool)
-    assert group_normalised(outcome, group, live).tolist() == pytest.approx([-1, 0, 1, 0, 0])
+    assert group_relative(outcome, group, live, normalised=True).tolist() == pytest.approx([-1, 0, 1, 0, 0])
+
+
+def test_group_mean_is_a_baseline_that_is_not_divided_by_the_deviation():
+    # Group 4: outcomes 0, 1, 2 less their mean 1. Group 7: a failed trajectory takes no part: 4 and 0 less 2.
+    outcome = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.0, 9.0])
+    group, live = torch.tensor([4, 4, 4, 7, 7, 7]), torch.tensor([True] * 5 + [False])
+    assert group_relative(outcome, group, live, normalised=False).tolist() == [-1, 0, 1, 2, -2, 0]
+    batch = replace(scored([trajectory([0.0, 1.0]), trajectory([0.0])]), value_T=None)
+    out = estimate(batch, settings(preset="mini_rl"), groups(batch))
+    assert out.advantage_T.tolist() == [0.5] * 4 + [-0.5] * 2 and out.return_T is None
+
+
+def test_observations_take_part_in_gae_only_where_the_flag_says_so():
+    # Two turns of 2 and 1 tokens, 3 observation tokens between; reward 1 at the end, gamma = lambda = 1/2.
+    # Values: 0, 0 | 4, 4, 4 | 0. Without observations: delta = 0, 0, 1; A = 1/16, 1/4, 1.
+    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
+    batch = scored([Trajectory(TASK, (1, 2), turns, "ok")])
+    given = {"gamma": 0.5, "lam": 0.5}
+    plain = estimate(batch, settings(**given), groups(batch))
+    assert plain.advantage_T.tolist() == pytest.approx([1 / 16, 1 / 4, 1])
+    assert plain.return_R is None
+    # With them: delta = 0, 2, -2, -2, -4, 1 and A = delta + A'/4:
+    # 1, -3.75, -2.9375, -2.734375, 1.31640625, 0.3291015625. Returns are A + V.
+    batch = replace(batch, value_R=torch.tensor([0.0, 0, 4, 4, 4, 0]))
+    out = estimate(batch, settings(gae_observations=True, **given), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([0.3291015625, 1.31640625, 1])
+    assert out.return_T.tolist() == pytest.approx([0.3291015625, 1.31640625, 1])
+    assert out.return_R.tolist() == pytest.approx(
+        [0.3291015625, 1.31640625, 1.265625, 1.0625, 0.25, 1], abs=1e-6
+    )
+
+
+def test_the_kl_penalty_is_on_action_tokens_also_where_gae_runs_over_observations():
+    # gamma = lambda = 1, values 0: A = reward to come. Each of 3 action tokens pays 0.1 * 2.
+    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
+    batch = scored([Trajectory(TASK, (1, 2), turns, "ok")])
+    batch = replace(batch, value_R=torch.zeros(6))
+    out = estimate(batch, settings(gae_observations=True, kl_coefficient=0.1), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([0.4, 0.6, 0.8])
+    assert out.return_R.tolist() == pytest.approx([0.4, 0.6, 0.8, 0.8, 0.8, 0.8])
 
 
 def test_group_advantage_is_on_all_action_tokens_and_needs_no_critic():

@@ -1,7 +1,11 @@
+from typing import get_args
+
 import pytest
 import torch
 
-from megatron_stppo.algorithm.aggregation import token_weights
+from megatron_stppo.algorithm.aggregation import Aggregation, token_weights
+
+KINDS = get_args(Aggregation)
 
 # Trajectory 0: turns of 3 and 1 tokens. Trajectory 1: one turn of 2. Trajectory 2 failed: one turn of 2.
 TURNS, TRAJECTORIES = torch.tensor([0, 3, 4, 6, 8]), torch.tensor([0, 4, 6, 8])
@@ -13,15 +17,26 @@ def test_weights_by_hand():
         "token_mean": [1 / 6] * 6,
         "turn_mean": [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2,
         "sequence_mean_token_mean": [1 / 8] * 4 + [1 / 4] * 2,
+        "sequence_mean_token_sum": [1 / 2] * 6,
+        "sequence_mean_token_sum_norm": [1 / 20] * 6,
     }
+    assert set(expected) == set(KINDS)
     for kind, weights in expected.items():
-        assert token_weights(kind, LIVE, TURNS, TRAJECTORIES).tolist() == pytest.approx([*weights, 0, 0])
-        assert sum(weights) == pytest.approx(1)
+        found = token_weights(kind, LIVE, TURNS, TRAJECTORIES, length=10)
+        assert found.tolist() == pytest.approx([*weights, 0, 0])
+        # a mean sums to 1; 3 tokens per trajectory on average, of a length of 10
+        totals = {"sequence_mean_token_sum": 3, "sequence_mean_token_sum_norm": 0.3}
+        assert sum(weights) == pytest.approx(totals.get(kind, 1))
 
 
 def test_nothing_live_gives_zero_weights():
-    for kind in ("token_mean", "turn_mean", "sequence_mean_token_mean"):
-        assert not token_weights(kind, torch.zeros(8, dtype=torch.bool), TURNS, TRAJECTORIES).any()
+    for kind in KINDS:
+        assert not token_weights(kind, torch.zeros(8, dtype=torch.bool), TURNS, TRAJECTORIES, length=10).any()
+
+
+def test_a_sum_over_a_constant_length_needs_one():
+    with pytest.raises(ValueError, match="divides by a constant length"):
+        token_weights("sequence_mean_token_sum_norm", LIVE, TURNS, TRAJECTORIES)
 
 
 def test_unknown_aggregation_is_named():

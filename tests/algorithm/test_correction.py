@@ -58,3 +58,7 @@ def test_calibration_scales_by_the_measured_gradient():
 def test_sum_unit_counts_the_minibatchs_action_tokens():
     assert in_unit(0.01, "mean", 400) == 0.01
     assert in_unit(0.01, "sum", 400) == pytest.approx(4.0)
+    # The same tokens in a loss that is the mean over 16 trajectories of sums over 25 tokens: 25 times that.
+    assert in_unit(0.25, "mean", 400, weight=25) == 0.25
+    assert in_unit(0.25, "sum", 400, weight=25) == pytest.approx(4.0)
+    assert in_unit(0.0, "sum", 0, weight=0) == 0.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.documented import undocumented, unreported
 from tests.loop import canaries, small_run
 from tests.ranks import run_ranks
 
@@ -21,6 +23,7 @@ CASES = {
         "parallel.pipeline=2",
         "rollout.engine_tensor=2",
         "algorithm.preset=so_grpo",
+        "algorithm.aggregation=sequence_mean_token_sum",
         "model.recompute=selective",
         "rollout.samples_per_task=2",
         "algorithm.kl_coefficient=0",
@@ -34,7 +37,7 @@ CASES = {
         "algorithm.kl_estimator=k3",
         "algorithm.aggregation=turn_mean",
         "algorithm.mismatch=truncate",
-        "algorithm.gae_level=turn",
+        "algorithm.gae_observations=true",
         "parallel.sequence=true",
         "model.recompute=full",
         "update.tokens_per_microbatch=80",
@@ -65,7 +68,9 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
         done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *overrides, *asked)
     finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(x) for x in (config.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    folder = config.parent / "runs" / name
+    vocab = json.loads((config.parent / "model" / "config.json").read_text())["vocab_size"]
+    rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
     assert last["mismatch/mean_abs"] < 1e-5
     assert last["rollout/action_tokens"] > 0
@@ -73,6 +78,14 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     assert last["actor/first_kl_to_old"] == 0, "every ratio of the first minibatch is exactly 1"
     assert "; ops of csrc" in done.stderr, "training takes the kernels without being told"
     assert ("critic/loss" in last) == ("s_ppo" in name)
+    assert (folder / "checkpoints" / "step_1" / "critic").exists() == ("s_ppo" in name)
+    assert last["rollout/staleness_max"] == 0
+    assert 0 < last["actor/entropy"] <= math.log(vocab), "per token, also where the loss is a sum over tokens"
+    assert not undocumented(last)
+    if "s_ppo" in name:  # with critic, reference, evaluation and the exact norm of C
+        rare = {"gpu", "mfu", "fault/rolled_back_to", "seconds", "share"}
+        left = [metric for metric in unreported(last) if not {metric, metric.partition("/")[0]} & rare]
+        assert not left
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)
 
 

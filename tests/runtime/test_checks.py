@@ -156,7 +156,9 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     assert "megatron.hidden_dropout=0.1" in refusal(path, ["megatron.hidden_dropout=0.1"])
     message = refusal(path, ["megatron.moe_aux_loss_coeff=0.01"])
     assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
-    assert "rollout.samples_per_task=1" in refusal(path, ["algorithm.preset=grpo"])
+    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean")):
+        message = refusal(path, [f"algorithm.preset={preset}"])
+        assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
 
 
 def test_a_megatron_field_that_the_run_decides_is_refused_with_what_decides_it(path: Path) -> None:

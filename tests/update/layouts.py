@@ -90,7 +90,7 @@ def batch() -> Any:
     def random_T(scale: float, offset: float = 0.0) -> Any:
         return torch.randn(tokens, generator=generator) * scale + offset
 
-    return replace(
+    scored = replace(
         packed,
         old_logprob_T=random_T(0.6),  # an offset that `with_old` adds to the model's own log-probs
         advantage_T=random_T(1.0),
@@ -98,6 +98,9 @@ def batch() -> Any:
         return_T=random_T(1.0),
         reference_logprob_T=random_T(0.5, -5.0),
     )
+    written = sum(sum(a + o for a, o in turns) for turns in sizes)
+    value_R, return_R = torch.randn(2, written, generator=generator) * torch.tensor([[0.3], [1.0]])
+    return replace(scored, value_R=value_R, return_R=return_R)
 
 
 def steps(
@@ -109,7 +112,8 @@ def steps(
     out: str,
     recompute: str = "none",
 ) -> Any:
-    """Per budget (tokens per microbatch): both steps' numbers and the actor's log-probs.
+    """Per budget (tokens per microbatch): the steps' numbers, the actor's log-probs, and the critic's values
+    of everything after the prompts. Two critics step, the second on observations too.
 
     Of the last budget, the updated actor and its gradients go to `out`, as Hugging Face folders.
     """
@@ -118,6 +122,7 @@ def steps(
 
     from megatron_stppo.config import Config
     from megatron_stppo.convert import export_hf
+    from megatron_stppo.data.observed import with_observations
     from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.model.pipeline import Packer
@@ -125,8 +130,10 @@ def steps(
     from megatron_stppo.model.spans import training_layouts
     from megatron_stppo.parallel import groups
     from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.score.values import values
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step
+    from megatron_stppo.update.ratios import Ratios
 
     torch.set_num_threads(1)
     config = Config.model_validate(
@@ -141,11 +148,13 @@ def steps(
     shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
     results = []
     for budget in budgets:
-        actor, critic = (build.trainer(r, shape, config, place, torch.float32) for r in ("actor", "critic"))
+        roles = ("actor", "critic", "critic")
+        actor, critic, second = (build.trainer(role, shape, config, place, torch.float32) for role in roles)
         packer = Packer.of(config, shape, place)
         packer = replace(packer, cut=replace(packer.cut, budget=budget))
         if place.is_last_stage:
-            critic.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
+            for trainer in (critic, second):
+                trainer.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
         head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
@@ -153,9 +162,13 @@ def steps(
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        numbers = actor_step(actor, loss, chosen, packer)
-        critic_numbers = critic_step(critic, given, chosen, a.value_clip, packer)
-        results.append((numbers | critic_numbers, own_T.tolist()))
+        numbers, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
+        ratios.add(loss.policy_logprobs(), loss.weight_T)
+        value_R = values(critic.model, with_observations(given), packer, [chosen])
+        numbers |= ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
+        observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)
+        numbers |= {f"observing {name}": value for name, value in observing.items()}
+        results.append((numbers, own_T.tolist(), value_R.tolist()))
     layouts = training_layouts(shape, place.layout)
     weights = build.named_parameters(actor.chunks)
     export_hf(Path(out) / "weights", weights, layouts, shape, Path(model))

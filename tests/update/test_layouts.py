@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_stppo.data.observed import with_observations
 from tests.ranks import run_ranks
 from tests.update import layouts
 
@@ -66,7 +67,7 @@ def reference(folder: Path) -> dict[str, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     given = layouts.batch()
-    logprobs, entropies, hidden = [], [], []
+    logprobs, entropies, hidden, after_prompt = [], [], [], []
     for n in range(len(given.live_N)):
         start, end = given.sequence_offsets[n : n + 2].tolist()
         ids = given.tokens_P[start:end]
@@ -77,9 +78,14 @@ def reference(folder: Path) -> dict[str, Any]:
         logprobs.append(table[at - 1, ids[at]])
         entropies.append(-(table.exp() * table).sum(-1)[at - 1])
         hidden.append(states[at - 1])
+        after_prompt.append(states[int(at[0]) - 1 : -1])  # what predicts turns and observations
     actor = _actor(model, given, torch.cat(logprobs), torch.cat(entropies))
     model.zero_grad()
-    return actor | _critic(model, given, torch.cat(hidden))
+    critic = _critic(model, given, torch.cat(hidden))
+    model.zero_grad()
+    observing = _critic(model, with_observations(given), torch.cat(after_prompt))
+    value_R = torch.cat(after_prompt).detach() @ layouts.value_head(hidden[0].shape[1]).squeeze(0)
+    return actor | critic | {f"observing {k}": v for k, v in observing.items()} | {"value_R": value_R}
 
 
 def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> dict[str, Any]:
@@ -88,6 +94,7 @@ def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Ten
     count = int(live_T.sum())
     objective, clipped = torch.zeros((), dtype=torch.float64), 0
     lost = torch.zeros((), dtype=torch.float64)  # its gradient is what clipping removed
+    ratios, by_turn = [], {}
     for first, last in itertools.pairwise(turns):
         if not live_T[first]:
             continue
@@ -96,6 +103,10 @@ def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Ten
         objective += torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
         outside = (advantage > 0) & (ratio > 1.2) | (advantage < 0) & (ratio < 0.8)
         clipped += int(outside.sum())
+        ratios.append(ratio.item())
+        for name in _turn_names(given, first):
+            out, of = by_turn.get(name, (0, 0))
+            by_turn[name] = (out + int(outside.sum()), of + last - first)
         lost += (ratio * advantage[outside]).sum() / count
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
@@ -110,9 +121,25 @@ def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Ten
         "actor/gradient_norm": norm_of([p.grad for p in parameters]),
         "actor/clip_fraction": clipped / count,
         "actor/clipping_bias": bias_norm,
+        "actor/clipping_bias_gradient": bias_norm,
+        "actor/correction_scale": 1 / max(1, bias_norm),
+        **{f"actor/clip_fraction_turn_{name}": out / of for name, (out, of) in by_turn.items()},
+        "actor/ratio_p1": min(ratios),  # of fewer than 100
+        "actor/ratio_p50": sorted(ratios)[math.ceil(len(ratios) / 2) - 1],
+        "actor/ratio_p99": max(ratios),
+        "actor/ratio_max": max(ratios),
         "logprob_T": logprob_T.detach(),
         "gradients": _gradients(model),
     }
+
+
+def _turn_names(given: Any, first: int) -> list[str]:
+    """Of the turn whose first action token is `first`. Example: ["2", "last"]."""
+    starts = given.turn_offsets.tolist()
+    owner = given.turn_to_sequence_S.tolist()
+    turn = starts.index(first)
+    number = turn - owner.index(owner[turn]) + 1
+    return [str(number)] + ["last"] * (turn + 1 == len(owner) or owner[turn + 1] != owner[turn])
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -133,7 +160,7 @@ def _critic(model: Any, given: Any, hidden_T: torch.Tensor) -> dict[str, Any]:
     near_T = old_T + (value_T - old_T).clamp(-0.5, 0.5)
     error_T = torch.maximum((value_T - return_T) ** 2, (near_T - return_T) ** 2) / 2
     loss = error_T[given.live_T].mean()
-    loss.backward()
+    loss.backward(retain_graph=True)
     gradients = [p.grad for p in model.model.parameters()] + [head.grad, bias.grad]
     return {"critic/loss": loss.item(), "critic/gradient_norm": norm_of(gradients)}
 
@@ -168,12 +195,13 @@ def test_step_equals_float64_reference_under_every_layout(
 
 
 def _same_numbers(model: Path, results: tuple[Any, ...]) -> None:
-    numbers, own = results[0]
+    numbers, own, value_R = results[0]
     expected = reference(model)
     torch.testing.assert_close(torch.tensor(own).double(), expected["logprob_T"], atol=2e-5, rtol=0)
-    for name in expected.keys() - {"logprob_T", "gradients"}:
+    torch.testing.assert_close(torch.tensor(value_R).double(), expected["value_R"], atol=2e-4, rtol=2e-4)
+    for name in expected.keys() - {"logprob_T", "gradients", "value_R"}:
         assert numbers[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6), name
-    assert all(other == numbers for other, _ in results), "every rank reports the same numbers"
+    assert all(other == numbers for other, _, _ in results), "every rank reports the same numbers"
 
 
 def _same_gradients(model: Path, folder: Path) -> None:

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_stppo.data.observed import action_rows, with_observations
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.types import Batch, Task, Trajectory, Turn
+
+TASK = Task("t", (), ("a",), "train", 0)
+
+
+def batch() -> Batch:
+    """The example of types.Trajectory, one that never began, and a prompt of 1 with a turn of 2 tokens."""
+    first = (Turn((1, 2, 3), (-1.0, -2.0, -3.0), (7,) * 4, 0.5, 0), Turn((4,), (-4.0,), (), 1.0, 0))
+    second = (Turn((5, 6), (-5.0, -6.0), (8,), 2.0, 0),)
+    played = [
+        Trajectory(TASK, (9, 9), first, "ok"),
+        Trajectory(TASK, (9,) * 3, (), "error"),
+        Trajectory(TASK, (9,), second, "ok"),
+    ]
+    return to_batch(played)
+
+
+def test_everything_after_the_prompts_counts_and_a_turn_takes_its_observation_along() -> None:
+    whole = with_observations(batch())
+    assert whole.action_index_T.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 14, 15, 16]
+    assert whole.turn_offsets.tolist() == [0, 7, 8, 11]
+    assert whole.action_offsets.tolist() == [0, 8, 8, 11]
+    assert whole.turn_to_sequence_S.tolist() == [0, 0, 2]
+    assert whole.live_T.tolist() == [True] * 11
+
+
+def test_observations_have_no_reward_and_no_logprob() -> None:
+    given = replace(batch(), old_logprob_T=torch.tensor([1.0, 2, 3, 4, 5, 6]))
+    whole = with_observations(given)
+    assert whole.reward_T.tolist() == [0, 0, 0.5, 0, 0, 0, 0, 1, 0, 2, 0]
+    assert whole.rollout_logprob_T.tolist() == [-1, -2, -3, 0, 0, 0, 0, -4, -5, -6, 0]
+    assert whole.old_logprob_T is not None and whole.old_logprob_T.tolist() == [
+        1,
+        2,
+        3,
+        0,
+        0,
+        0,
+        0,
+        4,
+        5,
+        6,
+        0,
+    ]
+    assert whole.reference_logprob_T is None
+
+
+def test_action_rows_are_where_the_action_tokens_went() -> None:
+    rows = action_rows(batch())
+    assert rows.tolist() == [0, 1, 2, 7, 8, 9]
+    assert torch.equal(with_observations(batch()).action_index_T[rows], batch().action_index_T)
+
+
+def test_without_observations_nothing_changes() -> None:
+    turns = (Turn((1, 2), (-1.0, -2.0), (), 0.0, 0), Turn((3,), (-3.0,), (), 1.0, 0))
+    plain = to_batch([Trajectory(TASK, (9, 9), turns, "ok")])
+    whole = with_observations(plain)
+    for name in ("action_index_T", "turn_offsets", "action_offsets", "reward_T", "rollout_logprob_T"):
+        assert torch.equal(getattr(whole, name), getattr(plain, name)), name

@@ -1,0 +1,33 @@
+"""docs/algorithms.md against the settings; docs/metrics.md is held against real rows by tests/loop."""
+
+from __future__ import annotations
+
+from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.config import AlgorithmConfig
+from tests.documented import NAME, metrics, rows, undocumented
+
+
+def test_every_field_of_the_algorithm_has_a_row_with_its_default() -> None:
+    written = {}
+    for cells in rows("algorithms.md"):
+        if len(cells) == 6:  # field, formula, source, difference, default, why
+            written |= dict(zip(NAME.findall(cells[0]), NAME.findall(cells[4]), strict=False))
+    fields = {name: field.default for name, field in AlgorithmConfig.model_fields.items() if name != "preset"}
+    assert written == {name: str(default) for name, default in fields.items()}
+
+
+def test_every_preset_has_a_row_in_the_order_of_the_table() -> None:
+    presets = [NAME.findall(cells[0]) for cells in rows("algorithms.md") if len(cells) == 5]
+    named = [names[0] for names in presets if names]
+    assert sorted(named) == sorted(VARIANTS)
+
+
+def test_every_aggregation_has_a_row() -> None:
+    kinds = AlgorithmConfig.model_fields["aggregation"].annotation.__args__  # type: ignore[union-attr]
+    first = [NAME.findall(cells[1])[:1] for cells in rows("algorithms.md") if len(cells) == 6]
+    assert set(kinds) <= {names[0].rstrip(":") for names in first if names}
+
+
+def test_no_metric_is_described_twice() -> None:
+    assert len(metrics()) == len(set(metrics()))
+    assert undocumented(["actor/clip_fraction_turn_12", "seconds/update", "actor/clip"]) == ["actor/clip"]

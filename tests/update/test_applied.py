@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.update import applied, layouts
+
+HALVED = {"correction": "gradient", "correction_unit": "mean", "correction_floor": 2.0}  # ||C|| is below 2
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "turn_ppo": {"preset": "turn_ppo"},
+    "step": {**HALVED, "correction_apply": "step"},
+    "gradient": {**HALVED, "correction_apply": "gradient"},
+    "paper": {"preset": "paper"},
+    "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Any, Any]]:
+    """(numbers, gradient, change of the weights) by name."""
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    layouts.write_model(folder, num_hidden_layers=1)
+    (found,) = run_ranks(applied.first_steps, 1, str(folder), ALGORITHMS)
+    return {name: (numbers, torch.tensor(g), torch.tensor(d)) for name, (numbers, g, d) in found.items()}
+
+
+def test_on_the_step_the_scale_shortens_the_step_and_leaves_the_gradient(steps: Any) -> None:
+    (_, gradient, moved), (numbers, same, halved) = steps["turn_ppo"], steps["step"]
+    assert numbers["actor/correction_scale"] == 0.5
+    assert numbers["actor/scaled_gradient_norm"] == numbers["actor/gradient_norm"]
+    torch.testing.assert_close(same, gradient)
+    assert float(moved.abs().sum()) > 0
+    torch.testing.assert_close(halved, moved / 2, atol=1e-7, rtol=1e-3)  # a weight's rounding
+
+
+def test_on_the_gradient_the_scale_is_undone_by_adams_first_step(steps: Any) -> None:
+    (_, gradient, moved), (numbers, halved, same) = steps["turn_ppo"], steps["gradient"]
+    assert numbers["actor/correction_scale"] == 0.5
+    assert numbers["actor/scaled_gradient_norm"] == pytest.approx(numbers["actor/gradient_norm"] / 2)
+    torch.testing.assert_close(halved, gradient / 2)
+    assert float((same - moved).abs().sum()) < 1e-2 * float(moved.abs().sum())
+
+
+def test_the_papers_form_divides_by_the_exact_norm_whatever_its_size(steps: Any) -> None:
+    (plain, gradient, _), (numbers, divided, _) = steps["turn_ppo"], steps["paper"]
+    norm = numbers["actor/clipping_bias_gradient"]
+    assert 0 < norm < 2, "a floor of 2 would have halved the gradient"
+    assert numbers["actor/clipping_bias"] == norm
+    assert numbers["actor/correction_scale"] == pytest.approx(1 / norm)
+    torch.testing.assert_close(divided, gradient / norm)
+    assert plain["actor/correction_scale"] == 1 and plain["actor/clipping_bias"] == 0
+
+
+def test_sums_over_trajectories_change_the_loss_but_neither_means_nor_c_in_the_unit_of_sums(
+    steps: Any,
+) -> None:
+    """Every token weighs 1/7 of 7 live trajectories instead of 1/N."""
+    (mean, gradient, _), (total, larger, _) = steps["turn_ppo"], steps["sums"]
+    batch = layouts.batch()
+    factor = int(batch.live_T.sum()) / 7
+    torch.testing.assert_close(larger, gradient * factor, rtol=1e-4, atol=1e-6)
+    assert total["actor/objective"] == pytest.approx(mean["actor/objective"] * factor, rel=1e-4)
+    for same in ("entropy", "clip_fraction", "kl_to_old", "clipping_bias_logit", "clipping_bias_coefficient"):
+        assert total[f"actor/{same}"] == pytest.approx(mean[f"actor/{same}"], rel=1e-4), same
+    assert mean["actor/clipping_bias_logit"] > 0, "reported without a correction too"
