@@ -37,6 +37,7 @@ SUMS = (
     "objective", "kl", "entropy", "kl_to_old", "clipped",
     "coefficient_bias_sq", "coefficient_grad_sq", "logit_bias_sq", "logit_grad_sq",
 )  # fmt: skip
+ESTIMATORS = ("coefficient", "logit", "gradient")
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,12 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     norm = actor.reduce()
     # agreed on before the branch: a second backward pass is collective
     finite = not all_agree(not all(map(math.isfinite, (*sums.values(), norm))))
+    norms = {name: 0.0 for name in ESTIMATORS if a.correction_probe or name == a.correction}
+    if finite and sums["clipped"] > 0:
+        norms = {name: _bias_norm(name, actor, loss, microbatches, sums, norm) for name in norms}
     bias_norm, scale = 0.0, 1.0
-    if finite and a.correction != "off" and sums["clipped"] > 0:
-        bias_norm = _bias_norm(actor, loss, microbatches, sums, norm)
-        bias_norm = in_unit(bias_norm, a.correction_unit, tokens)
+    if finite and a.correction in norms:
+        bias_norm = in_unit(norms[a.correction], a.correction_unit, tokens)
         scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     stepped = actor.step(
@@ -153,14 +156,19 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
         "actor/correction_scale": scale,
         "actor/gradient_norm": norm,
         "actor/skipped": float(not stepped),
+        **({f"actor/clipping_bias_{name}": norms[name] for name in norms} if a.correction_probe else {}),
     }
 
 
 def _bias_norm(
-    actor: Trainer, loss: ActorLoss, microbatches: Sequence[Microbatch], sums: dict[str, float], norm: float
+    estimator: str,
+    actor: Trainer,
+    loss: ActorLoss,
+    microbatches: Sequence[Microbatch],
+    sums: dict[str, float],
+    norm: float,
 ) -> float:
-    """||C|| of the minibatch in parameter space, mean over tokens, by the configured estimator."""
-    estimator = loss.algorithm.correction
+    """||C|| of the minibatch in parameter space, mean over tokens."""
     if estimator != "gradient":
         return calibrated_norm(sums[f"{estimator}_bias_sq"], sums[f"{estimator}_grad_sq"], norm)
     with actor.gradients_kept():
