@@ -74,7 +74,7 @@ EVALUATION = 0.65
 ROLLOUT_AND_SCORE = 0.9
 STEP = {"gae": 0.26, "group": 0.13}
 SECOND_BACKWARD = 0.06
-BUILD, COLD_START = 20.0, 500.0
+BUILD, COLD_START = 20.0, 620.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Run:
         if own.get("correction") == "gradient" or own.get("correction_probe"):
             per_step += SECOND_BACKWARD
         evaluations = 1 + total / common["run.evaluate_every"]
-        return START + evaluations * EVALUATION + total * (ROLLOUT_AND_SCORE + steps * per_step)
+        return float(START + evaluations * EVALUATION + total * (ROLLOUT_AND_SCORE + steps * per_step))
 
 
 def select(only: Sequence[str], seeds: Sequence[int], settings: Sequence[str]) -> list[Run]:
