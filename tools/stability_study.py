@@ -1,6 +1,6 @@
 """Trains the family of algorithms on the quickstart's task, off policy, over seeds: who collapses, and when.
 
-    python -m tools.stability_study [--only family] [--settings gentle,harsh_3] [--seeds 0-4] [--jobs 2]
+    python -m tools.stability_study [--only family] [--settings gentle,harsh_2] [--seeds 0-4] [--jobs 2]
         [--budget-minutes 60] [--plan] [--report]
 
 Every run is a process on one core; a seed's build and cold start are shared by all its runs. What is done is

@@ -187,7 +187,12 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     root = tmp_path / "runs"
     root.mkdir()
     ledger = Ledger(root / "ledger.json")
-    given = {("ppo", 0): [0.4, *[0.1] * 10], ("ppo", 1): [0.4] * 6, ("st_ppo", 0): [0.4, 0.9, 0.9, 0.9]}
+    given = {
+        ("ppo", 0): [0.4, *[0.1] * 10],
+        ("ppo", 1): [0.4] * 6,
+        ("st_ppo", 0): [0.4, 0.9, 0.9, 0.9],
+        ("ppo", 100): [0.2, 0.4],
+    }
     for (name, seed), values in given.items():
         run = matrix.Run("gentle", name, seed)
         path = root / "runs" / run.name
@@ -196,17 +201,19 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
         (path / "metrics.jsonl").write_text(text)
         ledger.begin(run.name, "k")
         ledger.end(run.name, "done", 30.0)
-    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path), "--settings", "gentle"]
+    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path)]
+    arguments += ["--settings", "gentle", "--seeds", "0,1,100"]
     assert stability_study.main(arguments) == 0
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "of last time" not in text
     assert "| `ppo` | 2 | 1 (0.09 to 0.91) |" in text
+    assert "| gentle | `ppo` | 100 | 0.40 | 0.30 | no |" in text, "of the pilot, which no table counts"
     assert "| `ppo` |  | -0.80 (0/1) |" in text, "one seed in common, so no interval"
     assert (folder / "gentle.png").stat().st_size > 0
     kept = [path.read_bytes() for path in sorted(folder.glob("[cr]*"))]
     stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder)
     assert [path.read_bytes() for path in sorted(folder.glob("[cr]*"))] == kept, "each run once"
-    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 6 + 4
+    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 6 + 4 + 2
 
 
 def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def draw_estimates(rows: Sequence[Row], output: Path) -> None:
     for axis, (label, metric) in zip(figure.subplots(1, 3), ESTIMATES.items(), strict=True):
         for name in names:
             exact, estimate = pairs([row for row in rows if row["algorithm"] == name], metric)
-            axis.scatter(exact, estimate, s=4, alpha=0.4, label=name, linewidths=0)
+            axis.scatter(exact, estimate, s=8, alpha=0.5, label=name, linewidths=0)
         low, high = axis.get_xlim()
         if label != "clip fraction":
             axis.plot([low, high], [low, high], color="black", linewidth=0.8)

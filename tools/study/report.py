@@ -13,7 +13,7 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import FAMILY, FORMS, SETTINGS
+from tools.study.matrix import FAMILY, FORMS, PILOT, SETTINGS
 
 Row = dict[str, Any]
 BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
@@ -38,7 +38,8 @@ def sections(folder: Path, shown: Path) -> list[str]:
     rows, curves = read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet")
     if not rows:
         return ["Nothing has been run yet."]
-    lines = [cost(rows)]
+    lines = [cost(rows), *pilot_table([row for row in rows if row["seed"] >= PILOT])]
+    rows, curves = ([row for row in given if row["seed"] < PILOT] for given in (rows, curves))
     for setting in SETTINGS:
         own = [row for row in rows if row["setting"] == setting]
         of_setting = [row for row in curves if row["setting"] == setting]
@@ -65,6 +66,18 @@ def cost(rows: Sequence[Row]) -> str:
         f"starting and ending processes ({statistics.median(row['seconds_outside'] for row in rows):.0f} s a "
         "run)."
     )
+
+
+def pilot_table(rows: Sequence[Row]) -> list[str]:
+    """The runs that chose the harsh setting, one by one; nothing if there are none."""
+    if not rows:
+        return []
+    lines = ["", "### The rung", "", _line(["setting", "run", "seed", "best", "final", "collapsed"])]
+    lines.append(_line(["---"] * 6))
+    for row in rows:
+        cells = [row["setting"], f"`{row['algorithm']}`", f"{row['seed']}", f"{row['best']:.2f}"]
+        lines.append(_line([*cells, f"{row['final']:.2f}", "yes" if row["collapsed"] else "no"]))
+    return lines
 
 
 def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
