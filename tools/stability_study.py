@@ -130,7 +130,9 @@ def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--root {root}: another study or a run of it is at work there; wait") from None
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # a shell's background jobs are born deaf to SIGINT
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
 
         def say(text: str) -> None:
             done = sum(ledger.is_done(task.name, task.key) for task in tasks)
