@@ -260,6 +260,11 @@ class AlgorithmConfig(Section):
     correction_floor: float = Field(
         1.0, ge=0, description="scale = 1 / max(floor, ||C||); 0 is the paper's literal form"
     )
+    correction_probe: bool = Field(
+        False,
+        description="also report ||C|| by every estimator, and every step in steps.jsonl; the same training, "
+        "but for the time of a second backward pass where something is clipped",
+    )
     advantage: Literal["gae", "group", "group_mean"] = Field(
         "gae",
         description="by a critic; or outcomes less their group's mean, divided by its deviation or not",

@@ -11,6 +11,7 @@ from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.routing import recording
 from megatron_stppo.parallel.collectives import all_agree
+from megatron_stppo.runtime import rows
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
 from megatron_stppo.types import Batch
@@ -55,6 +56,8 @@ def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
         return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
     ratios = Ratios(batch, learner.config.algorithm)
     steps = list(_steps(learner, batch, iteration, ratios))
+    if learner.config.algorithm.correction_probe and learner.place.rank == 0:
+        rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
     # first_kl_to_old: 0, or scores and updates differ
     return mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
 

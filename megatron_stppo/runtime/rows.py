@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ def truncate(path: Path, last: int) -> None:
     scratch = path.with_suffix(".tmp")
     scratch.write_text("".join(kept), encoding="utf-8")
     os.replace(scratch, path)
+
+
+def write_steps(path: Path, iteration: int, steps: Sequence[Mapping[str, float]]) -> None:
+    """Appends a row per optimizer step, numbered from 1; those of an earlier attempt at it, and later ones,
+    go. JSON has no NaN: null."""
+    truncate(path, iteration - 1)
+    with path.open("a", encoding="utf-8") as file:
+        for number, step in enumerate(steps, 1):
+            finite = {name: value if math.isfinite(value) else None for name, value in step.items()}
+            file.write(json.dumps({"iteration": iteration, "step": number} | finite) + "\n")
 
 
 def column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -175,7 +175,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:
     """Of ||C||: the free ones, and the exact one where it is configured."""
-    return (*FREE, "gradient") if a.correction == "gradient" else FREE
+    return (*FREE, "gradient") if a.correction == "gradient" or a.correction_probe else FREE
 
 
 def _bias_norms(
@@ -185,7 +185,7 @@ def _bias_norms(
     found: dict[str, float] = {
         name: calibrated_norm(sums[f"{name}_bias_sq"], sums[f"{name}_grad_sq"], norm) for name in FREE
     }
-    if loss.algorithm.correction == "gradient":
+    if "gradient" in _estimators(loss.algorithm):
         with actor.gradients_kept():
             actor.zero()
             forward_backward(actor.model, microbatches, loss.bias)

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_stppo.runtime import metrics as module
 from megatron_stppo.runtime.curves import plot
 from megatron_stppo.runtime.metrics import Metrics, progress
-from megatron_stppo.runtime.rows import column, read
+from megatron_stppo.runtime.rows import column, read, write_steps
 
 
 class Clock:
@@ -140,3 +140,11 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then(
 def test_other_ranks_show_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress([1, 2], "cold start", enabled=False, every=0.0)) == [1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_the_steps_of_an_iteration_done_again_replace_the_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for iteration, norms in ((1, [1.0, 2.0]), (2, [3.0, 4.0]), (2, [5.0, math.nan])):
+        write_steps(path, iteration, [{"norm": norm} for norm in norms])
+    found = [(row["iteration"], row["step"], row["norm"]) for row in read(path)]
+    assert found == [(1, 1, 1.0), (1, 2, 2.0), (2, 1, 5.0), (2, 2, None)]

@@ -27,6 +27,7 @@ ST_PPO = {
     "kl_coefficient": 0.1,
     "correction": "gradient",
     "correction_unit": "mean",
+    "correction_probe": True,
 }
 # (family, ranks, parallel:, whether optimizer states are sharded: gradients then lie in pieces)
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
@@ -67,7 +68,7 @@ def reference(folder: Path) -> dict[str, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     given = layouts.batch()
-    logprobs, entropies, hidden, after_prompt = [], [], [], []
+    logprobs, entropies, squares, hidden, after_prompt = [], [], [], [], []
     for n in range(len(given.live_N)):
         start, end = given.sequence_offsets[n : n + 2].tolist()
         ids = given.tokens_P[start:end]
@@ -77,9 +78,10 @@ def reference(folder: Path) -> dict[str, Any]:
         at = given.action_index_T[first:last] - start
         logprobs.append(table[at - 1, ids[at]])
         entropies.append(-(table.exp() * table).sum(-1)[at - 1])
+        squares.append(table.detach().exp().square().sum(-1)[at - 1])
         hidden.append(states[at - 1])
         after_prompt.append(states[int(at[0]) - 1 : -1])  # what predicts turns and observations
-    actor = _actor(model, given, torch.cat(logprobs), torch.cat(entropies))
+    actor = _actor(model, given, *map(torch.cat, (logprobs, entropies, squares)))
     model.zero_grad()
     critic = _critic(model, given, torch.cat(hidden))
     model.zero_grad()
@@ -88,11 +90,14 @@ def reference(folder: Path) -> dict[str, Any]:
     return actor | critic | {f"observing {k}": v for k, v in observing.items()} | {"value_R": value_R}
 
 
-def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Tensor) -> dict[str, Any]:
+def _actor(
+    model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Tensor, sum_p_sq_T: torch.Tensor
+) -> dict[str, Any]:
     old_T = logprob_T.detach() + given.old_logprob_T.double()
     live_T, turns = given.live_T, given.turn_offsets.tolist()
     count = int(live_T.sum())
     objective, clipped = torch.zeros((), dtype=torch.float64), 0
+    sizes = {"coefficient": [0.0, 0.0], "logit": [0.0, 0.0]}  # squared estimates of ||C|| and of ||grad J||
     lost = torch.zeros((), dtype=torch.float64)  # its gradient is what clipping removed
     ratios, by_turn = [], {}
     for first, last in itertools.pairwise(turns):
@@ -108,20 +113,28 @@ def _actor(model: Any, given: Any, logprob_T: torch.Tensor, entropy_T: torch.Ten
             out, of = by_turn.get(name, (0, 0))
             by_turn[name] = (out + int(outside.sum()), of + last - first)
         lost += (ratio * advantage[outside]).sum() / count
+        slope = 1 - 2 * logprob_T[first:last].exp() + sum_p_sq_T[first:last]
+        for which, part in enumerate((advantage[outside], advantage[~outside])):
+            coefficient = ratio.item() * float(part.sum()) / (last - first) / count  # of every token
+            sizes["coefficient"][which] += coefficient**2 * (last - first)
+            sizes["logit"][which] += coefficient**2 * float(slope.sum())
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
     entropy = entropy_T[live_T].sum() / count
     parameters = list(model.parameters())
     bias_norm = norm_of(torch.autograd.grad(lost, parameters, retain_graph=True))
     (-objective + 0.1 * kl - 0.01 * entropy).backward(retain_graph=True)
+    gradient_norm = norm_of([p.grad for p in parameters])
+    free = {name: math.sqrt(of_c / of_j) * gradient_norm for name, (of_c, of_j) in sizes.items()}
     return {
         "actor/objective": objective.item(),
         "actor/kl_loss": kl.item(),
         "actor/entropy": entropy.item(),
-        "actor/gradient_norm": norm_of([p.grad for p in parameters]),
+        "actor/gradient_norm": gradient_norm,
         "actor/clip_fraction": clipped / count,
         "actor/clipping_bias": bias_norm,
         "actor/clipping_bias_gradient": bias_norm,
+        **{f"actor/clipping_bias_{name}": norm for name, norm in free.items()},
         "actor/correction_scale": 1 / max(1, bias_norm),
         **{f"actor/clip_fraction_turn_{name}": out / of for name, (out, of) in by_turn.items()},
         "actor/ratio_p1": min(ratios),  # of fewer than 100

@@ -1,0 +1,225 @@
+"""tools/stability_study.py: what it would run, how it goes on, and what it reports of finished runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stppo.config_file import load
+from tools import stability_study
+from tools.study import collect, matrix
+from tools.study.figures import table
+from tools.study.ledger import Ledger
+from tools.study.report import BEGIN, END
+from tools.study.tasks import CONFIG, tasks_of
+from tools.study.work import Crew, Task, judge, prepare
+
+
+@pytest.mark.parametrize("setting", matrix.SETTINGS)
+def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: str) -> None:
+    runs = [load(CONFIG, matrix.Run(setting, name, 3).overrides()) for name in matrix.ALGORITHMS]
+    sections = [run.model_dump(exclude={"algorithm"}) for run in runs]
+    assert all(other == sections[0] for other in sections)
+    untouched = ("clip_low", "clip_high", "gamma", "lam", "kl_coefficient", "entropy_coefficient", "whiten")
+    for field in untouched:
+        assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
+
+
+def test_the_papers_form_is_the_literal_one() -> None:
+    a = load(CONFIG, matrix.Run("gentle", "st_ppo_paper", 0).overrides()).algorithm
+    assert (a.segments, a.correction, a.correction_apply) == ("turn", "gradient", "gradient")
+    assert (a.correction_unit, a.correction_floor) == ("mean", 0)
+
+
+def test_a_seed_is_finished_before_the_next_one_and_its_start_is_shared(tmp_path: Path) -> None:
+    tasks = tasks_of(matrix.select(["ppo", "st_ppo"], [0, 4], ["gentle"]), tmp_path)
+    assert [(task.name, task.needs) for task in tasks[:4]] == [
+        ("build-0", ""),
+        ("cold-start-0", "build-0"),
+        ("gentle-ppo-0", "cold-start-0"),
+        ("gentle-st_ppo-0", "cold-start-0"),
+    ]
+    assert len({task.key for task in tasks}) == 8 == len(tasks)
+    moved = tasks_of(matrix.select(["ppo", "st_ppo"], [0, 4], ["gentle"]), tmp_path / "elsewhere")
+    assert [task.key for task in moved] == [task.key for task in tasks], "a key does not hold a place"
+
+
+def test_arguments_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    where = ["--root", str(tmp_path)]
+    assert matrix.seeds_of("0-2,7") == [0, 1, 2, 7]
+    for wrong in (["--only", "sppo"], ["--settings", "mild"], ["--seeds", "1-x"]):
+        assert stability_study.main([*wrong, *where]) == 2
+        assert wrong[1] in capsys.readouterr().err
+
+
+def test_the_ledger_goes_on_where_it_was(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.json")
+    ledger.begin("a", "k1")
+    assert Ledger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: nobody wrote how it ended"
+    ledger.end("a", "interrupted", 2.0)
+    again = Ledger(tmp_path / "ledger.json")
+    again.begin("a", "k1")
+    again.end("a", "done", 3.0)
+    last = Ledger(tmp_path / "ledger.json")
+    assert last.is_done("a", "k1") and not last.is_done("a", "k2")
+    assert (entry := last["a"]) is not None and entry.seconds == 5.0, "over both attempts"
+    last.begin("a", "k2")
+    assert (entry := last["a"]) is not None and entry.seconds == 0.0, "of other settings: another task"
+
+
+# Stands for training: once it is under way somebody presses Ctrl-C in the study; on SIGUSR1 it checkpoints
+# and leaves with 85; with --resume it is done.
+TRAINS = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+if "--resume" in sys.argv:
+    sys.exit(0)
+def leave(*_):
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "LATEST").touch()
+    sys.exit(85)
+signal.signal(signal.SIGUSR1, leave)
+folder.mkdir()
+(folder / "metrics.jsonl").write_text('{"iteration": 3}\\n')
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+
+
+def test_interrupted_it_gives_notice_and_the_next_call_resumes(tmp_path: Path) -> None:
+    def python(name: str, code: str, needs: str = "", **more: Any) -> Task:
+        return Task(
+            name, (sys.executable, "-c", code, str(tmp_path / name)), "k", tmp_path / name, needs, **more
+        )
+
+    start, broken = python("start", "print('built')"), python("broken", "raise SystemExit(3)")
+    never = python("never", "print('built')", "broken")
+    run = python("run", TRAINS, "start", is_run=True, iterations=9)
+    tasks, said = [start, broken, never, run], list[str]()
+    with (tmp_path / "lock").open("w") as lock:
+
+        def work(tasks: list[Task], deadline: float) -> bool:
+            crew = Crew(Ledger(tmp_path / "ledger.json"), tmp_path / "logs", 1, lock.fileno())
+            return crew.work(tasks, deadline, said.append)
+
+        assert not work(tasks, time.monotonic()) and not said, "the time was up"
+        assert not work(tasks, math.inf)
+        entries = json.loads((tmp_path / "ledger.json").read_text())
+        known = {name: entry["status"] for name, entry in entries.items()}
+        assert known == {"start": "done", "broken": "failed", "run": "interrupted"}
+        assert any(x.startswith("interrupted run 3/9") for x in said)
+        assert work([start, run], math.inf)
+    assert "begins run again" in said
+    assert not run.checkpoints.exists(), "a finished run keeps its numbers, not its weights"
+    assert (tmp_path / "logs" / "start.log").read_text() == "built\n"
+
+
+def test_only_files_of_the_same_settings_are_gone_on_with(tmp_path: Path) -> None:
+    task = Task("run", ("train",), "k", tmp_path / "run", is_run=True)
+    (task.checkpoints / "step_1").mkdir(parents=True)
+    assert prepare(task, was_begun=True) == ("train", "--resume")
+    assert prepare(task, was_begun=False) == ("train",)
+    assert not task.folder.exists()
+
+
+def test_only_a_spent_budget_of_non_finite_steps_is_a_result_among_failures(tmp_path: Path) -> None:
+    task = Task("run", (), "k", tmp_path, is_run=True)
+    for reason, status in (
+        ("6 steps were not finite, run.nonfinite_budget=5; lower the rates", "done"),
+        ("no checkpoint can be written", "failed"),
+    ):
+        (tmp_path / "exit.json").write_text(json.dumps({"code": 93, "reason": reason}))
+        assert judge(task, 93, leaving=False)[0] == status
+    assert judge(task, -9, leaving=False)[0] == "failed"
+    assert judge(task, -10, leaving=True)[0] == "interrupted", "notice came before it could be heard"
+
+
+def rows_of(exact_match: list[float], **changes: Any) -> list[dict[str, Any]]:
+    """Iterations 0, 1, 2, ... of a run that evaluates at each; gradient norms 1, 2, 3, ..."""
+    found: list[dict[str, Any]] = []
+    for iteration, value in enumerate(exact_match):
+        row = dict.fromkeys(collect.METRICS, 0.5) | {"iteration": iteration, "seconds": 2.0}
+        found.append(row | {collect.EXACT_MATCH: value, "actor/gradient_norm": float(iteration)})
+    found[-1] |= changes
+    return found
+
+
+def test_the_row_of_a_run() -> None:
+    run = matrix.Run("gentle", "ppo", 0)
+    row = collect.summary(run, rows_of([0.2, 0.5, 0.7, 0.9, 0.4]), False, seconds=25.0)
+    assert (row["first"], row["best"], row["final"]) == (0.2, 0.9, pytest.approx(2 / 3))
+    assert (row["to_0.6"], row["to_0.9"], row["collapsed"], row["collapse_began"]) == (2, 3, 0, None)
+    assert (row["gradient_norm"], row["gradient_norm_p95"]) == (2.0, 4.0)
+    assert (row["seconds"], row["seconds_outside"]) == (25.0, 15.0)
+
+
+def test_a_run_collapses_by_its_exact_match_or_by_a_number_that_is_missing() -> None:
+    run = matrix.Run("gentle", "ppo", 0)
+    fallen = collect.summary(run, rows_of([0.9, *[0.4] * 10]), False, 1.0)
+    assert (fallen["collapsed"], fallen["collapse_began"], fallen["not_finite"]) == (1, 1, 0)
+    broken = collect.summary(run, rows_of([0.9, 0.9], **{"actor/kl_to_old": None}), False, 1.0)
+    assert (broken["collapsed"], broken["collapse_began"], broken["not_finite"]) == (1, None, 1)
+    ended = collect.summary(run, rows_of([0.9, 0.9]), True, 1.0)
+    assert (ended["collapsed"], ended["not_finite"]) == (1, 1)
+
+
+def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:
+    of_seed = {0: [1.0, 3.0, 5.0, 7.0, 9.0], 1: [0.0, 0.0, 2.0, None, 4.0]}
+    rows = [
+        {"seed": seed, "iteration": i, "x": x}
+        for seed, values in of_seed.items()
+        for i, x in enumerate(values, 1)
+    ]
+    iterations, values = table(rows, "x", 2)
+    assert iterations.tolist() == [1.5, 4.0]
+    assert values.tolist() == [[2.0, 7.0], [0.0, 3.0]]
+
+
+def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Path) -> None:
+    document, folder = tmp_path / "study.md", tmp_path / "study"
+    document.write_text(f"before\n{BEGIN}of last time\n{END}after\n")
+    root = tmp_path / "runs"
+    root.mkdir()
+    ledger = Ledger(root / "ledger.json")
+    given = {
+        ("ppo", 0): [0.4, *[0.1] * 10],
+        ("ppo", 1): [0.4] * 6,
+        ("st_ppo", 0): [0.4, 0.9, 0.9, 0.9],
+        ("ppo", 100): [0.2, 0.4],
+    }
+    for (name, seed), values in given.items():
+        run = matrix.Run("gentle", name, seed)
+        path = root / "runs" / run.name
+        path.mkdir(parents=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows_of(values))
+        (path / "metrics.jsonl").write_text(text)
+        ledger.begin(run.name, "k")
+        ledger.end(run.name, "done", 30.0)
+    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path)]
+    arguments += ["--settings", "gentle", "--seeds", "0,1,100"]
+    assert stability_study.main(arguments) == 0
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "of last time" not in text
+    assert "| `ppo` | 2 | 1 (0.09 to 0.91) |" in text
+    assert "| gentle | `ppo` | 100 | 0.40 | 0.30 | no |" in text, "of the pilot, which no table counts"
+    assert "| `ppo` |  | -0.80 (0/1) |" in text, "one seed in common, so no interval"
+    assert (folder / "gentle.png").stat().st_size > 0
+    kept = [path.read_bytes() for path in sorted(folder.glob("[cr]*"))]
+    stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder)
+    assert [path.read_bytes() for path in sorted(folder.glob("[cr]*"))] == kept, "each run once"
+    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 6 + 4 + 2
+
+
+def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:
+    run = matrix.Run("gentle", "ppo", 0)
+    ledger = Ledger(tmp_path / "ledger.json")
+    ledger.begin(run.name, "of before")
+    ledger.end(run.name, "done", 1.0)
+    given = ["--root", str(tmp_path), "--only", "ppo", "--settings", "gentle", "--seeds", "0", "--plan"]
+    assert stability_study.main(given) == 2

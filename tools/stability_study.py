@@ -1,0 +1,166 @@
+"""Trains the family of algorithms on the quickstart's task, off policy, over seeds: who collapses, and when.
+
+    python -m tools.stability_study [--only family] [--settings gentle,harsh_2] [--seeds 0-4] [--jobs 2]
+        [--budget-minutes 60] [--plan] [--report]
+
+Every run is a process on one core; a seed's build and cold start are shared by all its runs. What is done is
+skipped, what was interrupted (the budget, Ctrl-C) goes on from a checkpoint. docs/study.md has the protocol;
+its tables and figures, and the small files they come from in docs/study/, are made again at the end, or by
+--report alone from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+
+from rich.console import Console
+
+from megatron_stppo.runtime.rows import read
+from tools.study import collect, matrix
+from tools.study.ledger import Ledger
+from tools.study.report import report
+from tools.study.tasks import tasks_of
+from tools.study.work import NOT_FINITE, ROOT, Crew, Task
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all that was asked for is done; 1: something is left, or failed; 2: wrong arguments."""
+    given = parse(argv)
+    try:
+        chosen = [x.split(",") for x in (given.only, given.settings)]
+        runs = matrix.select(chosen[0], matrix.seeds_of(given.seeds), chosen[1])
+        root = given.root.resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        ledger, done = Ledger(root / "ledger.json"), True
+        if not given.report:
+            tasks = tasks_of(runs, root, given.iterations)
+            keep_results(tasks, ledger)
+            show_plan(tasks, ledger, given.jobs)
+            if given.plan:
+                return 0
+            done = work(tasks, ledger, root, given.jobs, given.budget_minutes)
+        gather(runs, ledger, root, given.docs / "study")
+        report(given.docs / "study", given.docs / "study.md")
+    except ValueError as error:
+        print(f"stability_study: {error}", file=sys.stderr)
+        return 2
+    return int(not done)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    groups = ", ".join(f"{name} ({', '.join(group)})" for name, group in matrix.GROUPS.items())
+    parser.add_argument("--only", default="family", help=f"algorithms or groups: {groups}")
+    parser.add_argument(
+        "--settings", default=",".join(matrix.STUDIED), help=f"of {', '.join(matrix.SETTINGS)}"
+    )
+    parser.add_argument("--seeds", default="0-4", help="for example 0-4 or 0,7")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time; default: the cores")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=math.inf, help="then checkpoint what runs, and stop"
+    )
+    parser.add_argument("--iterations", type=int, help="of a run, instead of the protocol's; for a trial")
+    parser.add_argument("--plan", action="store_true", help="say what would be run and how long, and stop")
+    parser.add_argument("--report", action="store_true", help="run nothing; report what is there")
+    parser.add_argument("--root", type=Path, default=ROOT / "runs" / "study", help="for what is run")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of study.md and study/")
+    return parser.parse_args(argv)
+
+
+def keep_results(tasks: Sequence[Task], ledger: Ledger) -> None:
+    """Raises ValueError where a task would replace what was done with other settings or sources: hours."""
+    for task in tasks:
+        entry = ledger[task.name]
+        if entry is not None and entry.status == "done" and entry.key != task.key:
+            raise ValueError(
+                f"{task.folder}: was made with other settings; move it away, with its entry in ledger.json, "
+                "or give another --root"
+            )
+
+
+def show_plan(tasks: Sequence[Task], ledger: Ledger, jobs: int) -> None:
+    """What is left, and its expected hours on `jobs` cores."""
+    left = [task for task in tasks if not ledger.is_done(task.name, task.key)]
+    runs = [task for task in left if task.is_run]
+    seconds = sum(expected(task, tasks, ledger) for task in left)
+    before = len(left) - len(runs)
+    console.print(
+        f"{len(tasks)} tasks, {len(tasks) - len(left)} done; to do: {before} builds and cold starts, "
+        f"{len(runs)} runs; about {seconds / 3600 / jobs:.1f} hours, {jobs} at a time"
+    )
+    for task in left:
+        again = " (begun)" if ledger.was_begun(task.name, task.key) else ""
+        console.print(f"  {task.name}{again}  {expected(task, tasks, ledger):.0f} s")
+
+
+def expected(task: Task, tasks: Sequence[Task], ledger: Ledger) -> float:
+    """Seconds left: what finished tasks of the same kind took, else the table's; less what is done of it."""
+    kind = task.name.rpartition("-")[0]
+    took = [
+        entry.seconds
+        for other in tasks
+        if other.name.rpartition("-")[0] == kind and ledger.is_done(other.name, other.key)
+        for entry in [ledger[other.name]]
+        if entry is not None
+    ]
+    whole = sum(took) / len(took) if took else task.seconds
+    begun = ledger.was_begun(task.name, task.key) and task.checkpoints.is_dir()
+    return whole * (1 - task.done_iterations() / task.iterations if begun else 1)
+
+
+def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: float) -> bool:
+    """Whether all is done. Raises ValueError where another study works in the same folder."""
+    started = time.monotonic()
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--root {root}: another study or a run of it is at work there; wait") from None
+        # a shell's background jobs are born deaf to SIGINT
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
+
+        def say(text: str) -> None:
+            done = sum(ledger.is_done(task.name, task.key) for task in tasks)
+            left = sum(
+                expected(task, tasks, ledger) for task in tasks if not ledger.is_done(task.name, task.key)
+            )
+            passed = (time.monotonic() - started) / 60
+            ahead = f"about {left / 60 / jobs:.0f} min to go"
+            console.print(f"[{done}/{len(tasks)}] {passed:.0f} min, {ahead}: {text}", markup=False)
+
+        crew = Crew(ledger, root / "logs", jobs, lock.fileno())
+        return crew.work(tasks, started + 60 * minutes, say)
+
+
+def gather(runs: Sequence[matrix.Run], ledger: Ledger, root: Path, folder: Path) -> None:
+    """The numbers of the runs that are done, into the files of `folder`."""
+    summaries, curves, steps = [], [], []
+    for run in runs:
+        entry, path = ledger[run.name], root / "runs" / run.name
+        if entry is None or entry.status != "done":
+            continue
+        rows = read(path / "metrics.jsonl")
+        summaries.append(collect.summary(run, rows, entry.reason == NOT_FINITE, entry.seconds))
+        curves += collect.curves(run, rows)
+        steps += collect.steps(run, path)
+    if summaries:
+        collect.merge(folder, summaries, curves, steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Figures of the study, drawn from the rows of curves.parquet and steps.parquet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+# Title, metric, iterations that a point is the mean of, logarithmic
+PANELS = (
+    ("held-out exact match", "evaluate/exact_match", 1, False),
+    ("action tokens clipped, share", "actor/clip_fraction", 5, False),
+    ("KL to the old policy, nats per token", "actor/kl_to_old", 5, True),
+    ("gradient norm", "actor/gradient_norm", 5, True),
+)
+EXACT = "actor/clipping_bias_gradient"
+ESTIMATES = {
+    "logit": "actor/clipping_bias_logit",
+    "coefficient": "actor/clipping_bias_coefficient",
+    "clip fraction": "actor/clip_fraction",
+}
+
+
+def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, output: Path) -> None:
+    """The mean over seeds of each algorithm, and a band from the least to the greatest."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, (name, metric, width, logarithmic) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for number, algorithm in enumerate(algorithms):
+            own = [row for row in rows if row["algorithm"] == algorithm]
+            iterations, values = table(own, metric, width)
+            if len(iterations):
+                color = colormaps["tab10"](number % 10)
+                axis.plot(iterations, values.mean(0), label=algorithm, color=color, linewidth=1.6)
+                axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.1, lw=0)
+        _frame(axis, name, "iteration", logarithmic)
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(output, format="png", dpi=90)
+
+
+def table(rows: Sequence[Row], metric: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(iterations [I], values [seeds, I]) where every seed has a number, means of `width` such iterations.
+
+    Example, width 2: iterations 1, 2, 3, 4 with 1, 3, 5, 7 give [1.5, 3.5] and [[2, 6]].
+    """
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row[metric] is not None:
+            found[row["seed"]][row["iteration"]] = row[metric]
+    if not found:
+        return np.empty(0), np.empty((0, 0))
+    shared = sorted(set.intersection(*(set(own) for own in found.values())))
+    shared = shared[: len(shared) // width * width]
+    values = np.array([[own[i] for i in shared] for own in found.values()])
+    return np.array(shared).reshape(-1, width).mean(1), values.reshape(len(found), -1, width).mean(2)
+
+
+def draw_estimates(rows: Sequence[Row], output: Path) -> None:
+    """Every step of the probes at which something was clipped: estimate against exact norm."""
+    names = sorted({row["algorithm"] for row in rows})
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, (label, metric) in zip(figure.subplots(1, 3), ESTIMATES.items(), strict=True):
+        for name in names:
+            exact, estimate = pairs([row for row in rows if row["algorithm"] == name], metric)
+            axis.scatter(exact, estimate, s=8, alpha=0.5, label=name, linewidths=0)
+        low, high = axis.get_xlim()
+        if label != "clip fraction":
+            axis.plot([low, high], [low, high], color="black", linewidth=0.8)
+        _frame(axis, label, "exact ||C||", True)
+        axis.set_xscale("log")
+    axis.legend(fontsize=8)
+    figure.savefig(output, format="png", dpi=90)
+
+
+def pairs(rows: Sequence[Row], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """(exact norms, estimates) of the steps at which both are positive."""
+    both = [(row[EXACT], row[metric]) for row in rows if (row[EXACT] or 0) > 0 and (row[metric] or 0) > 0]
+    exact, estimate = np.array(both, dtype=float).reshape(-1, 2).T
+    return exact, estimate
+
+
+def _frame(axis: Axes, title: str, below: str, logarithmic: bool) -> None:
+    axis.set_title(title)
+    axis.set_xlabel(below)
+    axis.grid(alpha=0.3)
+    if logarithmic and axis.has_data():
+        axis.set_yscale("log")

@@ -1,0 +1,138 @@
+"""What the study runs: algorithms and settings as data.
+
+A run is the quickstart's configuration, COMMON, one setting and one algorithm: nothing else differs, and no
+algorithm has a rate, a clip bound or a batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Fields = dict[str, Any]
+
+# Rollouts are on policy when an iteration begins and grow stale inside it: the last of epochs * minibatches
+# steps trains on what a policy of epochs * minibatches - 1 steps before has written, as in the paper.
+COMMON: Fields = {
+    "parallel.tensor": 1,
+    "rollout.tasks_per_iteration": 16,  # groups of 4 for everyone: group-normalised advantages need groups,
+    "rollout.samples_per_task": 4,  # and GAE is to see the same batches
+    "update.minibatches": 4,
+    "run.iterations": 100,
+    "run.evaluate_every": 2,
+    "run.checkpoint_every": 1000,  # at the end, and at the notice that interrupts a run
+    "run.dump": "none",
+    "evaluate.samples": 1,  # of every held-out task, at temperature 1
+}
+SETTINGS: dict[str, Fields] = {
+    "gentle": {"update.epochs": 1, "update.actor.lr": 1.5e-4, "update.critic.lr": 4.5e-4},
+    # a ladder, of which token PPO alone chooses the rung that the study runs at
+    "harsh_1": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
+    "harsh_2": {"update.epochs": 2, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
+    "harsh_3": {"update.epochs": 4, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
+    "harsh_4": {"update.epochs": 4, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
+}
+STUDIED = ("gentle", "harsh_2")
+PILOT = 100  # seeds from here on choose the rung, and are in no result
+
+PAPER: Fields = {
+    "correction": "gradient",
+    "correction_apply": "gradient",
+    "correction_unit": "mean",
+    "correction_floor": 0,
+}
+FAMILY: dict[str, Fields] = {
+    "ppo": {"preset": "ppo"},
+    "turn_ppo": {"preset": "turn_ppo"},
+    "s_ppo": {"preset": "s_ppo"},
+    "st_ppo": {"preset": "st_ppo"},
+    "st_ppo_paper": {"preset": "st_ppo", **PAPER},
+    "grpo": {"preset": "grpo"},
+    "so_grpo": {"preset": "so_grpo"},
+}
+# ST-PPO with one part of its correction changed, and the paper's form with one part changed.
+FORMS: dict[str, Fields] = {
+    "st_ppo_coefficient": {"preset": "st_ppo", "correction": "coefficient"},
+    "st_ppo_gradient": {"preset": "st_ppo", "correction": "gradient"},
+    "st_ppo_floor_0": {"preset": "st_ppo", "correction_floor": 0},
+    "st_ppo_unit_mean": {"preset": "st_ppo", "correction_unit": "mean"},
+    "st_ppo_on_gradient": {"preset": "st_ppo", "correction_apply": "gradient"},
+    "st_ppo_paper_floor_1": {"preset": "st_ppo", **PAPER, "correction_floor": 1},
+    "st_ppo_paper_on_step": {"preset": "st_ppo", **PAPER, "correction_apply": "step"},
+}
+# All estimators at every step; the training is that of the name without _probe.
+PROBES: dict[str, Fields] = {
+    "s_ppo_probe": {"preset": "s_ppo", "correction_probe": True},
+    "st_ppo_probe": {"preset": "st_ppo", "correction_probe": True},
+}
+GROUPS = {"family": FAMILY, "forms": FORMS, "probes": PROBES}
+ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
+
+# Seconds on one core of 2 of an x86-64 CPU, 2026-11-22; once runs are finished, theirs are taken instead.
+START = 15.0
+EVALUATION = 0.65
+ROLLOUT_AND_SCORE = 0.9
+STEP = {"gae": 0.26, "group": 0.13}
+SECOND_BACKWARD = 0.06
+BUILD, COLD_START = 20.0, 620.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Example: Run("harsh_1", "ppo", 3).name is "harsh_1-ppo-3"."""
+
+    setting: str
+    algorithm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-{self.algorithm}-{self.seed}"
+
+    def overrides(self, iterations: int | None = None) -> list[str]:
+        """Of the quickstart's configuration, in the command line's form; without paths."""
+        own = {f"algorithm.{field}": value for field, value in ALGORITHMS[self.algorithm].items()}
+        fields = COMMON | SETTINGS[self.setting] | own | {"run.seed": self.seed}
+        if iterations is not None:
+            fields["run.iterations"] = iterations
+        return [f"{field}={str(value).lower()}" for field, value in fields.items()]
+
+    def seconds(self, iterations: int | None = None) -> float:
+        """Expected of the whole run, on a core of its own."""
+        own, common = ALGORITHMS[self.algorithm], COMMON | SETTINGS[self.setting]
+        total = iterations or common["run.iterations"]
+        steps = common["update.epochs"] * common["update.minibatches"]
+        per_step = STEP["group" if "grpo" in self.algorithm else "gae"]
+        if own.get("correction") == "gradient" or own.get("correction_probe"):
+            per_step += SECOND_BACKWARD
+        evaluations = 1 + total / common["run.evaluate_every"]
+        return float(START + evaluations * EVALUATION + total * (ROLLOUT_AND_SCORE + steps * per_step))
+
+
+def select(only: Sequence[str], seeds: Sequence[int], settings: Sequence[str]) -> list[Run]:
+    """Every run of these algorithms or groups, seed by seed, so that what is there is always comparable.
+
+    Raises ValueError for a name that is not known.
+    """
+    chosen: list[str] = []
+    for name in only:
+        if name not in GROUPS and name not in ALGORITHMS:
+            known = ", ".join([*GROUPS, *ALGORITHMS])
+            raise ValueError(f"--only {name}: is no algorithm or group; choose from {known}")
+        chosen += [x for x in GROUPS.get(name, {name: None}) if x not in chosen]
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise ValueError(f"--settings {setting}: is not known; choose from {', '.join(SETTINGS)}")
+    return [Run(setting, name, seed) for seed in seeds for setting in settings for name in chosen]
+
+
+def seeds_of(text: str) -> list[int]:
+    """Example: "0-2,7" gives [0, 1, 2, 7]. Raises ValueError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--seeds {text}: is no list of numbers; for example 0-4 or 0,3")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found

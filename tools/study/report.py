@@ -1,0 +1,173 @@
+"""The tables of docs/study.md, from runs.csv and steps.parquet, and the figures beside them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.study.collect import read_csv, read_parquet
+from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
+from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
+from tools.study.matrix import FAMILY, FORMS, PILOT, SETTINGS
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
+# The forms of the correction are compared with these, on the same seeds.
+AGAINST = ("turn_ppo", "st_ppo", "st_ppo_paper")
+
+
+def report(folder: Path, document: Path) -> None:
+    """Draws what `folder` holds and puts it between the marks of the document. Raises ValueError without
+    marks."""
+    text = document.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{document}: has no line {BEGIN.strip()} and {END.strip()}; add them")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    lines = sections(folder, folder.relative_to(document.parent))
+    document.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
+
+
+def sections(folder: Path, shown: Path) -> list[str]:
+    """Markdown lines; `shown` is the folder as the document names it."""
+    rows, curves = read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet")
+    if not rows:
+        return ["Nothing has been run yet."]
+    lines = [cost(rows), *pilot_table([row for row in rows if row["seed"] >= PILOT])]
+    rows, curves = ([row for row in given if row["seed"] < PILOT] for given in (rows, curves))
+    for setting in SETTINGS:
+        own = [row for row in rows if row["setting"] == setting]
+        of_setting = [row for row in curves if row["setting"] == setting]
+        for title, names in (("", list(FAMILY)), (": forms of the correction", [*AGAINST, *FORMS])):
+            there = [name for name in names if any(row["algorithm"] == name for row in own)]
+            if not there or (title and not set(there) & set(FORMS)):
+                continue
+            picture = f"{setting}{'-forms' if title else ''}.png"
+            draw_curves(of_setting, there, f"{setting}{title}", folder / picture)
+            lines += ["", f"### `{setting}`{title}", "", *summary_table(own, there), ""]
+            lines += [f"![curves]({shown / picture})", "", *pair_table(own, there)]
+    steps = read_parquet(folder / "steps.parquet")
+    if steps:
+        draw_estimates(steps, folder / "estimators.png")
+        lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
+        lines += [f"![estimators]({shown / 'estimators.png'})"]
+    return lines
+
+
+def cost(rows: Sequence[Row]) -> str:
+    total, outside = (sum(row[name] for row in rows) for name in ("seconds", "seconds_outside"))
+    return (
+        f"{len(rows)} runs, {total / 3600:.1f} hours of one core; {outside / total:.0%} of them went into "
+        f"starting and ending processes ({statistics.median(row['seconds_outside'] for row in rows):.0f} s a "
+        "run)."
+    )
+
+
+def pilot_table(rows: Sequence[Row]) -> list[str]:
+    """The runs that chose the harsh setting, one by one; nothing if there are none."""
+    if not rows:
+        return []
+    lines = ["", "### The rung", "", _line(["setting", "run", "seed", "best", "final", "collapsed"])]
+    lines.append(_line(["---"] * 6))
+    for row in rows:
+        cells = [row["setting"], f"`{row['algorithm']}`", f"{row['seed']}", f"{row['best']:.2f}"]
+        lines.append(_line([*cells, f"{row['final']:.2f}", "yes" if row["collapsed"] else "no"]))
+    return lines
+
+
+def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """A row per algorithm: rates with Wilson intervals, means over seeds with t intervals, 95 %."""
+    times = [f"iterations to {threshold}" for threshold in THRESHOLDS]
+    head = [
+        "algorithm",
+        "seeds",
+        "collapsed",
+        "best exact match",
+        "final exact match",
+        "clipped",
+        "KL to old",
+    ]
+    head += ["gradient norm, p95", "scale", *times, "s per update"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for name in names:
+        own = [row for row in rows if row["algorithm"] == name]
+        count = sum(row["collapsed"] for row in own)
+        low, high = wilson(count, len(own))
+        cells = [f"`{name}`", f"{len(own)}", f"{count} ({low:.2f} to {high:.2f})"]
+        cells += [interval(own, "best"), interval(own, "final"), interval(own, "clip_fraction", 3)]
+        cells += [interval(own, "kl_to_old", 4)]
+        cells += [f"{_median(own, 'gradient_norm'):.2f}, {_median(own, 'gradient_norm_p95'):.2f}"]
+        cells += [f"{_median(own, 'correction_scale'):.2f}"]
+        cells += [_time([row[f"to_{threshold}"] for row in own]) for threshold in THRESHOLDS]
+        lines.append(_line([*cells, f"{_median(own, 'seconds_update'):.2f}"]))
+    return lines
+
+
+def pair_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Final exact match of the row's algorithm less that of the column's, on the same seeds."""
+    of = {name: {row["seed"]: row["final"] for row in rows if row["algorithm"] == name} for name in names}
+    lines = [
+        "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
+        "which the row is higher. Intervals without 0 are bold; they are not corrected for their number.",
+        "",
+        _line(["", *(f"`{name}`" for name in names)]),
+        _line(["---"] * (len(names) + 1)),
+    ]
+    for left in names:
+        cells = [_apart(of[left], of[right]) if left != right else "" for right in names]
+        lines.append(_line([f"`{left}`", *cells]))
+    return lines
+
+
+def estimator_table(steps: Sequence[Row]) -> list[str]:
+    """Per setting and algorithm, over the steps at which something was clipped."""
+    head = ["setting", "run", "steps", "with clipping", "estimator", "correlation of logs"]
+    head += ["ratio to exact: p10", "median", "p90"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for setting, name in sorted({(row["setting"], row["algorithm"]) for row in steps}):
+        own = [row for row in steps if (row["setting"], row["algorithm"]) == (setting, name)]
+        for label, metric in ESTIMATES.items():
+            exact, estimate = pairs(own, metric)
+            if len(exact) < 3:
+                continue
+            correlation = float(np.corrcoef(np.log(exact), np.log(estimate))[0, 1])
+            ratios = np.quantile(estimate / exact, (0.1, 0.5, 0.9))
+            spread = [f"{x:.2f}" for x in ratios] if label != "clip fraction" else [""] * 3
+            cells = [setting, f"`{name}`", f"{len(own)}", f"{len(exact) / len(own):.0%}", label]
+            lines.append(_line([*cells, f"{correlation:.2f}", *spread]))
+    return lines
+
+
+def interval(rows: Sequence[Row], name: str, digits: int = 2) -> str:
+    """Example: "0.71 ± 0.05"."""
+    middle, half = mean_interval([row[name] for row in rows if row[name] is not None])
+    return f"{middle:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
+def _apart(left: dict[int, float], right: dict[int, float]) -> str:
+    middle, half, higher, seeds = compare(left, right)
+    if seeds == 0:
+        return ""
+    shown = f"{middle:+.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")
+    return f"{f'**{shown}**' if abs(middle) > half else shown} ({higher}/{seeds})"
+
+
+def _time(times: Sequence[int | None]) -> str:
+    """Example: "6 (4/5)": the median, and how many got there."""
+    middle = median_time(times)
+    reached = sum(t is not None for t in times)
+    return f"{'never' if math.isinf(middle) else f'{middle:.0f}'} ({reached}/{len(times)})"
+
+
+def _median(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if row[name] is not None]
+    return statistics.median(values) if values else math.nan
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,87 @@
+"""The processes behind the runs: per seed a build and a cold start, which all its runs begin with; then the
+runs."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.study.matrix import BUILD, COLD_START, Run
+from tools.study.work import ROOT, Task
+
+QUICKSTART = ROOT / "examples" / "quickstart"
+CONFIG = QUICKSTART / "config.yaml"
+DRIVER = ("run.py", "stages.py")  # of the quickstart's own stages; what is built does not depend on them
+DOOR = (sys.executable, "-m", "megatron_stppo")
+
+
+def tasks_of(runs: Sequence[Run], root: Path, iterations: int | None = None) -> list[Task]:
+    """In an order that finishes one seed after the other; the next seed's cold start is never waited for."""
+    prepared = {run.seed: _prepare(run.seed, root) for run in runs}
+    tasks: list[Task] = []
+    for seed, before in prepared.items():
+        tasks += before
+        tasks += [_train(run, root, before[-1], iterations) for run in runs if run.seed == seed]
+    return tasks
+
+
+def _prepare(seed: int, root: Path) -> list[Task]:
+    """Build and cold start of the quickstart with this seed."""
+    folder = root / f"seed-{seed}"
+    data, model = folder / "data", folder / "cold-start"
+    sources = [path.read_text(encoding="utf-8") for path in sorted(QUICKSTART.glob("*.py"))]
+    names = [path.name for path in sorted(QUICKSTART.glob("*.py"))]
+    built = key(*(text for name, text in zip(names, sources, strict=True) if name not in DRIVER), str(seed))
+    build = (sys.executable, str(QUICKSTART / "build.py"), "--output", str(data), "--seed", str(seed))
+    start = [
+        f"model.path={data / 'model'}",
+        f"data.demonstrations={data / 'demonstrations.jsonl'}",
+        f"cold_start.output={model}",
+        f"run.root={folder}",
+        "run.name=cold-start-run",
+        f"run.seed={seed}",
+        "parallel.tensor=1",
+    ]
+    begun = key(built, CONFIG.read_text(encoding="utf-8"), *(x for x in start if str(root) not in x))
+    first = f"build-{seed}"
+    return [
+        Task(first, build, built, data, seconds=BUILD),
+        Task(
+            f"cold-start-{seed}",
+            (*DOOR, "cold-start", str(CONFIG), *start),
+            begun,
+            model,
+            needs=first,
+            seconds=COLD_START,
+        ),
+    ]
+
+
+def _train(run: Run, root: Path, start: Task, iterations: int | None) -> Task:
+    seed = root / f"seed-{run.seed}"
+    overrides = run.overrides(iterations)
+    paths = [
+        f"run.root={root / 'runs'}",
+        f"run.name={run.name}",
+        f"model.path={seed / 'cold-start'}",
+        f"data.train={seed / 'data' / 'train.jsonl'}",
+        f"data.evaluate={seed / 'data' / 'evaluate.jsonl'}",
+        f"environment.retrieval.index={seed / 'data' / 'index'}",
+    ]
+    total = next(int(x.partition("=")[2]) for x in overrides if x.startswith("run.iterations="))
+    return Task(
+        run.name,
+        (*DOOR, "train", str(CONFIG), *overrides, *paths),
+        key(start.key, *overrides),
+        root / "runs" / run.name,
+        needs=start.name,
+        is_run=True,
+        seconds=run.seconds(iterations),
+        iterations=total,
+    )
+
+
+def key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -1,0 +1,162 @@
+"""Tasks as processes, several at a time, each on one core; what was interrupted is gone on with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE
+from megatron_stppo.runtime.rows import read
+from tools.study.ledger import Ledger, Status
+
+ROOT = Path(__file__).parents[2]
+NOT_FINITE = "steps were not finite"  # of exit code 93's reason: the one that is a result
+PATIENCE = 300.0  # seconds for an iteration and a checkpoint after notice
+TICK = 0.2
+REPORT_EVERY = 60.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process. A run trains in `folder` and can be given notice; other tasks are begun anew."""
+
+    name: str
+    command: tuple[str, ...]
+    key: str  # hash of everything that its result depends on
+    folder: Path
+    needs: str = ""  # the task that must be done before
+    is_run: bool = False
+    seconds: float = 0.0  # expected
+    iterations: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def done_iterations(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        rows = read(metrics) if metrics.exists() else []
+        return int(rows[-1]["iteration"]) if rows else 0
+
+
+@dataclass
+class Child:
+    task: Task
+    process: subprocess.Popen[bytes]
+    since: float
+
+
+class Crew:
+    """Example: Crew(ledger, logs, jobs=2, lock=7).work(tasks, time.monotonic() + 3600, print)."""
+
+    def __init__(self, ledger: Ledger, logs: Path, jobs: int, lock: int) -> None:
+        """`lock`: an open file that children inherit, so that it is held as long as one of them lives."""
+        self._ledger, self._logs, self._jobs, self._lock = ledger, logs, jobs, lock
+        self._children: list[Child] = []
+        self._tried: set[str] = set()
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def work(self, tasks: Sequence[Task], deadline: float, say: Callable[[str], None]) -> bool:
+        """Whether everything is done. Gives notice to what runs at the deadline (of time.monotonic), or when
+        it is interrupted from the keyboard, and waits until it has checkpointed."""
+        told = time.monotonic()
+        try:
+            while time.monotonic() < deadline:
+                self._reap(say)
+                self._start(tasks, say)
+                if not self._children:
+                    break
+                if time.monotonic() - told > REPORT_EVERY:
+                    told = time.monotonic()
+                    running = [f"{c.task.name} {_place(c.task)}" for c in self._children]
+                    say(f"  running: {', '.join(running)}")
+                time.sleep(TICK)
+        except KeyboardInterrupt:
+            say("interrupted: waiting for checkpoints")
+        finally:
+            self._leave(say)
+        return all(self._ledger.is_done(task.name, task.key) for task in tasks)
+
+    def _start(self, tasks: Sequence[Task], say: Callable[[str], None]) -> None:
+        done = {task.name for task in tasks if self._ledger.is_done(task.name, task.key)}
+        for task in tasks:
+            if len(self._children) >= self._jobs:
+                return
+            if task.name in self._tried or task.name in done or (task.needs and task.needs not in done):
+                continue
+            self._tried.add(task.name)
+            command = prepare(task, self._ledger.was_begun(task.name, task.key))
+            self._ledger.begin(task.name, task.key)
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+            with (self._logs / f"{task.name}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=ROOT,
+                    pass_fds=(self._lock,),
+                    start_new_session=True,  # what is typed here is not meant for it
+                )
+            self._children.append(Child(task, process, time.monotonic()))
+            say(f"begins {task.name}{' again' if '--resume' in command else ''}")
+
+    def _reap(self, say: Callable[[str], None], leaving: bool = False) -> None:
+        for child in list(self._children):
+            code = child.process.poll()
+            if code is None:
+                continue
+            self._children.remove(child)
+            status, reason = judge(child.task, code, leaving)
+            if status == "done" and child.task.is_run:
+                for name in ("checkpoints", "tensorboard", "heartbeats"):
+                    shutil.rmtree(child.task.folder / name, ignore_errors=True)
+            seconds = time.monotonic() - child.since
+            self._ledger.end(child.task.name, status, seconds, reason)
+            log = f"; see {self._logs / child.task.name}.log" if status == "failed" else ""
+            say(f"{status} {child.task.name} {_place(child.task)}, {seconds:.0f} s {reason}{log}".rstrip())
+
+    def _leave(self, say: Callable[[str], None]) -> None:
+        for child in self._children:
+            child.process.send_signal(signal.SIGUSR1 if child.task.is_run else signal.SIGTERM)
+        until = time.monotonic() + PATIENCE
+        while self._children:
+            if time.monotonic() > until:
+                for child in self._children:
+                    child.process.kill()
+            self._reap(say, leaving=True)
+            time.sleep(TICK)
+
+
+def prepare(task: Task, was_begun: bool) -> tuple[str, ...]:
+    """The command; it goes on from checkpoints of an attempt with the same key, all other files go."""
+    if task.is_run and was_begun and task.checkpoints.is_dir() and any(task.checkpoints.iterdir()):
+        return (*task.command, "--resume")
+    shutil.rmtree(task.folder, ignore_errors=True)
+    return task.command
+
+
+def judge(task: Task, code: int, leaving: bool) -> tuple[Status, str]:
+    """What an exit code means for the ledger. A run that spent its budget of steps that are not finite is
+    done: that is a result. Any other failure is none, and is tried again by the next call."""
+    if code == 0:
+        return "done", ""
+    note = task.folder / "exit.json"
+    text = note.read_text(encoding="utf-8") if task.is_run and note.exists() else ""
+    if code == DO_NOT_RESTART and NOT_FINITE in text:
+        return "done", NOT_FINITE
+    if code == REQUEUE or (leaving and code < 0):
+        return "interrupted", ""
+    return "failed", f"exit code {code}"
+
+
+def _place(task: Task) -> str:
+    return f"{task.done_iterations()}/{task.iterations}" if task.is_run else ""
