@@ -28,6 +28,7 @@ from megatron_stppo.runtime.notice import Notice
 from megatron_stppo.runtime.observer import Observer
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
+from megatron_stppo.update.turns import turns
 
 
 def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
@@ -66,8 +67,10 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         # update: ST-PPO on actor and critic
         with observer.phase("update"):
             parts.train("update")
-            row = update(parts, batch, iteration) | describe(played, batch)
+            row, last_logprob_T = update(parts, batch, iteration)
+            row |= describe(played, batch)
             row |= guard.look(done, row, batch, groups_of(played))
+        log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
         _check(parts, row)
         # reshard: the engine takes over the actor's weights

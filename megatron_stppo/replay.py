@@ -73,7 +73,8 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
             batch = estimate(batch, config.algorithm, group_N)
         with metrics.phase("update"):
             learner.train("update")
-            row = update(learner, batch, number - 1) | describe_batch(batch) | told
+            row, _ = update(learner, batch, number - 1)
+            row |= describe_batch(batch) | told
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.train("checkpoint")

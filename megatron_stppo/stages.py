@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
+from megatron_stppo.model.pipeline import total
 from megatron_stppo.model.routing import recording
 from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.score.logprobs import logprobs
@@ -36,29 +40,38 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     )
 
 
-def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
-    """Every minibatch of every epoch: one step of the actor, one of the critic; the mean of what they report.
+def update(learner: Learner, batch: Batch, iteration: int) -> tuple[dict[str, float], Tensor | None]:
+    """Every minibatch of every epoch: one step of the actor, one of the critic. Collective.
+
+    The mean of what they report; and the log-probs that the last epoch computed, each before the step on its
+    minibatch: float64 [T] on the host, equal on every rank.
 
     A batch with a number that is not finite, on any rank, is refused as a whole: whitening would spread it
-    over all advantages. That counts as one skipped step of each model.
+    over all advantages. That counts as one skipped step of each model, and gives no log-probs.
     """
     if all_agree(bool(not_finite(batch))):
         for trainer in learner.trainers.values():
             trainer.skipped += 1
-        return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
-    steps = list(_steps(learner, batch, iteration))
+        return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0), None
+    seen_T = torch.zeros(len(batch.action_index_T))
+    steps = list(_steps(learner, batch, iteration, seen_T))
     # first_kl_to_old: 0, or scores and updates differ
-    return mean_of(steps) | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    row = mean_of(steps) | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    return row, total([seen_T], len(seen_T), learner.place)
 
 
-def _steps(learner: Learner, batch: Batch, iteration: int) -> Iterator[dict[str, float]]:
+def _steps(learner: Learner, batch: Batch, iteration: int, seen_T: Tensor) -> Iterator[dict[str, float]]:
+    """`seen_T` is left with the last epoch's log-probs of this rank's tokens, 0 elsewhere."""
     config, a, actor = learner.config, learner.config.algorithm, learner.actor
     assert actor is not None
     head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
     for epoch in range(config.update.epochs):
+        seen_T.zero_()  # a trajectory may be another rank's in every epoch
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
             step = actor_step(actor, loss, chosen, learner.packer)
+            for rows, logprob in loss.seen:
+                seen_T[rows] = logprob.cpu()
             if learner.critic is not None:
                 step |= critic_step(learner.critic, batch, chosen, a.value_clip, learner.packer)
             yield step

@@ -1,11 +1,15 @@
-"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed."""
+"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed.
+
+Line k of iteration-00012.turns.jsonl is what the update made of the turns of line k: written after the
+update, and missing where it was refused.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +37,17 @@ class TrajectoryLog:
         if self._rank != 0:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = _path(self._folder, iteration)
-        scratch = path.with_suffix(".tmp")
-        lines = (encode(self._record(iteration, trajectory)) for trajectory in trajectories)
-        scratch.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(scratch, path)
+        turns_path(self._folder, iteration).unlink(missing_ok=True)  # of the interrupted attempt
+        records = (self._record(iteration, trajectory) for trajectory in trajectories)
+        _replace(_path(self._folder, iteration), records)
+
+    def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
+        """One line per trajectory: update/turns.py. None are written where there are none."""
+        if self._rank != 0:
+            return
+        records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
+        if records:
+            _replace(turns_path(self._folder, iteration), records)
 
     def _record(self, iteration: int, trajectory: Trajectory) -> dict[str, Any]:
         task = trajectory.task
@@ -104,6 +114,16 @@ def recorded(run: Path) -> list[int]:
 
 def _path(folder: Path, iteration: int) -> Path:
     return folder / f"iteration-{iteration:05d}.jsonl"
+
+
+def turns_path(folder: Path, iteration: int) -> Path:
+    return folder / f"iteration-{iteration:05d}.turns.jsonl"
+
+
+def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
+    os.replace(scratch, path)
 
 
 def _float32(value: float) -> float:

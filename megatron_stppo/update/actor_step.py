@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class ActorLoss:
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (rows, log-probs) of every chunk so far
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(loss, record): the part of -J + KL + entropy terms that these tokens make, and SUMS."""
@@ -68,6 +69,7 @@ class ActorLoss:
     ) -> tuple[Tensor, Tensor]:
         """The same of the microbatch's action tokens [first, last) and the segments that they are."""
         a, rows = self.algorithm, microbatch.rows_T[first:last]
+        self.seen.append((rows, logprob_T.detach()))
         weight_T = self.at(rows, self.weight_T, logprob_T)
         out = self.surrogate(rows, logprob_T, offsets, sum_p_sq=sum_p_sq_T.detach())
         entropy, kl_loss = weighted_sum(entropy_T, weight_T), torch.zeros_like(out.objective)

@@ -20,6 +20,7 @@ TIMES = (
     "evaluate/tokens_per_second",
 )
 NOT_EQUAL = (*TIMES, "straggler", "engine/restarts")
+KINDS = ("jsonl", "turns.jsonl")
 FAILS = "environment.kind=tests.loop.failing_engine:factory"
 
 
@@ -56,8 +57,8 @@ def test_failed_engine_was_replaced_once_and_the_failure_logged(runs: tuple[Path
 
 
 def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
-    for iteration in range(1, 7):
-        name = f"trajectories/iteration-{iteration:05d}.jsonl"
+    files = (f"iteration-{iteration:05d}.{kind}" for iteration in range(1, 7) for kind in KINDS)
+    for name in (f"trajectories/{file}" for file in files):
         assert (runs[1] / name).read_text() == (runs[0] / name).read_text()
 
 

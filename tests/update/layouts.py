@@ -120,7 +120,7 @@ def steps(
     from megatron_stppo.convert import export_hf
     from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import Packer, total
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.spans import training_layouts
     from megatron_stppo.parallel import groups
@@ -155,6 +155,11 @@ def steps(
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers = actor_step(actor, loss, chosen, packer)
         critic_numbers = critic_step(critic, given, chosen, a.value_clip, packer)
+        seen_T = torch.zeros_like(own_T)
+        for rows, logprob in loss.seen:
+            seen_T[rows] = logprob
+        # bitwise: the loss saw the policy that was scored
+        assert torch.equal(total([seen_T], len(seen_T), place), own_T.double())
         results.append((numbers | critic_numbers, own_T.tolist()))
     layouts = training_layouts(shape, place.layout)
     weights = build.named_parameters(actor.chunks)
