@@ -22,7 +22,7 @@ from megatron_stppo.describe import describe_batch, describe_rollouts
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.hf_names import read_shape
-from megatron_stppo.runtime import checks, dumps, launch, trajectory_log
+from megatron_stppo.runtime import checks, dumps, launch, trajectory_files, trajectory_log
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.stages import score, update
@@ -125,6 +125,6 @@ def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
 
 
 SOURCES = {
-    "rollouts": Source(trajectory_log.recorded, _rollouts),
+    "rollouts": Source(trajectory_files.recorded, _rollouts),
     "batches": Source(dumps.recorded, _batches),
 }
