@@ -14,6 +14,7 @@ from megatron_stppo.report.lines import Lines, number, short
 from megatron_stppo.runtime.trajectory_files import FOLDER, played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
+MAX_SAID = 8  # stretches of iterations told one by one
 MAX_BYTES = 12 * 2**20  # of the episodes on a page, all runs together
 
 
@@ -63,20 +64,24 @@ def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, An
 def left_out(counts: dict[int, tuple[int, bool]]) -> str:
     """From (episodes shown, whether there are more) by iteration.
 
-    Example: {1: (2, True), 2: (2, True), 3: (0, True)} gives "Shown: the first 2 episodes of iterations 1 to
+    Example: {1: (2, True), 2: (2, True), 3: (0, True)} gives "Episodes shown: the first 2 of iterations 1 to
     2; none of iteration 3."
     """
     said = []
     for (shown, more), group in itertools.groupby(counts.items(), key=lambda item: item[1]):
-        iterations = [iteration for iteration, _ in group]
-        span = (
-            f"iteration {iterations[0]}"
-            if len(iterations) == 1
-            else (f"iterations {iterations[0]} to {iterations[-1]}")
+        span = [iteration for iteration, _ in group]
+        where = f"iterations {span[0]} to {span[-1]}" if len(span) > 1 else f"iteration {span[0]}"
+        said.append(
+            f"{f'the first {shown}' if more else f'all {shown}'} of {where}" if shown else f"none of {where}"
         )
-        what = f"the first {shown} episodes" if more else f"all {shown} episodes"
-        said.append(f"{what if shown else 'none'} of {span}")
-    return f"Shown: {'; '.join(said)}." if said else "There are no trajectories."
+    if not said:
+        return "There are no trajectories."
+    if len(said) > MAX_SAID:
+        some = [iteration for iteration, (shown, _) in counts.items() if shown]
+        most = max(shown for shown, _ in counts.values())
+        where = f"{len(some)} of {len(counts)} iterations, from {some[0]} to {some[-1]}"
+        said = [f"at most the first {most} of {where}"]
+    return f"Episodes shown: {'; '.join(said)}."
 
 
 def _spread(there: Sequence[int], most: int) -> list[int]:

@@ -36,7 +36,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
         "run: trajectories/iteration-00001.turns.jsonl: 1 damaged lines left out",
         "run: trajectories/iteration-00001.jsonl: 5 damaged lines left out",
         "run: config.yaml is damaged and left out",
-        "run: Shown: all 3 episodes of iteration 1; all 1 episodes of iteration 2.",
+        "run: Episodes shown: all 3 of iteration 1; all 1 of iteration 2.",
     ]
     (shown,) = data_of(tmp_path / "page.html")["runs"]
     assert shown["columns"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0]]
@@ -72,10 +72,10 @@ def test_pages_are_bounded_and_say_what_they_leave_out(
 ) -> None:
     run = hostile.write(tmp_path / "run")
     assert page.draw([run], tmp_path / "a.html", 3)[-1] == (
-        "run: Shown: the first 2 episodes of iteration 1; all 1 episodes of iteration 2."
+        "run: Episodes shown: the first 2 of iteration 1; all 1 of iteration 2."
     )
     assert page.draw([run], tmp_path / "a.html", 1)[-1] == (
-        "run: Shown: the first 1 episodes of iteration 1; none of iteration 2."
+        "run: Episodes shown: the first 1 of iteration 1; none of iteration 2."
     )
     page.draw([run], tmp_path / "b.html")
     (shown,) = data_of(tmp_path / "b.html")["runs"]
@@ -83,7 +83,7 @@ def test_pages_are_bounded_and_say_what_they_leave_out(
     assert text.endswith(f"[{2**20 - episodes.MAX_TEXT} more characters are in the file]")
     assert (tmp_path / "b.html").stat().st_size < 100_000
     monkeypatch.setattr(episodes, "MAX_BYTES", 4000)
-    assert "the first 2 episodes of iteration 1" in page.draw([run], tmp_path / "c.html")[-1]
+    assert "the first 2 of iteration 1" in page.draw([run], tmp_path / "c.html")[-1]
 
 
 def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +101,13 @@ def test_thinning_keeps_spikes_and_the_end() -> None:
     kept, heights = numbers.thin(list(range(50_000)), values)
     assert len(kept) <= numbers.POINTS + 1 and kept[-1] == 49_999
     assert (31_234, 7.0) in zip(kept, heights, strict=True)
+
+
+def test_many_iterations_are_not_told_one_by_one() -> None:
+    every_second = {iteration: (iteration % 2, True) for iteration in range(1, 1000)}
+    assert episodes.left_out(every_second) == (
+        "Episodes shown: at most the first 1 of 500 of 999 iterations, from 1 to 999."
+    )
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
