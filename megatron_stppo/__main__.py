@@ -272,6 +272,26 @@ def plan(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="the page; default: report.html in the run's folder, or here for several runs"),
+    ] = None,
+    trajectories: Annotated[
+        int | None, typer.Option(min=0, help="at most so many episodes of each run; default: 400")
+    ] = None,
+) -> None:
+    """Draw a run, or compare several, as one HTML page that needs nothing but a browser."""
+    from megatron_stppo.report import page
+
+    target = output or (runs[0] if len(runs) == 1 else Path()) / page.FILE
+    for note in page.draw(runs, target, page.TRAJECTORIES if trajectories is None else trajectories):
+        typer.echo(note, err=True)
+    typer.echo(target)
+
+
+@app.command()
 def doctor() -> None:
     """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
     from megatron_stppo.runtime import doctor as report

@@ -28,8 +28,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"config={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
     try:
-        raw = _yaml(text)
-    except _NOT_YAML as error:
+        raw = parse(text)
+    except NOT_YAML as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"config={path}: is not YAML ({_short(reason)}); mend the file") from None
     if not isinstance(raw, dict):
@@ -79,11 +79,11 @@ _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FA
 _PASSWORD = re.compile("://[^/@]*@")
 
 # Values of YAML's that Python has none for (a 13th month, a number of 5,000 digits) are ValueErrors.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
-def _yaml(text: str | bytes) -> Any:
-    """Data only: no tags that make objects, no aliases. Raises one of _NOT_YAML."""
+def parse(text: str | bytes) -> Any:
+    """Data only: no tags that make objects, no aliases. Raises one of NOT_YAML."""
     loader = _Plain(text)
     try:
         return loader.get_single_data()
@@ -111,8 +111,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown}: {part!r} is a value, not a section; remove what follows it")
     try:
-        node[last] = _number(_yaml(value))
-    except _NOT_YAML:
+        node[last] = _number(parse(value))
+    except NOT_YAML:
         raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
 
 

@@ -18,6 +18,7 @@ from megatron_stppo.describe import describe
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
+from megatron_stppo.report import page
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.deadlines import Watch
@@ -29,6 +30,7 @@ from megatron_stppo.runtime.observer import Observer
 from megatron_stppo.runtime.reporters import reporters
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
+from megatron_stppo.update.turns import turns
 
 
 def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
@@ -68,8 +70,10 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         # update: ST-PPO on actor and critic
         with observer.phase("update"):
             parts.train("update")
-            row = update(parts, batch, iteration) | describe(played, batch, iteration)
+            row, last_logprob_T = update(parts, batch, iteration)
+            row |= describe(played, batch, iteration)
             row |= guard.look(done, row, batch, groups_of(played))
+        log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
         _check(parts, row)
         # reshard: the engine takes over the actor's weights
@@ -96,6 +100,8 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     parts.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
+    if rank == 0:
+        page.draw_at_the_end(run.folder)
 
 
 def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, guard: Guard) -> int:

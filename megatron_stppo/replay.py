@@ -22,7 +22,7 @@ from megatron_stppo.describe import describe_batch, describe_rollouts
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.hf_names import read_shape
-from megatron_stppo.runtime import checks, dumps, launch, trajectory_log
+from megatron_stppo.runtime import checks, dumps, launch, trajectory_files, trajectory_log
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.stages import score, update
@@ -73,7 +73,8 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
             batch = estimate(batch, config.algorithm, group_N)
         with metrics.phase("update"):
             learner.train("update")
-            row = update(learner, batch, number - 1) | describe_batch(batch) | told
+            row, _ = update(learner, batch, number - 1)
+            row |= describe_batch(batch) | told
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.train("checkpoint")
@@ -125,6 +126,6 @@ def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
 
 
 SOURCES = {
-    "rollouts": Source(trajectory_log.recorded, _rollouts),
+    "rollouts": Source(trajectory_files.recorded, _rollouts),
     "batches": Source(dumps.recorded, _batches),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import Tensor
+
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.describe import mean_of
@@ -44,22 +46,26 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     return replace(scored, value_T=values(learner.critic.model, *given))
 
 
-def update(learner: Learner, batch: Batch, iteration: int) -> dict[str, float]:
-    """Every minibatch of every epoch: one step of the actor, one of the critic; the mean of what they report.
+def update(learner: Learner, batch: Batch, iteration: int) -> tuple[dict[str, float], Tensor | None]:
+    """Every minibatch of every epoch: one step of the actor, one of the critic. Collective.
+
+    The mean of what they report; and the log-probs that the last epoch computed, each before the step on its
+    minibatch: float32 [T] on the host, equal on every rank.
 
     A batch with a number that is not finite, on any rank, is refused as a whole: whitening would spread it
-    over all advantages. That counts as one skipped step of each model.
+    over all advantages. That counts as one skipped step of each model, and gives no log-probs.
     """
     if all_agree(bool(not_finite(batch))):
         for trainer in learner.trainers.values():
             trainer.skipped += 1
-        return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
+        return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0), None
     ratios = Ratios(batch, learner.config.algorithm)
     steps = list(_steps(learner, batch, iteration, ratios))
     if learner.config.algorithm.correction_probe and learner.place.rank == 0:
         rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
     # first_kl_to_old: 0, or scores and updates differ
-    return mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    row = mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    return row, ratios.last_logprob_T
 
 
 def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> Iterator[dict[str, float]]:
@@ -71,7 +77,7 @@ def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> It
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
             step = actor_step(actor, loss, chosen, learner.packer)
-            ratios.add(loss.policy_logprobs(), loss.weight_T)
+            ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
             if learner.critic is not None:
                 step |= critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)
             yield step

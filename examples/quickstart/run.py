@@ -2,8 +2,9 @@
 
     python examples/quickstart/run.py [--seed 0] [section.field=value ...]
 
-build -> cold-start -> evaluate -> train -> evaluate, then a table, summary.json and curves.png in the run's
-folder. What a stage printed is in FOLDER/logs/STAGE.log. Interrupted, it goes on where it stopped.
+build -> cold-start -> evaluate -> train -> evaluate, then a table, summary.json, curves.png and report.html
+in the run's folder. What a stage printed is in FOLDER/logs/STAGE.log. Interrupted, it goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from stages import forward
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
+from megatron_stppo.report import page
 from megatron_stppo.runtime import checks
 from megatron_stppo.runtime.curves import plot
 
@@ -33,7 +35,15 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
 OURS = (HERE / "run.py", HERE / "stages.py")  # what the files built do not depend on
 RANKS = 2
-RUN_FILES = ("checkpoints", "metrics.jsonl", "tensorboard", "trajectories", "curves.png", "config.yaml")
+RUN_FILES = (
+    "checkpoints",
+    "metrics.jsonl",
+    "tensorboard",
+    "trajectories",
+    "curves.png",
+    "report.html",
+    "config.yaml",
+)
 console = Console()
 
 
@@ -189,7 +199,7 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
 
 
 def finish(config: Config, ledger: Ledger) -> None:
-    """summary.json, curves.png and the table."""
+    """summary.json, curves.png, report.html and the table."""
     folder = config.run.folder
     before = json.loads((folder / "evaluate-before.json").read_text())
     after = json.loads((folder / "evaluate-after.json").read_text())
@@ -208,6 +218,7 @@ def finish(config: Config, ledger: Ledger) -> None:
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(folder / "metrics.jsonl", folder / "curves.png")
+    page.draw_at_the_end(folder)  # again, with the summary
     show(summary, folder)
 
 
@@ -222,7 +233,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["stage_seconds"].items())
     console.print(f"{summary['seconds']:.0f} s in all: {stages}")
     console.print(
-        f"Look at {folder}/curves.png, {folder}/trajectories/, or: tensorboard --logdir {folder}/tensorboard",
+        f"Look at {folder}/{page.FILE}, {folder}/curves.png, or: tensorboard --logdir {folder}/tensorboard",
         soft_wrap=True,
     )
 

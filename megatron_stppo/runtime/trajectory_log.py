@@ -1,11 +1,15 @@
-"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed."""
+"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed.
+
+Line k of iteration-00012.turns.jsonl is what the update made of the turns of line k: written after the
+update, and missing where it was refused.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.runtime.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
 
-FOLDER, FILE = "trajectories", re.compile(r"^iteration-(\d+)\.jsonl$")
 # JSON escapes control codes below space; these act on a terminal or a line reader too: C1, zero-width,
 # line separators, direction overrides, and halves of surrogate pairs, which are no text at all.
 _ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -26,18 +30,25 @@ class TrajectoryLog:
     """Rank 0 writes every iteration's trajectories; the other ranks nothing."""
 
     def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._folder, self._rank, self._tokenizer = folder / FOLDER, rank, tokenizer
+        self._run, self._rank, self._tokenizer = folder, rank, tokenizer
 
     def write(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
         """One line per trajectory; the file appears whole, replacing one of an interrupted attempt."""
         if self._rank != 0:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = _path(self._folder, iteration)
-        scratch = path.with_suffix(".tmp")
-        lines = (encode(self._record(iteration, trajectory)) for trajectory in trajectories)
-        scratch.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(scratch, path)
+        path = played_path(self._run, iteration)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        turns_path(self._run, iteration).unlink(missing_ok=True)  # of the interrupted attempt
+        records = (self._record(iteration, trajectory) for trajectory in trajectories)
+        _replace(path, records)
+
+    def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
+        """One line per trajectory: update/turns.py. None are written where there are none."""
+        if self._rank != 0:
+            return
+        records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
+        if records:
+            _replace(turns_path(self._run, iteration), records)
 
     def _record(self, iteration: int, trajectory: Trajectory) -> dict[str, Any]:
         task = trajectory.task
@@ -78,7 +89,7 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
 
     Packed, they are the batch that was trained on, bit for bit. Raises ConfigError naming the line.
     """
-    path = _path(run / FOLDER, iteration)
+    path = played_path(run, iteration)
     played: list[Trajectory] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -96,14 +107,10 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
     return played
 
 
-def recorded(run: Path) -> list[int]:
-    """Iterations whose trajectories are there, in order."""
-    found = (FILE.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _path(folder: Path, iteration: int) -> Path:
-    return folder / f"iteration-{iteration:05d}.jsonl"
+def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
+    os.replace(scratch, path)
 
 
 def _float32(value: float) -> float:

@@ -6,6 +6,8 @@ pass, as those of the scores are. No pass through the model is made for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,15 @@ from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segme
 from megatron_stppo.algorithm.surrogate import clipped
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.types import Batch
+from megatron_stppo.update.minibatches import chosen_tokens
 
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Ratios:
     """`add` every optimizer step of an iteration, then `row`.
+
+    last_logprob_T: float32 [T], per trajectory of its last step; 0 before.
 
     Example: two trajectories, of turns 1, 2 and of turn 1, a token each; clipped are turn 2 of the one and
     turn 1 of the other: actor/clip_fraction_turn_1 = 0.5, _turn_2 = 1, _turn_last = 1.
@@ -28,14 +33,17 @@ class Ratios:
         self._batch, self._algorithm = batch, algorithm
         self._offsets = segment_offsets(algorithm.segments, batch.turn_offsets, batch.action_offsets)
         self._turn_T, self._is_last_T = _turns(batch)
+        self.last_logprob_T = torch.zeros(len(batch.action_index_T))
         self._ratios: list[Tensor] = []
         turns = int(self._turn_T.max()) + 1 if len(self._turn_T) else 0
         self._counts = torch.zeros(2, turns, dtype=torch.int64)  # clipped tokens, tokens
         self._last = torch.zeros(2, dtype=torch.int64)  # the same of last turns
 
-    def add(self, logprob_T: Tensor, weight_T: Tensor) -> None:
-        """logprob_T: float32 [T] of the step's policy; weight_T: 0 outside its minibatch."""
+    def add(self, logprob_T: Tensor, weight_T: Tensor, chosen: Sequence[int]) -> None:
+        """logprob_T: float32 [T] of the step's policy, weight_T of its loss; chosen: its trajectories."""
         batch, a = self._batch, self._algorithm
+        of_T = chosen_tokens(batch, chosen)
+        self.last_logprob_T[of_T] = logprob_T[of_T]
         assert batch.old_logprob_T is not None and batch.advantage_T is not None
         ratio_S, _ = segment_ratio(logprob_T, batch.old_logprob_T, self._offsets, a.pooling)
         live_T = weight_T != 0

@@ -20,6 +20,7 @@ TIMES = (
     "evaluate/tokens_per_second",
 )
 NOT_EQUAL = (*TIMES, "straggler", "engine/restarts")
+KINDS = ("jsonl", "turns.jsonl")
 FAILS = "environment.kind=tests.loop.failing_engine:factory"
 
 
@@ -55,9 +56,15 @@ def test_failed_engine_was_replaced_once_and_the_failure_logged(runs: tuple[Path
     assert "engine restart 1 of at most 3: rollout failed on rank 0: EngineFailure: vLLM failed:" in logged
 
 
+def test_a_run_that_is_done_leaves_its_page(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        assert '"name":"' + run.name in (run / "report.html").read_text()
+        assert "report.html: not drawn" not in (run / "logs/rank-0.log").read_text()
+
+
 def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
-    for iteration in range(1, 7):
-        name = f"trajectories/iteration-{iteration:05d}.jsonl"
+    files = (f"iteration-{iteration:05d}.{kind}" for iteration in range(1, 7) for kind in KINDS)
+    for name in (f"trajectories/{file}" for file in files):
         assert (runs[1] / name).read_text() == (runs[0] / name).read_text()
 
 

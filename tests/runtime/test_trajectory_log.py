@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.finite import columns
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.runtime.trajectory_log import TrajectoryLog, encode, read, recorded
+from megatron_stppo.runtime.trajectory_files import recorded, turns_path
+from megatron_stppo.runtime.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.types import Message, Task, Trajectory, Turn
 
 WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
@@ -93,3 +94,16 @@ def test_text_that_acts_on_a_terminal_is_escaped_and_comes_back() -> None:
     assert json.loads(line) == {"action": hostile}
     assert "Lomé" in line
     assert all(character.isprintable() for character in line)
+
+
+def test_what_the_update_made_of_turns_lies_beside_and_goes_when_the_iteration_is_played_again(
+    tmp_path: Path,
+) -> None:
+    log = TrajectoryLog(tmp_path, 0, tokenizer())
+    log.write(1, [EPISODE])
+    log.write_turns(1, [[{"ratio": 1.5}, {"ratio": None}]])
+    beside = turns_path(tmp_path, 1)
+    assert json.loads(beside.read_text()) == {"iteration": 1, "turns": [{"ratio": 1.5}, {"ratio": None}]}
+    assert recorded(tmp_path) == [1]
+    log.write(1, [EPISODE])
+    assert not beside.exists()

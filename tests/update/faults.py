@@ -107,7 +107,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
         scored = score(learner, given, 0)
         if hook is not None:
             hook.remove()
-        return update(learner, replace(given, old_logprob_T=scored.old_logprob_T), 0)
+        return update(learner, replace(given, old_logprob_T=scored.old_logprob_T), 0)[0]
 
     spoil("actor's loss", "advantage_T", step_actor)
     spoil("actor's gradient", None, step_actor, actor)
@@ -115,8 +115,8 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     spoil("critic's loss", "return_T", step_critic)
     spoil("critic's gradient", None, step_critic, critic)
     spoil("log-prob", None, score_and_update)
-    spoil("reward", "reward_T", lambda given: update(learner, given, 0))
-    spoil("none", None, lambda given: update(learner, given, 0))
+    spoil("reward", "reward_T", lambda given: update(learner, given, 0)[0])
+    spoil("none", None, lambda given: update(learner, given, 0)[0])
     return found
 
 

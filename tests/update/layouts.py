@@ -163,7 +163,8 @@ def steps(
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
-        ratios.add(loss.policy_logprobs(), loss.weight_T)
+        ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
+        assert torch.equal(ratios.last_logprob_T, own_T)  # bitwise: the loss saw the policy that was scored
         value_R = values(critic.model, with_observations(given), packer, [chosen])
         numbers |= ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
         observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)

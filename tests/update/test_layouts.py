@@ -117,7 +117,7 @@ def _actor(
         for which, part in enumerate((advantage[outside], advantage[~outside])):
             coefficient = ratio.item() * float(part.sum()) / (last - first) / count  # of every token
             sizes["coefficient"][which] += coefficient**2 * (last - first)
-            sizes["logit"][which] += coefficient**2 * float(slope.sum())
+            sizes["logit"][which] += coefficient**2 * float(slope.detach().sum())
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
     entropy = entropy_T[live_T].sum() / count

@@ -30,7 +30,7 @@ def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
 def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, float]:
     """Of one step on all of it, at these token ratios."""
     out = Ratios(given, AlgorithmConfig.model_validate({"preset": "turn_ppo", **settings}))
-    out.add(torch.tensor(ratios).log(), torch.ones(len(ratios)))
+    out.add(torch.tensor(ratios).log(), torch.ones(len(ratios)), range(len(given.live_N)))
     return out.row()
 
 
@@ -61,9 +61,10 @@ def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
     given = batch((2,), (1,))
     out = Ratios(given, AlgorithmConfig(preset="turn_ppo"))
     # Step one: the first trajectory alone, at 2: clipped. What the other's log-probs say is not looked at.
-    out.add(torch.tensor([2.0, 2.0, math.nan]).log(), torch.tensor([0.5, 0.5, 0.0]))
+    out.add(torch.tensor([2.0, 2.0, math.nan]).log(), torch.tensor([0.5, 0.5, 0.0]), [0])
     # Step two: the second alone, at 1.
-    out.add(torch.tensor([math.nan, 9.0, 1.0]).log(), torch.tensor([0.0, 0.0, 1.0]))
+    out.add(torch.tensor([math.nan, 9.0, 1.0]).log(), torch.tensor([0.0, 0.0, 1.0]), [1])
+    assert out.last_logprob_T.exp().tolist() == pytest.approx([2, 2, 1])
     row = out.row()
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/ratio_p50"] == 1 and row["actor/ratio_max"] == pytest.approx(2)
@@ -84,7 +85,7 @@ def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
         ("sequence", given.action_offsets),
     ):
         out = Ratios(given, AlgorithmConfig(preset="turn_ppo", segments=segments))  # type: ignore[arg-type]
-        out.add(logprob_T, torch.ones(13))
+        out.add(logprob_T, torch.ones(13), range(3))
         whole = surrogate(
             *(logprob_T, torch.zeros(13), advantage_T, torch.ones(13), offsets),
             clip_low=0.2,
@@ -101,7 +102,7 @@ def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
 
 def test_nothing_live_reports_nothing() -> None:
     out = Ratios(batch((1,)), AlgorithmConfig(preset="turn_ppo"))
-    out.add(torch.zeros(1), torch.zeros(1))
+    out.add(torch.zeros(1), torch.zeros(1), [0])
     assert out.row() == {}
 
 

@@ -1,0 +1,203 @@
+// The browser of episodes: filters, the list, and one episode with what the update made of its turns.
+
+const ALL = "";
+
+class Browser {
+  constructor() {
+    this.all = RUNS.flatMap((run, r) => run.episodes.map((episode) => ({ ...episode, r })));
+    this.form = document.getElementById("filters");
+    this.list = document.getElementById("list");
+    this.shown = [];
+    this.chosen = null;
+    this.tones = { ratio: ratioTone(), advantage: this.advantageTone() };
+    const fill = (name, values, label) =>
+      this.form.elements[name].append(
+        el("option", { value: ALL }, "all"), ...values.map((value) => el("option", { value: String(value) }, label(value))),
+      );
+    const different = (of) => [...new Set(this.all.map(of))];
+    fill("run", RUNS.map((_, r) => r), (r) => runName(RUNS[r]));
+    fill("iteration", different((one) => one.iteration).sort((a, b) => a - b), String);
+    fill("outcome", different((one) => one.outcome).sort(), (text) => line(text, 40) || "none");
+    this.form.addEventListener("input", () => this.filter());
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    document.getElementById("tones").addEventListener("input", () => this.filter());
+    this.list.addEventListener("keydown", (event) => this.onKey(event));
+    const sentences = RUNS.map((run) => (RUNS.length > 1 ? `${run.name}: ` : "") + run.left_out);
+    document.getElementById("left-out").append(...sentences.map((text) => write(el("span"), `${text} `)));
+    this.filter();
+  }
+
+  get tone() {
+    return this.tones[document.querySelector("input[name=tone]:checked").value];
+  }
+
+  // The full colour stands for the advantage that 5 % of all turns exceed.
+  advantageTone() {
+    const sizes = this.all.flatMap((one) => one.turns.map((turn) => Math.abs(turn.advantage ?? 0))).sort((a, b) => a - b);
+    const full = sizes[Math.floor(sizes.length * 0.95)] || 1;
+    return {
+      ends: [`-${digits(full)}`, "0", `+${digits(full)}`],
+      of: (turn) => (turn.advantage === undefined ? null : Math.max(-1, Math.min(1, turn.advantage / full))),
+    };
+  }
+
+  filter() {
+    const given = Object.fromEntries(new FormData(this.form)), searched = pattern(given.text);
+    const [least, most] = [given.least, given.most].map((text) => (text === "" ? null : Number(text)));
+    const matches = (one) =>
+      (given.run === ALL || one.r === Number(given.run)) &&
+      (given.iteration === ALL || one.iteration === Number(given.iteration)) &&
+      (given.outcome === ALL || one.outcome === given.outcome) &&
+      (least === null || one.reward >= least) && (most === null || (one.reward !== null && one.reward <= most)) &&
+      (!given.clipped || one.turns.some((turn) => turn.clipped > 0)) &&
+      (!searched || texts(one).some((text) => text.search(searched) >= 0));
+    const orders = {
+      file: () => 0,
+      reward: (one) => one.reward ?? Infinity,
+      ratio: (one) => -Math.max(0, ...one.turns.map((turn) => Math.abs(Math.log(turn.ratio ?? 1)))),
+      advantage: (one) => -Math.max(-Infinity, ...one.turns.map((turn) => Math.abs(turn.advantage ?? 0))),
+    };
+    const key = orders[given.order];
+    this.shown = this.all.filter(matches).sort((a, b) => key(a) - key(b) || 0);
+    this.searched = searched;
+    const total = this.all.length === 1 ? "1 episode" : `${this.all.length} episodes`;
+    document.getElementById("found").textContent = `${this.shown.length} of ${total} on this page`;
+    this.list.replaceChildren(...this.shown.map((one, place) => this.entry(one, place)));
+    this.showScale();
+    this.choose(Math.max(0, this.shown.indexOf(this.chosen)), false);
+  }
+
+  entry(one, place) {
+    const squares = el("span", { class: "squares", "aria-hidden": true });
+    for (const turn of one.turns.slice(0, 12)) squares.append(this.coloured(el("i"), turn));
+    const clipped = one.turns.some((turn) => turn.clipped > 0) ? ", clipped" : "";
+    const run = RUNS.length > 1 ? `${runName(RUNS[one.r])} ` : "";
+    const made = el("li", { role: "option", tabindex: "-1", "aria-selected": "false" },
+      el("span", { class: "where" }, `${run}${one.iteration}·${one.line}`),
+      el("span", { class: `outcome ${one.outcome === "ok" ? "ok" : ""}` }, line(one.outcome, 12) || "none"),
+      el("span", { class: "reward" }, digits(one.reward)),
+      squares,
+      el("span", { class: "asked" }, line(question(one.prompt), 90)),
+      el("span", { class: "hidden" }, clipped));
+    made.addEventListener("click", () => this.choose(place, true));
+    return made;
+  }
+
+  onKey(event) {
+    const place = this.shown.indexOf(this.chosen), page = 10;
+    const to = {
+      ArrowDown: place + 1, ArrowUp: place - 1, PageDown: place + page, PageUp: place - page,
+      Home: 0, End: this.shown.length - 1,
+    }[event.key];
+    if (to === undefined && event.key !== "Enter") return;
+    event.preventDefault();
+    if (to === undefined) document.getElementById("episode").focus();
+    else this.choose(Math.max(0, Math.min(this.shown.length - 1, to)), true);
+  }
+
+  choose(place, focus) {
+    for (const entry of this.list.querySelectorAll("[aria-selected=true]")) {
+      entry.setAttribute("aria-selected", "false");
+      entry.tabIndex = -1;
+    }
+    this.chosen = this.shown[place] ?? null;
+    const into = document.getElementById("episode"), entry = this.list.children[place];
+    if (this.chosen === null) return into.replaceChildren(el("p", {}, "No episode matches."));
+    entry.setAttribute("aria-selected", "true");
+    entry.tabIndex = 0;
+    if (focus) {
+      entry.focus({ preventScroll: true });
+      entry.scrollIntoView({ block: "nearest" });
+    }
+    into.replaceChildren(...this.episode(this.chosen));
+  }
+
+  episode(one) {
+    const facts = {
+      run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group, searches: one.searches,
+      "valid actions": one.valid, targets: one.targets.join(" | "), detail: one.detail,
+    };
+    const list = el("dl", { class: "facts" });
+    for (const [name, value] of Object.entries(facts)) {
+      if (value !== null && value !== "") list.append(el("div", {}, el("dt", {}, name), write(el("dd"), String(value), this.searched)));
+    }
+    return [
+      el("h3", {}, `Iteration ${one.iteration}, episode ${one.line}`), list,
+      this.passage("prompt", one.prompt),
+      ...one.turns.flatMap((turn, k) => [this.turn(turn, k + 1), turn.observation ? this.passage("observation", turn.observation) : null]),
+      one.more_turns ? el("p", {}, `${one.more_turns} more turns are in the file.`) : null,
+    ].filter((part) => part !== null);
+  }
+
+  turn(turn, number) {
+    const told = {
+      ratio: turn.ratio, advantage: turn.advantage, value: turn.value, "policy ÷ engine": turn.mismatch,
+      tokens: turn.tokens, "policy version": turn.version,
+    };
+    const numbers = el("dl", { class: "numbers" });
+    for (const [name, value] of Object.entries(told)) {
+      if (value === undefined || value === null) continue;
+      numbers.append(el("div", {}, el("dt", {}, name), el("dd", {}, name === "advantage" ? signed(value) : digits(value))));
+    }
+    const head = el("h4", {}, `Turn ${number}`);
+    if (turn.clipped > 0) head.append(el("span", { class: "badge" }, `clipped: ${turn.clipped} of ${turn.tokens} tokens`));
+    if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "the update told nothing of it"));
+    const text = write(el("div", { class: "text" }), turn.action, this.searched);
+    return this.coloured(el("section", { class: "turn" }, head, el("div", { class: "beside" }, text, numbers)), turn);
+  }
+
+  passage(name, text) {
+    return el("section", { class: "passage" }, el("h4", {}, name), write(el("div", { class: "text" }), text, this.searched));
+  }
+
+  // Colour by the chosen number, and the mark of a clipped turn.
+  coloured(element, turn) {
+    const share = this.tone.of(turn);
+    element.classList.add(share === null ? "untold" : share < 0 ? "down" : "up");
+    if (turn.clipped > 0) element.classList.add("clipped");
+    element.style.setProperty("--strength", `${Math.round(Math.abs(share ?? 0) * 100)}%`);
+    return element;
+  }
+
+  showScale() {
+    const steps = el("span", { class: "steps", "aria-hidden": true });
+    for (let share = -1; share <= 1.01; share += 0.25) {
+      const step = el("i", { class: share < 0 ? "down" : "up" });
+      step.style.setProperty("--strength", `${Math.round(Math.abs(share) * 100)}%`);
+      steps.append(step);
+    }
+    const [low, middle, high] = this.tone.ends;
+    const scale = el("span", {}, low, steps, high, ` (pale: ${middle})`);
+    const clipped = el("span", {}, el("i", { class: "up clipped sample", "aria-hidden": true }), " clipped");
+    document.getElementById("scale").replaceChildren(scale, clipped);
+  }
+
+  showIteration(iteration) {
+    const select = this.form.elements.iteration, there = [...select.options].map((option) => option.value);
+    select.value = there.includes(String(iteration)) ? String(iteration) : ALL;
+    this.filter();
+    document.getElementById("episodes").scrollIntoView();
+    select.focus({ preventScroll: true });
+  }
+}
+
+// The full colour stands for the clip bounds of the first run that says them.
+function ratioTone() {
+  const said = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && value < 1) ?? 0.2;
+  const [low, high] = [1 - said("clip_low"), 1 + said("clip_high")];
+  return {
+    ends: [digits(low), "1", digits(high)],
+    of: ({ ratio }) => {
+      if (ratio === undefined) return null;
+      return ratio < 1 ? -Math.min(1, Math.log(ratio) / Math.log(low)) : Math.min(1, Math.log(ratio) / Math.log(high));
+    },
+  };
+}
+
+const texts = (one) => [one.prompt, one.detail, one.task, ...one.targets, ...one.turns.flatMap((turn) => [turn.action, turn.observation])];
+
+// The last part of a prompt that says something: chat markup and role names are the same in all of them.
+function question(prompt) {
+  const parts = prompt.split(/<\|[^|]{0,40}\|>|\n/).map((part) => part.trim());
+  return parts.filter((part) => part && !/^(system|user|assistant)$/.test(part)).pop() ?? prompt;
+}

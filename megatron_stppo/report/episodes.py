@@ -1,0 +1,175 @@
+"""trajectories/ as what a page shows: episodes of every iteration, what the update made of their turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_stppo.report.lines import Lines, number, short
+from megatron_stppo.runtime.trajectory_files import FOLDER, played_path, recorded, turns_path
+
+MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
+MAX_SAID = 8  # stretches of iterations told one by one
+MAX_BYTES = 12 * 2**20  # of the episodes on a page, all runs together
+
+
+class Turn(msgspec.Struct):
+    action: str = ""
+    observation: str = ""
+    policy_version: int | None = None
+
+
+class Episode(msgspec.Struct):
+    """A line of trajectories/, as far as it is shown; what is missing is told as such."""
+
+    turns: list[Turn]
+    data_source: str = ""
+    split: str = ""
+    index: int | None = None
+    group: int | None = None
+    outcome: str = ""
+    searches: int | None = None
+    valid_actions: int | None = None
+    detail: str = ""
+    targets: list[str] = []
+    prompt: str = ""
+
+
+class Told(msgspec.Struct):
+    """A line of trajectories/iteration-N.turns.jsonl."""
+
+    turns: list[dict[str, float | None]]
+
+
+def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, Any]:
+    """{"episodes": [...], "left_out": a sentence}: at most `most` episodes, in at most `budget` bytes, the
+    first ones of every iteration, or of iterations at even distances where there are more than `most`."""
+    there = recorded(folder)
+    chosen = _spread(there, most)
+    shown: list[dict[str, Any]] = []
+    counts: dict[int, tuple[int, bool]] = dict.fromkeys(there, (0, True))
+    for place, iteration in enumerate(chosen):
+        share = most // len(chosen) + (place < most % len(chosen))
+        found, more = _of_iteration(folder, iteration, share, budget // len(chosen), notes)
+        shown += found
+        counts[iteration] = len(found), more
+    return {"episodes": shown, "left_out": left_out(counts)}
+
+
+def left_out(counts: dict[int, tuple[int, bool]]) -> str:
+    """From (episodes shown, whether there are more) by iteration.
+
+    Example: {1: (2, True), 2: (2, True), 3: (0, True)} gives "Episodes shown: the first 2 of iterations 1 to
+    2; none of iteration 3."
+    """
+    said = []
+    for (shown, more), group in itertools.groupby(counts.items(), key=lambda item: item[1]):
+        span = [iteration for iteration, _ in group]
+        where = f"iterations {span[0]} to {span[-1]}" if len(span) > 1 else f"iteration {span[0]}"
+        said.append(
+            f"{f'the first {shown}' if more else f'all {shown}'} of {where}" if shown else f"none of {where}"
+        )
+    if not said:
+        return "There are no trajectories."
+    if len(said) > MAX_SAID:
+        some = [iteration for iteration, (shown, _) in counts.items() if shown]
+        most = max(shown for shown, _ in counts.values())
+        where = f"{len(some)} of {len(counts)} iterations, from {some[0]} to {some[-1]}"
+        said = [f"at most the first {most} of {where}"]
+    return f"Episodes shown: {'; '.join(said)}."
+
+
+def _spread(there: Sequence[int], most: int) -> list[int]:
+    if len(there) <= most:
+        return list(there)
+    return [there[round(i * (len(there) - 1) / max(1, most - 1))] for i in range(most)]
+
+
+def _of_iteration(
+    folder: Path, iteration: int, most: int, budget: int, notes: list[str]
+) -> tuple[list[dict[str, Any]], bool]:
+    """(episodes, whether the file has more)."""
+    path = played_path(folder, iteration)
+    told, lines = _told(turns_path(folder, iteration), most, notes), Lines(path)
+    found: list[dict[str, Any]] = []
+    more = False
+    try:
+        for line, record in lines:
+            if more := len(found) >= most:
+                break
+            try:
+                episode = msgspec.convert(record, Episode)
+            except (msgspec.ValidationError, RecursionError):
+                lines.damaged += 1
+                continue
+            shown = {"iteration": iteration, "line": line + 1} | _shown(episode, record, told.get(line))
+            budget -= len(json.dumps(shown))
+            if more := budget < 0:
+                break
+            found.append(shown)
+    except OSError as error:
+        notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
+    if lines.damaged:
+        notes.append(f"{FOLDER}/{path.name}: {lines.damaged} damaged lines left out")
+    return found, more
+
+
+def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
+    """By line; empty where the update told nothing."""
+    lines, told = Lines(path), {}
+    try:
+        for line, record in lines:
+            if line > 2 * most:  # beyond what is shown, but for many damaged lines
+                break
+            try:
+                told[line] = msgspec.convert(record, Told)
+            except (msgspec.ValidationError, RecursionError):
+                lines.damaged += 1
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
+    if lines.damaged:
+        notes.append(f"{FOLDER}/{path.name}: {lines.damaged} damaged lines left out")
+    return told
+
+
+def _shown(episode: Episode, record: dict[str, Any], told: Told | None) -> dict[str, Any]:
+    tellings = told.turns if told and len(told.turns) == len(episode.turns) else [{} for _ in episode.turns]
+    turns = []
+    for turn, numbers in list(zip(episode.turns, tellings, strict=True))[:MAX_TURNS]:
+        kept = {name: number(value) for name, value in numbers.items()}
+        turns.append(
+            {
+                "action": _cut(turn.action),
+                "observation": _cut(turn.observation),
+                "version": turn.policy_version,
+            }
+            | {name: short(value) for name, value in kept.items() if value is not None}
+        )
+    reward = number(record.get("reward"))
+    return {
+        "task": _cut(
+            f"{episode.data_source} {episode.split} {'' if episode.index is None else episode.index}"
+        ),
+        "outcome": _cut(episode.outcome),
+        "reward": None if reward is None else short(reward),
+        "group": episode.group,
+        "searches": episode.searches,
+        "valid": episode.valid_actions,
+        "detail": _cut(episode.detail),
+        "targets": [_cut(target) for target in episode.targets[:20]],
+        "prompt": _cut(episode.prompt),
+        "turns": turns,
+        "more_turns": max(0, len(episode.turns) - MAX_TURNS),
+    }
+
+
+def _cut(text: str) -> str:
+    left = len(text) - MAX_TEXT
+    return text if left <= 0 else f"{text[:MAX_TEXT]}\n[{left} more characters are in the file]"

@@ -1,0 +1,132 @@
+"""report.html: one page that shows a run, or compares several, and needs nothing but itself.
+
+Curves are drawn by the page's own code, a few kilobytes: a plotting library would add megabytes to every
+page, and would have to be trusted with what models and tools wrote. That text reaches the page as JSON
+without "<", and the document as text nodes. The Content-Security-Policy lets run what is in curves.js and its
+neighbours, by its hash, and forbids all requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.config_file import NOT_YAML, parse
+from megatron_stppo.report import episodes, numbers
+
+log = logging.getLogger(__name__)
+FILE, TRAJECTORIES = "report.html", 400
+SCRIPTS = ("text.js", "curves.js", "table.js", "episodes.js", "page.js")
+MAX_TREE = 2**20  # bytes of a configuration or a summary
+OF_A_RUN = ("metrics.jsonl", "config.yaml", "trajectories")
+
+
+def draw(folders: Sequence[Path], output: Path, trajectories: int = TRAJECTORIES) -> list[str]:
+    """Writes the page of these runs; what was damaged, missing or left out. The file appears whole.
+
+    Raises ConfigError for a folder that is no run's, and for an output that cannot be written.
+    """
+    for folder in folders:
+        if not any((folder / name).exists() for name in OF_A_RUN):
+            raise ConfigError(f"RUN_DIR={folder}: holds none of {', '.join(OF_A_RUN)}; give a run's folder")
+    budget = episodes.MAX_BYTES // max(1, len(folders))
+    runs = [
+        read(folder, name, trajectories, budget) for folder, name in zip(folders, names(folders), strict=True)
+    ]
+    scratch = output.with_name(f"{output.name}.tmp")
+    try:
+        scratch.write_text(page({"runs": runs}), encoding="utf-8")
+        os.replace(scratch, output)
+    except OSError as error:
+        raise ConfigError(f"--output={output}: {error.strerror}; name a file that can be written") from None
+    return [f"{run['name']}: {note}" for run in runs for note in (*run["notes"], run["left_out"])]
+
+
+def draw_at_the_end(folder: Path) -> None:
+    """The page of a run that is done. Whatever keeps it from being drawn is a warning: the run is done."""
+    try:
+        for note in draw([folder], folder / FILE):
+            log.info("%s", note)
+    except Exception as error:
+        log.warning("%s: not drawn: %s: %s", folder / FILE, type(error).__name__, error)
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """What tells the runs apart: the names of their folders, or where two are equal their paths."""
+    short = [folder.resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+
+
+def read(folder: Path, name: str, trajectories: int, budget: int) -> dict[str, Any]:
+    """All that the page shows of a run, as what JSON can say."""
+    notes: list[str] = []
+    return {
+        "name": name,
+        **numbers.read(folder, notes),
+        **episodes.read(folder, trajectories, budget, notes),
+        "config": _tree(folder / "config.yaml", parse, notes),
+        "summary": _tree(folder / "summary.json", json.loads, []),
+        "notes": notes,
+    }
+
+
+def page(data: dict[str, Any]) -> str:
+    """The document. `data` is not looked at for placeholders."""
+    folder = resources.files(__package__)
+    style, script = (
+        "".join((folder / name).read_text(encoding="utf-8") for name in files)
+        for files in (("page.css",), SCRIPTS)
+    )
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+    parts = {
+        "POLICY": policy + "base-uri 'none'; form-action 'none'",
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": in_html(data),
+    }
+    return re.sub(
+        "|".join(f"@{name}@" for name in parts),
+        lambda found: parts[found[0].strip("@")],
+        (folder / "page.html").read_text(encoding="utf-8"),
+    )
+
+
+def in_html(data: Any) -> str:
+    """JSON that no parser of HTML takes for anything but text, and that is ASCII.
+
+    Example: {"a": "</script>\\u202e"} becomes {"a":"\\\\u003c/script\\\\u003e\\\\u202e"}.
+    """
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _tree(path: Path, read: Any, notes: list[str]) -> dict[str, str]:
+    """A file's leaves by dotted name, as JSON; empty, and noted, without a file of that kind."""
+    try:
+        with path.open("rb") as file:
+            return dict(_leaves("", read(file.read(MAX_TREE))))
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
+    except NOT_YAML:  # nor JSON
+        notes.append(f"{path.name} is damaged and left out")
+    return {}
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        dotted = ((f"{name}.{key}" if name else str(key), inner) for key, inner in value.items())
+        return [leaf for key, inner in dotted for leaf in _leaves(key, inner)]
+    return [(name, json.dumps(value, ensure_ascii=False, default=str))] if name else []

@@ -1,0 +1,24 @@
+"""Where a run's trajectories lie. Free of torch, so that looking at a run costs nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FOLDER, FILE = "trajectories", re.compile(r"^iteration-(\d+)\.jsonl$")
+
+
+def played_path(run: Path, iteration: int) -> Path:
+    """What the policy did in an iteration, a line per trajectory."""
+    return run / FOLDER / f"iteration-{iteration:05d}.jsonl"
+
+
+def turns_path(run: Path, iteration: int) -> Path:
+    """What the update made of it, line for line; there is none where it was refused."""
+    return run / FOLDER / f"iteration-{iteration:05d}.turns.jsonl"
+
+
+def recorded(run: Path) -> list[int]:
+    """Iterations whose trajectories are there, in order."""
+    found = (FILE.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
+    return sorted(int(match[1]) for match in found if match)

@@ -1,0 +1,64 @@
+"""What an update made of every turn, in numbers for people: trajectories/iteration-N.turns.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segment_sum
+from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.types import Batch
+from megatron_stppo.update.actor_step import minibatch_weights
+
+
+def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
+    """Per trajectory, a record of each of its turns; nothing without log-probs.
+
+    logprob_T [T]: what the update computed last. advantage and value are means over the turn's tokens; ratio
+    is the turn's importance ratio to the old policy, pooled as algorithm.pooling says, whatever segments the
+    algorithm clips; clipped counts the tokens that it clips; mismatch is the geometric mean of old policy /
+    engine. What is not finite, or of a trajectory without loss, is None.
+
+    Example: a turn of two tokens with log-probs 0.2 above the old ones and advantage 1 gives {"tokens": 2,
+    "advantage": 1.0, "ratio": 1.2214, "clipped": 2.0, ...}.
+    """
+    if logprob_T is None:
+        return
+    old_T, advantage_T, offsets = batch.old_logprob_T, batch.advantage_T, batch.turn_offsets
+    assert old_T is not None and advantage_T is not None
+    logprob_T = logprob_T.to(old_T.dtype)
+    clipped_T = surrogate(
+        logprob_T,
+        old_T,
+        advantage_T,
+        minibatch_weights(batch, range(len(batch.live_N)), a),
+        segment_offsets(a.segments, offsets, batch.action_offsets),
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        pooling=a.pooling,
+    ).clipped_T
+    count_S = offsets.diff()
+    columns = {
+        "advantage": segment_sum(advantage_T.double(), offsets) / count_S,
+        "ratio": segment_ratio(logprob_T, old_T, offsets, a.pooling)[0],
+        "clipped": segment_sum(clipped_T.double(), offsets),
+        "mismatch": segment_ratio(old_T, batch.rollout_logprob_T, offsets)[0],
+    }
+    if batch.value_T is not None:
+        columns["value"] = segment_sum(batch.value_T.double(), offsets) / count_S
+    lists = {name: column.tolist() for name, column in columns.items()}
+    records: list[list[dict[str, Any]]] = [[] for _ in batch.live_N]
+    live, tokens = batch.live_N.tolist(), count_S.tolist()
+    for s, n in enumerate(batch.turn_to_sequence_S.tolist()):
+        of_turn = {name: _number(column[s]) if live[n] else None for name, column in lists.items()}
+        records[n].append({"tokens": tokens[s]} | of_turn)
+    yield from records
+
+
+def _number(value: float) -> float | None:
+    """Six digits; None for what JSON cannot say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

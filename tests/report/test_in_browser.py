@@ -1,0 +1,193 @@
+"""The page in a real Chromium: draws, filters, obeys the keyboard, fits a phone, lets nothing in or out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.report import page
+from tests.report import browser as chromium
+from tests.report import hostile
+from tests.report.browser import Browser
+
+pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no chromium here: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium.browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(of a run with a hostile name and damaged files, of two runs)."""
+    root = tmp_path_factory.mktemp("runs")
+    runs = [hostile.write(root / "a"), hostile.write(root / "b", preset="ppo", iterations=6)]
+    damaged = hostile.write(root / "<img src=x onerror=window.struck=3>")
+    hostile.damage(damaged)
+    page.draw([damaged], root / "one.html")
+    page.draw(runs, root / "two.html")
+    return root / "one.html", root / "two.html"
+
+
+def opened(browser: Browser, path: Path, width: int = 1200, scheme: str = "light") -> Browser:
+    browser.look(width, scheme=scheme)
+    browser.open(path)
+    return browser
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.ask(f"document.querySelector({selector!r}).textContent"))
+
+
+def count(browser: Browser, selector: str) -> int:
+    return int(browser.ask(f"document.querySelectorAll({selector!r}).length"))
+
+
+def enter(browser: Browser, name: str, value: str) -> None:
+    browser.ask(
+        f"(() => {{ const field = document.querySelector('#filters').elements[{name!r}];"
+        f" field.value = {value!r};"
+        " field.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def test_hostile_text_is_shown_and_does_nothing(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    enter(browser, "outcome", "wrong")
+    assert text(browser, ".turn .text") == hostile.MARKUP
+    shown = text(browser, ".passage:last-child .text")
+    assert shown == "leftU+202Eright U+001B[2J U+2028 U+D800 zeroU+200Bwidth"
+    assert text(browser, "h1") == "<img src=x onerror=window.struck=3>"
+    assert browser.ask("window.struck") is None
+    assert browser.complaints == []
+    assert browser.requests == [pages[0].as_uri()]
+    assert "8 damaged lines" in text(browser, "#notes")
+
+
+def test_the_policy_holds_where_markup_has_come_in(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    browser.ask(
+        """document.body.insertAdjacentHTML('beforeend',
+        '<img src="data:," onerror="window.struck = 4"><iframe src="http://127.0.0.1:9/"></iframe>')"""
+    )
+    browser.ask("void fetch('http://127.0.0.1:9/').catch(() => 0)")
+    browser.ask("new Promise((done) => setTimeout(done, 200))", wait=True)
+    assert browser.ask("window.struck") is None
+    refused = "".join(browser.complaints)
+    assert all(f"{kind}-src" in refused for kind in ("script", "img", "frame", "connect"))
+
+
+def test_every_number_has_its_panel_and_is_read_by_keyboard(
+    browser: Browser, pages: tuple[Path, Path]
+) -> None:
+    opened(browser, pages[0])
+    titles = browser.ask("[...document.querySelectorAll('figcaption')].map((one) => one.textContent)")
+    assert titles == ["Reward", "Action tokens clipped, share", "Gradient norm", "Time by phase, share"]
+    browser.ask("document.querySelector('svg').focus()")
+    for key, iteration in (
+        ("End", "4"),
+        ("ArrowLeft", "3"),
+        ("ArrowLeft", "2"),
+        ("Home", "1"),
+        ("ArrowLeft", "1"),
+    ):
+        browser.press(key)
+        assert text(browser, "#cursor") == iteration
+    assert text(browser, ".legend b") == "0.25"
+    browser.press("End")
+    told = browser.ask("document.querySelector('svg').getAttribute('aria-valuetext')")
+    assert told == "iteration 4: reward 1"
+    shares = browser.ask(
+        "[...document.querySelectorAll('figure:last-child b')].map((one) => one.textContent)"
+    )
+    assert shares == ["75.0 %, 3 s", "25.0 %, 1 s"]
+
+
+def test_filters_and_search_find_episodes(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    assert count(browser, "#list li") == 4
+    for name, value, found in (
+        ("iteration", "2", 1), ("iteration", "", 4), ("least", "0.5", 3), ("most", "0.7", 1),
+        ("least", "", 2), ("most", "", 4), ("text", "PARIS IS", 1), ("text", "a(", 0),
+        ("text", "</script>", 1), ("text", "", 4),
+    ):  # fmt: skip
+        enter(browser, name, value)
+        assert count(browser, "#list li") == found, (name, value)
+    enter(browser, "text", "paris")
+    assert "Paris" in browser.ask("[...document.querySelectorAll('mark')].map((one) => one.textContent)")
+    browser.ask("document.querySelector('[name=clipped]').click()")
+    assert text(browser, "#found") == "1 of 4 episodes on this page"
+
+
+def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    strengths = (
+        "[...document.querySelectorAll('.turn')].map((one) => one.style.getPropertyValue('--strength'))"
+    )
+    assert browser.ask(strengths) == ["0%", "100%"]
+    assert text(browser, ".turn.clipped h4") == "Turn 2clipped: 5 of 5 tokens"
+    assert browser.ask(
+        "getComputedStyle(document.querySelector('.turn')).backgroundColor"
+        " !== getComputedStyle(document.querySelector('.turn.clipped')).backgroundColor"
+    )
+    browser.ask("document.querySelector('[value=advantage][name=tone]').click()")
+    assert browser.ask(strengths) == ["50%", "100%"]
+    enter(browser, "iteration", "2")
+    assert "the update told nothing of it" in text(browser, ".turn h4")
+
+
+def test_the_list_is_walked_with_the_arrow_keys(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    seen: list[str] = []
+    for _ in range(40):
+        browser.press("Tab")
+        seen.append(str(browser.ask("document.activeElement.id || document.activeElement.name || ''")))
+        if browser.ask("document.activeElement.getAttribute('role')") == "option":
+            break
+    controls = [
+        "log",
+        "other",
+        "to-episodes",
+        "iteration",
+        "outcome",
+        "least",
+        "most",
+        "text",
+        "clipped",
+        "order",
+    ]
+    assert [name for name in seen if name in controls] == controls
+    browser.press("ArrowDown")
+    assert text(browser, "#episode h3") == "Iteration 1, episode 2"
+    assert browser.ask("document.activeElement === document.querySelector('[aria-selected=true]')")
+    browser.press("End")
+    assert text(browser, "#episode h3") == "Iteration 2, episode 1"
+    browser.press("Enter")
+    assert browser.ask("document.activeElement.id") == "episode"
+
+
+def test_runs_are_compared(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[1])
+    differs = browser.ask("[...document.querySelectorAll('#config tbody tr')].map((row) => row.textContent)")
+    assert differs == ['run.name"a""b"', 'algorithm.preset"st_ppo""ppo"']
+    browser.ask("document.getElementById('config-differs').click()")
+    assert count(browser, "#config tbody tr") == 4
+    assert text(browser, ".legend") == "a1 at 4b1.5"
+    enter(browser, "run", "1")
+    assert count(browser, "#list li") == 4
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_phone_s_width_suffices(browser: Browser, pages: tuple[Path, Path], which: int) -> None:
+    opened(browser, pages[which], width=360)
+    assert browser.ask("document.documentElement.scrollWidth") <= 360
+
+
+def test_light_and_dark_are_the_reader_s_choice(browser: Browser, pages: tuple[Path, Path]) -> None:
+    ask = "getComputedStyle(document.body).backgroundColor"
+    assert opened(browser, pages[0]).ask(ask) == "rgb(255, 255, 255)"
+    assert opened(browser, pages[0], scheme="dark").ask(ask) == "rgb(20, 22, 26)"

@@ -1,0 +1,150 @@
+"""What reaches the page: damaged files are counted, large ones cut, and nothing that is read is markup."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_stppo
+from megatron_stppo.config import ConfigError
+from megatron_stppo.report import episodes, lines, numbers, page
+from tests.report import hostile
+
+ROOT = Path(megatron_stppo.__file__).parent
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = hostile.write(tmp_path / "run")
+    hostile.damage(run)
+    notes = page.draw([run], tmp_path / "page.html")
+    assert notes == [
+        "run: metrics.jsonl: 8 damaged lines left out",
+        "run: trajectories/iteration-00001.turns.jsonl: 1 damaged lines left out",
+        "run: trajectories/iteration-00001.jsonl: 5 damaged lines left out",
+        "run: config.yaml is damaged and left out",
+        "run: Episodes shown: all 3 of iteration 1; all 1 of iteration 2.",
+    ]
+    (shown,) = data_of(tmp_path / "page.html")["runs"]
+    assert shown["columns"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0]]
+    assert not {"x", "y", "z"} & set(shown["columns"])
+    assert [turn.get("ratio") for one in shown["episodes"] for turn in one["turns"]] == [
+        1,
+        1.5,
+        0.9,
+        None,
+        None,
+    ]
+
+
+def test_a_run_that_has_just_begun_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: new}")
+    assert page.draw([tmp_path], tmp_path / "page.html") == [
+        f"{tmp_path.name}: metrics.jsonl cannot be read: No such file or directory",
+        f"{tmp_path.name}: There are no trajectories.",
+    ]
+
+
+def test_nothing_that_was_read_can_be_taken_for_markup(tmp_path: Path) -> None:
+    text = page.in_html({hostile.MARKUP: hostile.CODES})
+    assert text.isascii() and text.isprintable() and not set(text) & set("<>&")
+    assert json.loads(text) == {hostile.MARKUP: hostile.CODES}
+    page.draw([hostile.write(tmp_path / "run")], tmp_path / "page.html")
+    whole = (tmp_path / "page.html").read_text()
+    assert whole.count("<script") == whole.count("</script") == 2
+
+
+def test_pages_are_bounded_and_say_what_they_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hostile.write(tmp_path / "run")
+    assert page.draw([run], tmp_path / "a.html", 3)[-1] == (
+        "run: Episodes shown: the first 2 of iteration 1; all 1 of iteration 2."
+    )
+    assert page.draw([run], tmp_path / "a.html", 1)[-1] == (
+        "run: Episodes shown: the first 1 of iteration 1; none of iteration 2."
+    )
+    page.draw([run], tmp_path / "b.html")
+    (shown,) = data_of(tmp_path / "b.html")["runs"]
+    text = shown["episodes"][2]["turns"][0]["action"]
+    assert text.endswith(f"[{2**20 - episodes.MAX_TEXT} more characters are in the file]")
+    assert (tmp_path / "b.html").stat().st_size < 100_000
+    monkeypatch.setattr(episodes, "MAX_BYTES", 4000)
+    assert "the first 2 of iteration 1" in page.draw([run], tmp_path / "c.html")[-1]
+
+
+def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 16)
+    (tmp_path / "x").write_text('{"a": 1}\n{"a": "' + "y" * 50 + '"}\n{"a": 2}\n')
+    found = lines.Lines(tmp_path / "x")
+    assert list(found) == [(0, {"a": 1}), (2, {"a": 2})]
+    assert found.damaged == 1
+
+
+def test_thinning_keeps_spikes_and_the_end() -> None:
+    assert numbers.thin([1, 2, 3, 4, 5, 6, 7], [0, 5, 1, 1, 9, 0, 2], 4) == ([1, 2, 5, 6, 7], [0, 5, 9, 0, 2])
+    values = [0.0] * 50_000
+    values[31_234] = 7.0
+    kept, heights = numbers.thin(list(range(50_000)), values)
+    assert len(kept) <= numbers.POINTS + 1 and kept[-1] == 49_999
+    assert (31_234, 7.0) in zip(kept, heights, strict=True)
+
+
+def test_many_iterations_are_not_told_one_by_one() -> None:
+    every_second = {iteration: (iteration % 2, True) for iteration in range(1, 1000)}
+    assert episodes.left_out(every_second) == (
+        "Episodes shown: at most the first 1 of 500 of 999 iterations, from 1 to 999."
+    )
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    assert page.names(folders) == [str(folder) for folder in folders]
+    assert page.names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+
+
+def test_a_page_that_cannot_be_drawn_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = hostile.write(tmp_path / "run")
+    (run / page.FILE).mkdir()
+    with caplog.at_level(logging.WARNING):
+        page.draw_at_the_end(run)
+    assert "report.html: not drawn: ConfigError: --output=" in caplog.text
+
+
+def test_the_command_writes_beside_the_run_and_refuses_what_is_none(tmp_path: Path) -> None:
+    def report(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megatron_stppo", "report", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    run = hostile.write(tmp_path / "run")
+    done = report(run)
+    assert (done.returncode, done.stdout.strip()) == (0, str(run / "report.html"))
+    assert (run / "report.html").exists()
+    refused = report(tmp_path, "--output", tmp_path / "page.html")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"megatron-stppo: RUN_DIR={tmp_path}: holds none of metrics.jsonl, ")
+    assert not (tmp_path / "page.html").exists()
+    with pytest.raises(ConfigError, match="name a file that can be written"):
+        page.draw([run], tmp_path / "missing" / "page.html")
+
+
+def test_the_page_s_files_are_installed_with_the_package() -> None:
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    packaged = settings["tool"]["setuptools"]["package-data"]["megatron_stppo.report"]
+    found = {path.name for pattern in packaged for path in (ROOT / "report").glob(pattern)}
+    assert found == {"page.html", "page.css", *page.SCRIPTS}
