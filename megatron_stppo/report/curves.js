@@ -1,28 +1,14 @@
 // Panels of curves over iterations, all read at one iteration, the cursor.
 
-// Title, then the columns of metrics.jsonl that it draws and their labels.
-const PANELS = [
-  ["Reward", { "reward/mean": "reward" }],
-  ["Exact match", { "rollout/exact_match": "training", "evaluate/exact_match": "held out" }],
-  ["Action tokens clipped, share", { "actor/clip_fraction": "clipped" }],
-  ["Clipping bias ‖C‖", { "actor/clipping_bias": "‖C‖" }],
-  ["Correction, scale", { "actor/correction_scale": "scale" }],
-  ["KL, nats per token", { "actor/kl_to_old": "to the old policy", "kl/reference": "to the reference" }],
-  ["Entropy, nats per token", { "actor/entropy": "entropy" }],
-  ["Gradient norm", { "actor/gradient_norm": "actor", "critic/gradient_norm": "critic" }],
-  ["Train/serve mismatch, nats per token", { "mismatch/mean_abs": "mean |trainer − engine|" }],
-  ["Critic, explained variance", { "critic/explained_variance": "explained variance" }],
-  ["Behaviour", { "rollout/searched": "episodes that search", "rollout/valid_action_rate": "valid actions" }],
-  ["Turns per episode", { "rollout/turns": "turns" }],
-];
 const WIDTH = 440, HEIGHT = 210, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26, COLOURS = 8;
+const MARKED = 60, MANY = 200; // points: so few have dots; more are smoothed at first
 
 const ends = () => {
   const all = RUNS.flatMap((run) => [
     ...Object.values(run.columns).flatMap(([x]) => (x.length ? [x[0], x[x.length - 1]] : [])),
     ...run.phases.iterations,
   ]);
-  return all.length ? [Math.min(...all), Math.max(...all)] : [0, 1];
+  return all.length ? extent(all) : [0, 1];
 };
 
 // Steps of 1, 2 or 5 times a power of ten, about `count` of them.
@@ -37,7 +23,7 @@ function ticks(low, high, count, whole) {
 
 // [position of a value between 0 and 1, the values to label]
 function verticalScale(values, logarithmic) {
-  let low = Math.min(...values), high = Math.max(...values);
+  let [low, high] = values.length ? extent(values) : [0.1, 1];
   if (logarithmic) {
     const [a, b] = [Math.log10(low), Math.log10(high)], room = Math.max(0.05, (b - a) * 0.05);
     const from = a - room, to = b + room;
@@ -49,17 +35,6 @@ function verticalScale(values, logarithmic) {
   if (high === low) high = low + (Math.abs(low) || 1);
   const room = (high - low) * 0.05, bottom = low < 0 ? low - room : low, top = high + room;
   return [(value) => (value - bottom) / (top - bottom), ticks(bottom, top, 4)];
-}
-
-// The last point at or before an iteration; -1 before the first.
-function at(iterations, iteration) {
-  let low = 0, high = iterations.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (iterations[middle] <= iteration) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
 }
 
 class Cursor {
@@ -133,37 +108,37 @@ class Cursor {
     return el("figure", {}, el("figcaption", {}, title), drawing, legend);
   }
 
-  lines(title, names, logarithmic) {
-    const wanted = Object.entries(names).filter(([name]) => RUNS.some((run) => name in run.columns));
-    const drawn = RUNS.flatMap((run, r) =>
-      wanted.filter(([name]) => name in run.columns).map(([name, label]) => {
-        const style = wanted.findIndex(([other]) => other === name);
-        const several = RUNS.length > 1;
-        const whole = run.columns[name], positive = (_, k) => !logarithmic || whole[1][k] > 0;
-        const [x, y] = whole.map((values) => values.filter(positive));
-        const text = !several ? label : wanted.length > 1 ? `${runName(run)}, ${label}` : runName(run);
-        const kind = several ? `c${r % COLOURS} dash${style % 3}` : `c${style % COLOURS} dash0`;
-        return { x, y, whole, text, kind, marked: x.length < 10 || name.startsWith("evaluate/") };
-      }),
-    );
-    if (!drawn.some((one) => one.x.length)) return null;
-    const [share, marks] = verticalScale(drawn.flatMap((one) => one.y), logarithmic);
+  // A panel of series {label, kind, members: [[iterations, values], ...]}; a gap where a value is null. Of one
+  // member, its curve; of several, theirs pale and their mean.
+  lines(title, series, logarithmic, window) {
+    const drawable = (value) => value !== null && (!logarithmic || value > 0);
+    const [share, marks] = verticalScale(series.flatMap((one) => one.members.flatMap(([, y]) => y.filter(drawable))), logarithmic);
     const height = (value) => HEIGHT - BOTTOM - share(value) * (HEIGHT - TOP - BOTTOM);
     const [drawing, upright] = this.frame(title, marks, height);
-    for (const { x, y, kind, marked } of drawn) {
-      const points = x.map((iteration, k) => `${this.across(iteration).toFixed(1)},${height(y[k]).toFixed(1)}`);
-      drawing.append(svg("polyline", { class: `curve ${kind}`, points: points.join(" ") }));
-      if (!marked) continue;
-      for (const point of points) {
-        const [cx, cy] = point.split(",");
-        drawing.append(svg("circle", { class: `dot ${kind}`, cx, cy, r: 3 }));
-      }
+    const draw = ([x, y], kind) => {
+      const path = x.map((iteration, k) => {
+        if (!drawable(y[k])) return "";
+        const place = `${this.across(iteration).toFixed(1)},${height(y[k]).toFixed(1)}`;
+        return k && drawable(y[k - 1]) ? `L${place}` : `M${place}h0`; // h0: a point between two gaps is seen
+      });
+      drawing.append(svg("path", { class: `curve ${kind}`, d: path.join("") }));
+    };
+    for (const { kind, members } of series) {
+      const smoothed = members.map((member) => smooth(member, window));
+      for (const member of members.length > 1 ? smoothed : window > 1 ? members : []) draw(member, `${kind} faint`);
+      draw(members.length > 1 ? mean(smoothed) : smoothed[0], kind);
     }
-    const values = (iteration) => drawn.map(({ whole: [x, y] }) => {
-      const k = at(x, iteration);
-      return k < 0 || x[k] === iteration ? digits(y[k]) : `${digits(y[k])} at ${x[k]}`;
-    });
-    return this.card(title, drawing, upright, drawn.map((one) => [one.text, one.kind]), values);
+    for (const { kind, members } of series) {
+      for (const [x, y] of members) x.forEach((iteration, k) => {
+        const cx = this.across(iteration).toFixed(1), low = HEIGHT - BOTTOM;
+        if (y[k] === null) drawing.append(svg("path", { class: "refused", d: `M${cx},${low}m-3,-3l6,6m0,-6l-6,6` }));
+        else if (members.length === 1 && x.length <= MARKED && drawable(y[k])) {
+          drawing.append(svg("circle", { class: `dot ${kind}`, cx, cy: height(y[k]).toFixed(1), r: 2.5 }));
+        }
+      });
+    }
+    const values = (iteration) => series.map(({ members }) => reading(members, iteration));
+    return this.card(title, drawing, upright, series.map((one) => [one.label, one.kind]), values);
   }
 
   // What each phase took of an iteration, one on the other, of one run.
@@ -200,19 +175,46 @@ class Cursor {
   }
 }
 
+// What is drawn of some runs and columns: of one run a series per column, of several one per value of `field`.
+function seriesOf(runs, columns, field) {
+  const having = (name) => runs.filter((run) => Object.hasOwn(run.columns, name));
+  const kind = (k) => `c${k % COLOURS} dash${Math.floor(k / COLOURS) % 3}`;
+  const members = (name, which) => having(name).filter(which).map((run) => run.columns[name]);
+  if (RUNS.length === 1) return columns.map(([name, label], k) => ({ label, kind: kind(k), members: members(name, () => true) }));
+  const value = (run) => (field ? run.config[field] ?? "none" : runName(run));
+  const groups = field ? [...new Set(RUNS.map(value))] : RUNS.map(runName);
+  const [[name]] = columns;
+  return groups.map((group, k) => {
+    const label = field && field !== "algorithm.preset" ? `${field.split(".").pop()} ${group}` : unquoted(group);
+    return { label: line(label, 60), kind: kind(k), members: members(name, (run) => (field ? value(run) === group : run === RUNS[k])) };
+  }).filter((one) => one.members.length);
+}
+
 function showCurves(onIteration) {
-  const cursor = new Cursor(), log = document.getElementById("log"), other = document.getElementById("other");
-  const named = new Set(RUNS.flatMap((run) => Object.keys(run.columns)));
-  other.append(el("option", { value: "" }, "none"), ...[...named].sort().map((name) => el("option", { value: name }, name)));
+  const cursor = new Cursor();
+  const [log, other, grouping, smoothing] = ["log", "other", "grouping", "smoothing"].map((id) => document.getElementById(id));
+  const named = [...new Set(RUNS.flatMap((run) => Object.keys(run.columns)))].sort(byNumber);
+  const options = (values) => values.map((value) => el("option", { value }, value));
+  other.append(el("option", { value: "" }, "none"), ...options(named));
+  const fields = groupings();
+  grouping.append(el("option", { value: "" }, "run"), ...options(fields));
+  if (fields[0] === "algorithm.preset") grouping.value = fields[0];
+  if (RUNS.some((run) => Object.values(run.columns).some(([x]) => x.length > MANY))) smoothing.value = "20";
+  const boxes = RUNS.map((run) => {
+    const box = el("input", { type: "checkbox", checked: true });
+    document.getElementById("runs").append(el("label", {}, box, runName(run)));
+    return box;
+  });
   const draw = () => {
+    const runs = RUNS.filter((_, r) => boxes[r].checked);
     cursor.panels = [];
-    const chosen = other.value ? [[other.value, { [other.value]: other.value }]] : [];
-    const panels = [...chosen, ...PANELS].map(([title, names]) => cursor.lines(title, names, log.checked));
-    const drawn = [...panels, ...RUNS.map((run) => cursor.phases(run))].filter((panel) => panel !== null);
+    const curves = panels(runs, other.value).map(([title, columns]) =>
+      cursor.lines(title, seriesOf(runs, columns, grouping.value), log.checked, Number(smoothing.value)));
+    const drawn = [...curves, ...runs.map((run) => cursor.phases(run)).filter((panel) => panel !== null)];
     document.getElementById("panels").replaceChildren(...(drawn.length ? drawn : [el("p", {}, "No numbers yet.")]));
     cursor.move(cursor.iteration);
   };
-  for (const input of [log, other]) input.addEventListener("input", draw);
+  for (const input of [log, other, grouping, smoothing, ...boxes]) input.addEventListener("input", draw);
   document.getElementById("to-episodes").addEventListener("click", () => onIteration(cursor.iteration));
   draw();
 }

@@ -1,6 +1,6 @@
 // The browser of episodes: filters, the list, and one episode with what the update made of its turns.
 
-const ALL = "";
+const ALL = "", LISTED = 1000; // episodes in the list at once
 
 class Browser {
   constructor() {
@@ -15,13 +15,15 @@ class Browser {
         el("option", { value: ALL }, "all"), ...values.map((value) => el("option", { value: String(value) }, label(value))),
       );
     const different = (of) => [...new Set(this.all.map(of))];
+    this.tasks = new Map(different((one) => one.task).sort(byNumber).map((task, place) => [task, place]));
     fill("run", RUNS.map((_, r) => r), (r) => runName(RUNS[r]));
     fill("iteration", different((one) => one.iteration).sort((a, b) => a - b), String);
     fill("outcome", different((one) => one.outcome).sort(), (text) => line(text, 40) || "none");
     this.form.addEventListener("input", () => this.filter());
     this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.addEventListener("reset", () => setTimeout(() => this.filter())); // after the fields
     document.getElementById("tones").addEventListener("input", () => this.filter());
-    this.list.addEventListener("keydown", (event) => this.onKey(event));
+    document.querySelector(".browser").addEventListener("keydown", (event) => this.onKey(event));
     const sentences = RUNS.map((run) => (RUNS.length > 1 ? `${run.name}: ` : "") + run.left_out);
     document.getElementById("left-out").append(...sentences.map((text) => write(el("span"), `${text} `)));
     this.filter();
@@ -48,20 +50,22 @@ class Browser {
       (given.run === ALL || one.r === Number(given.run)) &&
       (given.iteration === ALL || one.iteration === Number(given.iteration)) &&
       (given.outcome === ALL || one.outcome === given.outcome) &&
-      (least === null || one.reward >= least) && (most === null || (one.reward !== null && one.reward <= most)) &&
+      (least === null || (one.reward !== null && one.reward >= least)) && (most === null || (one.reward !== null && one.reward <= most)) &&
       (!given.clipped || one.turns.some((turn) => turn.clipped > 0)) &&
       (!searched || texts(one).some((text) => text.search(searched) >= 0));
     const orders = {
       file: () => 0,
+      task: (one) => this.tasks.get(one.task),
       reward: (one) => one.reward ?? Infinity,
       ratio: (one) => -Math.max(0, ...one.turns.map((turn) => Math.abs(Math.log(turn.ratio ?? 1)))),
       advantage: (one) => -Math.max(-Infinity, ...one.turns.map((turn) => Math.abs(turn.advantage ?? 0))),
     };
     const key = orders[given.order];
-    this.shown = this.all.filter(matches).sort((a, b) => key(a) - key(b) || 0);
+    const found = this.all.filter(matches).sort((a, b) => key(a) - key(b) || 0);
+    this.shown = found.slice(0, LISTED);
     this.searched = searched;
     const total = this.all.length === 1 ? "1 episode" : `${this.all.length} episodes`;
-    document.getElementById("found").textContent = `${this.shown.length} of ${total} on this page`;
+    document.getElementById("found").textContent = `${found.length} of ${total} on this page` + (found.length > LISTED ? `; the first ${LISTED} are listed` : "");
     this.list.replaceChildren(...this.shown.map((one, place) => this.entry(one, place)));
     this.showScale();
     this.choose(Math.max(0, this.shown.indexOf(this.chosen)), false);
@@ -84,15 +88,29 @@ class Browser {
   }
 
   onKey(event) {
-    const place = this.shown.indexOf(this.chosen), page = 10;
-    const to = {
-      ArrowDown: place + 1, ArrowUp: place - 1, PageDown: place + page, PageUp: place - page,
-      Home: 0, End: this.shown.length - 1,
-    }[event.key];
-    if (to === undefined && event.key !== "Enter") return;
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    const place = this.shown.indexOf(this.chosen), page = 10, inList = this.list.contains(event.target);
+    const choose = (to) => this.choose(Math.max(0, Math.min(this.shown.length - 1, to)), inList);
+    const keys = {
+      ArrowLeft: () => choose(place - 1), ArrowRight: () => choose(place + 1),
+      "/": () => this.form.elements.text.focus(), c: () => this.otherTone(),
+    };
+    const listKeys = {
+      ArrowDown: () => choose(place + 1), ArrowUp: () => choose(place - 1), PageDown: () => choose(place + page),
+      PageUp: () => choose(place - page), Home: () => choose(0), End: () => choose(this.shown.length - 1),
+      Enter: () => document.getElementById("episode").focus(),
+    };
+    const act = { ...keys, ...(inList ? listKeys : { Escape: () => this.choose(place, true) }) }[event.key];
+    if (act === undefined) return;
     event.preventDefault();
-    if (to === undefined) document.getElementById("episode").focus();
-    else this.choose(Math.max(0, Math.min(this.shown.length - 1, to)), true);
+    act();
+  }
+
+  otherTone() {
+    document.querySelector("input[name=tone]:not(:checked)").checked = true;
+    const place = this.shown.indexOf(this.chosen), inList = this.list.contains(document.activeElement);
+    this.filter();
+    if (inList) this.choose(place, true);
   }
 
   choose(place, focus) {
@@ -109,7 +127,12 @@ class Browser {
       entry.focus({ preventScroll: true });
       entry.scrollIntoView({ block: "nearest" });
     }
+    const reading = into.contains(document.activeElement);
     into.replaceChildren(...this.episode(this.chosen));
+    if (reading) into.focus({ preventScroll: true });
+    for (const text of into.querySelectorAll(".text:has(mark)")) {
+      text.scrollTop = text.querySelector("mark").offsetTop - 40;
+    }
   }
 
   episode(one) {
@@ -141,7 +164,8 @@ class Browser {
     }
     const head = el("h4", {}, `Turn ${number}`);
     if (turn.clipped > 0) head.append(el("span", { class: "badge" }, `clipped: ${turn.clipped} of ${turn.tokens} tokens`));
-    if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "the update told nothing of it"));
+    if (turn.tokens === undefined) head.append(el("span", { class: "hint" }, "the update told nothing of it"));
+    else if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "no ratio: without loss, or not a number"));
     const text = write(el("div", { class: "text" }), turn.action, this.searched);
     return this.coloured(el("section", { class: "turn" }, head, el("div", { class: "beside" }, text, numbers)), turn);
   }
@@ -173,8 +197,9 @@ class Browser {
   }
 
   showIteration(iteration) {
-    const select = this.form.elements.iteration, there = [...select.options].map((option) => option.value);
-    select.value = there.includes(String(iteration)) ? String(iteration) : ALL;
+    const select = this.form.elements.iteration, there = this.all.map((one) => one.iteration);
+    const nearest = there.reduce((best, one) => (Math.abs(one - iteration) < Math.abs(best - iteration) ? one : best), there[0]);
+    select.value = there.length ? String(nearest) : ALL;
     this.filter();
     document.getElementById("episodes").scrollIntoView();
     select.focus({ preventScroll: true });

@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from megatron_stppo.report.lines import Lines, number, short
+from megatron_stppo.report.lines import Lines, damaged, number, short
 from megatron_stppo.runtime.trajectory_files import FOLDER, played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_SAID = 8  # stretches of iterations told one by one
 MAX_BYTES = 12 * 2**20  # of the episodes on a page, all runs together
+TOLD = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of update/turns.py
 
 
 class Turn(msgspec.Struct):
@@ -58,6 +59,8 @@ def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, An
         found, more = _of_iteration(folder, iteration, share, budget // len(chosen), notes)
         shown += found
         counts[iteration] = len(found), more
+    if shown and not any("tokens" in turn for episode in shown for turn in episode["turns"]):
+        notes.append("the updates told nothing of these turns: no ratios, no advantages")
     return {"episodes": shown, "left_out": left_out(counts)}
 
 
@@ -115,7 +118,7 @@ def _of_iteration(
     except OSError as error:
         notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
     if lines.damaged:
-        notes.append(f"{FOLDER}/{path.name}: {lines.damaged} damaged lines left out")
+        notes.append(f"{FOLDER}/{path.name}: {damaged(lines)}")
     return found, more
 
 
@@ -135,7 +138,7 @@ def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
     except OSError as error:
         notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
     if lines.damaged:
-        notes.append(f"{FOLDER}/{path.name}: {lines.damaged} damaged lines left out")
+        notes.append(f"{FOLDER}/{path.name}: {damaged(lines)}")
     return told
 
 
@@ -143,7 +146,7 @@ def _shown(episode: Episode, record: dict[str, Any], told: Told | None) -> dict[
     tellings = told.turns if told and len(told.turns) == len(episode.turns) else [{} for _ in episode.turns]
     turns = []
     for turn, numbers in list(zip(episode.turns, tellings, strict=True))[:MAX_TURNS]:
-        kept = {name: number(value) for name, value in numbers.items()}
+        kept = {name: number(numbers.get(name)) for name in TOLD}
         turns.append(
             {
                 "action": _cut(turn.action),

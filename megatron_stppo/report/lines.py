@@ -43,6 +43,11 @@ def number(value: Any) -> float | None:
         return None
 
 
+def damaged(lines: Lines) -> str:
+    """Example: "1 damaged line left out"."""
+    return f"{lines.damaged} damaged line{'' if lines.damaged == 1 else 's'} left out"
+
+
 def short(value: float) -> float:
     """Six digits: what a curve or a person can tell apart."""
     return float(f"{value:.6g}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.report.lines import Lines, number, short
+from megatron_stppo.report.lines import Lines, damaged, number, short
 
-Rows = dict[int, dict[str, float]]  # by iteration; numbers only
+Rows = dict[int, dict[str, float | None]]  # by iteration; None where the run wrote null or NaN
+Points = tuple[list[int], list[float | None]]  # iterations, values
 POINTS, BUCKETS = 1000, 200  # at most, of a column and of the phases
 PHASE = "seconds/"
+NO_RANK = "straggler/rank"  # null means that none is slow
 
 
 def read(folder: Path, notes: list[str]) -> dict[str, Any]:
@@ -23,15 +27,20 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
             if type(iteration) is not int or not 0 <= iteration < 2**53:
                 lines.damaged += 1
                 continue
-            numbers = {name: number(value) for name, value in record.items()}
-            rows[iteration] = {name: value for name, value in numbers.items() if value is not None}
+            rows[iteration] = {
+                name: number(value)
+                for name, value in record.items()
+                if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            }
     except OSError as error:
         notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
     if lines.damaged:
-        notes.append(f"metrics.jsonl: {lines.damaged} damaged lines left out")
+        notes.append(f"metrics.jsonl: {damaged(lines)}")
     rows = dict(sorted(rows.items()))
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: column(rows, name) for name in names if not name.startswith("share/")}
+    notes += not_numbers(columns)
+    columns = {name: points for name, points in columns.items() if any(v is not None for v in points[1])}
     if any(len(iterations) > POINTS for iterations, _ in columns.values()):
         notes.append(
             f"metrics.jsonl has {len(rows)} rows: curves are drawn from the lowest and highest points of "
@@ -44,14 +53,33 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+def not_numbers(columns: Mapping[str, Points]) -> list[str]:
+    """What was not a number, and since when: a sentence for all columns with the same gaps.
+
+    Example: "not a number in 2 rows from iteration 91 on: actor/entropy, actor/kl_to_old".
+    """
+    gaps: dict[tuple[int, ...], list[str]] = {}
+    for name, (iterations, values) in columns.items():
+        gap = tuple(i for i, value in zip(iterations, values, strict=True) if value is None)
+        if gap and name != NO_RANK:
+            gaps.setdefault(gap, []).append(name)
+    return [
+        f"not a number in {len(gap)} rows from iteration {gap[0]} on: {', '.join(names)}"
+        if len(gap) > 1
+        else f"not a number in iteration {gap[0]}: {', '.join(names)}"
+        for gap, names in gaps.items()
+    ]
+
+
+def column(rows: Rows, name: str) -> Points:
     """(iterations, values) of the rows that have it."""
     found = [(iteration, row[name]) for iteration, row in rows.items() if name in row]
     return [iteration for iteration, _ in found], [value for _, value in found]
 
 
-def thin(iterations: list[int], values: list[float], most: int = POINTS) -> tuple[list[int], list[float]]:
-    """At most `most` points and the last: of every stretch its lowest and highest, so that no spike is lost.
+def thin(iterations: list[int], values: list[float | None], most: int = POINTS) -> Points:
+    """About `most` points: of every stretch its lowest, its highest, and the first that is no number, so that
+    neither a spike nor a gap is lost; and the last.
 
     Example: values 0 5 1 1 9 0 2 of iterations 1 to 7, at most 4, give 0 5 9 0 2.
     """
@@ -59,9 +87,19 @@ def thin(iterations: list[int], values: list[float], most: int = POINTS) -> tupl
     if len(values) > most:
         size = -(-len(values) // (most // 2))
         stretches = [kept[start : start + size] for start in range(0, len(kept), size)]
-        ends = {end(stretch, key=values.__getitem__) for stretch in stretches for end in (min, max)}
-        kept = sorted(ends | {len(values) - 1})
-    return [iterations[i] for i in kept], [short(values[i]) for i in kept]
+        kept = sorted({i for stretch in stretches for i in _ends(stretch, values)} | {len(values) - 1})
+    return [iterations[i] for i in kept], [_short(values[i]) for i in kept]
+
+
+def _ends(stretch: list[int], values: list[float | None]) -> Iterator[int]:
+    numbers = {i: value for i in stretch if (value := values[i]) is not None}
+    if numbers:
+        yield from (min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__))
+    yield from itertools.islice((i for i in stretch if i not in numbers), 1)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else short(value)
 
 
 def phases(rows: Rows) -> dict[str, Any]:
@@ -70,21 +108,24 @@ def phases(rows: Rows) -> dict[str, Any]:
         (iteration, row) for iteration, row in rows.items() if any(name.startswith(PHASE) for name in row)
     ]
     names = {name for _, row in timed for name in row if name.startswith(PHASE)}
-    sums = {name: sum(row.get(name, 0.0) for _, row in timed) for name in names}
+    sums = {name: _sum(timed, name) for name in names}
     order = sorted(names, key=lambda name: (-sums[name], name))
     size = max(1, -(-len(timed) // BUCKETS))
     buckets = [timed[start : start + size] for start in range(0, len(timed), size)]
     return {
         "names": [name.removeprefix(PHASE) for name in order],
         "iterations": [bucket[-1][0] for bucket in buckets],
-        "seconds": [
-            [short(sum(row.get(name, 0.0) for _, row in bucket)) for name in order] for bucket in buckets
-        ],
+        "seconds": [[short(_sum(bucket, name)) for name in order] for bucket in buckets],
     }
 
 
-def overview(rows: Rows, columns: dict[str, tuple[list[int], list[float]]]) -> dict[str, Any]:
-    """Headlines, in the order they are shown, a number or (first, last, best); None without."""
+def _sum(rows: list[tuple[int, dict[str, float | None]]], name: str) -> float:
+    return sum(row.get(name) or 0.0 for _, row in rows)
+
+
+def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
+    """Headlines, in the order they are shown, a number or (first, last, best); None without. What is not a
+    number is not counted, but may be the first or the last."""
     found: dict[str, Any] = {"iterations": max(rows, default=None)}
     for name, label in (
         ("evaluate/exact_match", "held-out exact match"),
@@ -92,12 +133,14 @@ def overview(rows: Rows, columns: dict[str, tuple[list[int], list[float]]]) -> d
         ("reward/mean", "reward"),
     ):
         _, values = columns.get(name, ([], []))
-        found[label] = [short(value) for value in (values[0], values[-1], max(values))] if values else None
+        numbers = [value for value in values if value is not None]
+        found[label] = [_short(v) for v in (values[0], values[-1], max(numbers))] if numbers else None
     for name, label, of in (
         ("actor/clip_fraction", "share of tokens clipped, mean", statistics.fmean),
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
         ("seconds", "seconds per iteration, median", statistics.median),
         ("seconds", "seconds in all", sum),
     ):
-        found[label] = short(of(columns[name][1])) if name in columns else None
+        numbers = [value for value in columns.get(name, ([], []))[1] if value is not None]
+        found[label] = short(of(numbers)) if numbers else None
     return found

@@ -10,7 +10,16 @@ function runName(run) {
 }
 
 for (const part of document.querySelectorAll("[data-many]")) part.hidden = RUNS.length === 1;
-document.title = document.getElementById("title").textContent = RUNS.map(runName).join(", ");
+const refused = RUNS.some((run) => Object.values(run.columns).some(([, y]) => y.includes(null)));
+document.querySelector("[data-refused]").hidden = !refused;
+const NAMES = RUNS.map(runName).join(", ");
+document.title = NAMES;
+document.getElementById("title").textContent = RUNS.length > 4 ? `${RUNS.length} runs` : NAMES;
+if (RUNS.length > 1) {
+  // what differs comes first where runs are compared
+  document.getElementById("overview").after(document.getElementById("config"));
+  document.querySelector("[href='#overview']").after(document.querySelector("[href='#config']"));
+}
 showOverview();
 showConfig();
 const browser = new Browser();

@@ -25,7 +25,7 @@ from megatron_stppo.report import episodes, numbers
 
 log = logging.getLogger(__name__)
 FILE, TRAJECTORIES = "report.html", 400
-SCRIPTS = ("text.js", "curves.js", "table.js", "episodes.js", "page.js")
+SCRIPTS = ("text.js", "series.js", "panels.js", "curves.js", "table.js", "episodes.js", "page.js")
 MAX_TREE = 2**20  # bytes of a configuration or a summary
 OF_A_RUN = ("metrics.jsonl", "config.yaml", "trajectories")
 

@@ -1,6 +1,6 @@
-// A table of names by runs: headlines and summaries, and the configurations' differences.
+// Tables: headlines and summaries of runs, and their configurations' differences.
 
-// One row per name that any run has; `trees` are name -> text.
+// Names by runs: one row per name that any run has; `trees` are name -> text.
 function table(corner, trees, keep) {
   const head = el("tr", {}, el("th", { scope: "col" }, corner));
   for (const run of RUNS) head.append(el("th", { scope: "col" }, runName(run)));
@@ -18,13 +18,12 @@ function table(corner, trees, keep) {
 }
 
 function showOverview() {
-  const headlines = RUNS.map((run) =>
-    Object.fromEntries(Object.entries(run.overview).map(([name, value]) => [name, headline(value)])),
-  );
+  const headlines = RUNS.map(headlinesOf);
   const summaries = RUNS.map((run) =>
     Object.fromEntries(Object.entries(run.summary).map(([name, value]) => [name, rounded(value)])),
   );
-  document.getElementById("overview-table").append(table("", headlines, (_, values) => values.some((value) => value !== "–")));
+  const shown = RUNS.length > 1 ? byRun(headlines) : table("", headlines, (_, values) => values.some((value) => value !== "–"));
+  document.getElementById("overview-table").append(shown);
   if (summaries.some((tree) => Object.keys(tree).length)) {
     const summary = el("div", { class: "scroll" }, table("", summaries, () => true));
     document.getElementById("notes").append(el("details", {}, el("summary", {}, "summary.json"), summary));
@@ -33,6 +32,22 @@ function showOverview() {
   if (!notes.length) return;
   const items = notes.map((note) => write(el("li"), note));
   document.getElementById("notes").append(el("h3", {}, "What is damaged, missing or left out"), el("ul", {}, ...items));
+}
+
+// Runs by names: one row per run, so that a number is compared down its column.
+function byRun(trees) {
+  const names = Object.keys(trees[0]).filter((name) => trees.some((tree) => tree[name] !== "–"));
+  const head = el("tr", {}, el("th", { scope: "col" }, "run"), ...names.map((name) => el("th", { scope: "col" }, name)));
+  const rows = trees.map((tree, r) =>
+    el("tr", {}, el("th", { scope: "row" }, runName(RUNS[r])), ...names.map((name) => write(el("td"), tree[name]))));
+  return el("table", { class: "headlines" }, el("thead", {}, head), el("tbody", {}, ...rows));
+}
+
+function headlinesOf(run) {
+  const found = Object.fromEntries(Object.entries(run.overview).map(([name, value]) => [name, headline(value)]));
+  const planned = run.config["run.iterations"];
+  if (planned !== undefined && found.iterations !== "–" && found.iterations !== planned) found.iterations += ` of ${planned}`;
+  return { algorithm: unquoted(run.config["algorithm.preset"] ?? "–"), ...found };
 }
 
 function headline(value) {

@@ -1,9 +1,9 @@
 "use strict";
 // Elements, numbers and text. What a model or a tool wrote becomes text nodes, never markup.
 
-// The same as runtime/trajectory_log.py escapes, and the controls below space that are no line's end or tab.
-const ACTING =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|\p{Surrogate}/u;
+// Controls that are no line's end or tab, ends of lines and directions, halves of pairs, and what is drawn as
+// nothing (Unicode's Default_Ignorable_Code_Point, the tags in which text hides from people among them).
+const ACTING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028-\u202e]|\p{Surrogate}|\p{DI}/u;
 
 function el(tag, given = {}, ...children) {
   const made = document.createElement(tag);
@@ -56,6 +56,11 @@ function write(into, text, searched) {
     into.append(part.slice(last));
   }
   return into;
+}
+
+// What a string is that stands in quotes, as those of a configuration do.
+function unquoted(text) {
+  return /^".*"$/su.test(text) ? JSON.parse(text) : text;
 }
 
 // A line of it, for lists: codes and line ends left out, cut.

@@ -52,7 +52,8 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowDown": 40}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37}
+        codes |= {"ArrowRight": 39, "ArrowDown": 40, "c": 67, "/": 191}
         for kind in ("keyDown", "keyUp"):
             given = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
             self._ask("Input.dispatchKeyEvent", type=kind, **given)

@@ -65,10 +65,12 @@ def write(folder: Path, preset: str = "st_ppo", iterations: int = 4) -> Path:
     tellings = [
         {"turns": [told(), told(ratio=1.5, clipped=5.0, advantage=2.0)]},
         {"turns": [told(ratio=0.9, advantage=-1.0)]},
-        {"turns": [told(ratio=None, advantage=None, clipped=None)]},
+        {"turns": [told(ratio=None, advantage=None, clipped=None, action=1.0, version=7.0)]},
     ]
     (played / "iteration-00001.turns.jsonl").write_text(lines(*tellings))
-    (played / "iteration-00002.jsonl").write_text(lines(episode("ok", 1.0, turn("<answer>Rome</answer>"))))
+    (played / "iteration-00002.jsonl").write_text(
+        lines(episode("ok", 1.0, turn("<answer>Rome</answer>"), index=1))
+    )
     return folder
 
 
@@ -76,8 +78,9 @@ def damage(folder: Path) -> None:
     """Appends what no reader likes to every file."""
     bad = ["{", "[]", "[" * 100_000, '{"iteration": "x"}', '{"iteration": true}', '{"iteration": -1}']
     odd = [f'{{"iteration": 5, "reward/mean": NaN, "x": "{MARKUP[:9]}", "y": 1{"0" * 400}, "z": true}}']
+    odd.append('{"iteration": 6, "constructor": 1, "__proto__": 2, "toString": 3}')
     with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(lines(*bad, *odd).encode() + b'\xff\n{"iteration": 6, "reward')
+        file.write(lines(*bad, *odd).encode() + b'\xff\n{"iteration": 7, "reward')
     with (folder / "trajectories" / "iteration-00001.jsonl").open("ab") as file:
         file.write(lines("{", {"turns": 3}, {"turns": [{"action": 5}]}, {}).encode() + b"\xff\xfe\n")
     with (folder / "trajectories" / "iteration-00001.turns.jsonl").open("a") as file:

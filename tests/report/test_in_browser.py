@@ -86,10 +86,22 @@ def test_every_number_has_its_panel_and_is_read_by_keyboard(
 ) -> None:
     opened(browser, pages[0])
     titles = browser.ask("[...document.querySelectorAll('figcaption')].map((one) => one.textContent)")
-    assert titles == ["Reward", "Action tokens clipped, share", "Gradient norm", "Time by phase, share"]
+    assert titles == [
+        "Reward",
+        "Action tokens clipped, share",
+        "Gradient norm, actor",
+        "Seconds per iteration",
+        "Time by phase, share",
+    ]
     browser.ask("document.querySelector('svg').focus()")
+    browser.press("End")
+    assert text(browser, "#cursor") == "6"
+    assert text(browser, ".legend b") == "not a number at 5"
+    assert count(browser, "figure:first-child .refused") == 1
+    assert "× marks" in browser.ask("document.querySelector('#curves .hint').innerText")
     for key, iteration in (
-        ("End", "4"),
+        ("ArrowLeft", "5"),
+        ("ArrowLeft", "4"),
         ("ArrowLeft", "3"),
         ("ArrowLeft", "2"),
         ("Home", "1"),
@@ -98,9 +110,8 @@ def test_every_number_has_its_panel_and_is_read_by_keyboard(
         browser.press(key)
         assert text(browser, "#cursor") == iteration
     assert text(browser, ".legend b") == "0.25"
-    browser.press("End")
     told = browser.ask("document.querySelector('svg').getAttribute('aria-valuetext')")
-    assert told == "iteration 4: reward 1"
+    assert told == "iteration 1: reward 0.25"
     shares = browser.ask(
         "[...document.querySelectorAll('figure:last-child b')].map((one) => one.textContent)"
     )
@@ -149,6 +160,7 @@ def test_the_list_is_walked_with_the_arrow_keys(browser: Browser, pages: tuple[P
         if browser.ask("document.activeElement.getAttribute('role')") == "option":
             break
     controls = [
+        "smoothing",
         "log",
         "other",
         "to-episodes",
@@ -168,6 +180,17 @@ def test_the_list_is_walked_with_the_arrow_keys(browser: Browser, pages: tuple[P
     assert text(browser, "#episode h3") == "Iteration 2, episode 1"
     browser.press("Enter")
     assert browser.ask("document.activeElement.id") == "episode"
+    browser.press("ArrowLeft")
+    assert text(browser, "#episode h3") == "Iteration 1, episode 3"
+    assert browser.ask("document.activeElement.id") == "episode"
+    browser.press("c")
+    assert browser.ask("document.querySelector('[name=tone]:checked').value") == "advantage"
+    browser.press("Escape")
+    assert browser.ask("document.activeElement === document.querySelector('[aria-selected=true]')")
+    browser.press("ArrowRight")
+    assert text(browser, "#episode h3") == "Iteration 2, episode 1"
+    browser.press("/")
+    assert browser.ask("document.activeElement.name") == "text"
 
 
 def test_runs_are_compared(browser: Browser, pages: tuple[Path, Path]) -> None:
@@ -179,6 +202,34 @@ def test_runs_are_compared(browser: Browser, pages: tuple[Path, Path]) -> None:
     assert text(browser, ".legend") == "a1 at 4b1.5"
     enter(browser, "run", "1")
     assert count(browser, "#list li") == 4
+
+
+def test_runs_of_one_algorithm_share_a_colour_and_have_a_mean(browser: Browser, tmp_path: Path) -> None:
+    """Two algorithms, two runs each, of 4 and 6 iterations; the reward of iteration k is k/4."""
+    made = [
+        hostile.write(tmp_path / f"{preset}-{iterations}", preset, iterations)
+        for preset in ("ppo", "st_ppo")
+        for iterations in (4, 6)
+    ]
+    page.draw(made, tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    legend = "[...document.querySelectorAll('figure:first-child .legend li')].map((one) => one.textContent)"
+    assert browser.ask("document.getElementById('grouping').value") == "algorithm.preset"
+    assert browser.ask(legend) == [f"{name}1.5 (1.5 to 1.5, 1 of 2 runs)" for name in ("ppo", "st_ppo")]
+    assert count(browser, "figure:first-child .faint") == 4
+    browser.ask("document.querySelector('#runs input').click()")
+    assert browser.ask(legend) == ["ppo1.5", "st_ppo1.5 (1.5 to 1.5, 1 of 2 runs)"]
+    enter(browser, "order", "task")
+    assert browser.ask("browser.shown.slice(0, 5).map((one) => one.r)") == [0, 1, 2, 3, 0]
+
+
+def test_means_are_of_the_runs_that_go_on(browser: Browser, pages: tuple[Path, Path]) -> None:
+    opened(browser, pages[0])
+    two = "[[[1, 3], [0, 4]], [[1, 2, 3, 4], [2, 4, 6, null]]]"
+    assert browser.ask(f"mean({two})") == [[1, 2, 3, 4], [1, 2, 5, None]]
+    assert browser.ask(f"reading({two}, 2)") == "2 (0 to 4, 2 of 2 runs)"
+    assert browser.ask(f"reading({two}, 4)") == "0 of 2 runs"
+    assert browser.ask("smooth([[1, 2, 3, 4], [1, 3, null, 5]], 2)[1]") == [1, 2, None, 5]
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -16,6 +16,7 @@ import pytest
 import megatron_stppo
 from megatron_stppo.config import ConfigError
 from megatron_stppo.report import episodes, lines, numbers, page
+from tests import documented
 from tests.report import hostile
 
 ROOT = Path(megatron_stppo.__file__).parent
@@ -33,13 +34,15 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
     notes = page.draw([run], tmp_path / "page.html")
     assert notes == [
         "run: metrics.jsonl: 8 damaged lines left out",
-        "run: trajectories/iteration-00001.turns.jsonl: 1 damaged lines left out",
+        "run: not a number in iteration 5: reward/mean, y",
+        "run: trajectories/iteration-00001.turns.jsonl: 1 damaged line left out",
         "run: trajectories/iteration-00001.jsonl: 5 damaged lines left out",
         "run: config.yaml is damaged and left out",
         "run: Episodes shown: all 3 of iteration 1; all 1 of iteration 2.",
     ]
     (shown,) = data_of(tmp_path / "page.html")["runs"]
-    assert shown["columns"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0]]
+    assert shown["columns"]["reward/mean"] == [[1, 2, 3, 4, 5], [0.25, 0.5, 0.75, 1.0, None]]
+    assert shown["overview"]["reward"] == [0.25, None, 1.0]
     assert not {"x", "y", "z"} & set(shown["columns"])
     assert [turn.get("ratio") for one in shown["episodes"] for turn in one["turns"]] == [
         1,
@@ -47,6 +50,31 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
         0.9,
         None,
         None,
+    ]
+
+
+def test_what_the_update_did_not_tell_is_not_a_number_of_a_turn(tmp_path: Path) -> None:
+    page.draw([hostile.write(tmp_path / "run")], tmp_path / "page.html")
+    (shown,) = data_of(tmp_path / "page.html")["runs"]
+    (turn,) = shown["episodes"][2]["turns"]
+    assert (turn["action"][:3], turn["version"], turn["tokens"]) == ("xxx", 1, 5)
+    for told in (tmp_path / "run" / "trajectories").glob("*.turns.jsonl"):
+        told.unlink()
+    notes = page.draw([tmp_path / "run"], tmp_path / "page.html")
+    assert "run: the updates told nothing of these turns: no ratios, no advantages" in notes
+
+
+def test_every_panel_draws_what_docs_metrics_md_has() -> None:
+    names = re.findall(r'"([a-z]+/\w+)"', (ROOT / "report" / "panels.js").read_text())
+    assert len(names) > 20 and not set(names) - set(documented.metrics())
+
+
+def test_gaps_are_told_once_for_all_columns_that_share_them() -> None:
+    gone = ([1, 2, 3], [0.5, None, None])
+    columns = {"a": gone, "b": gone, "c": ([1, 2], [None, 1.0]), "d": ([1], [1.0]), "straggler/rank": gone}
+    assert numbers.not_numbers(columns) == [
+        "not a number in 2 rows from iteration 2 on: a, b",
+        "not a number in iteration 1: c",
     ]
 
 
@@ -101,6 +129,8 @@ def test_thinning_keeps_spikes_and_the_end() -> None:
     kept, heights = numbers.thin(list(range(50_000)), values)
     assert len(kept) <= numbers.POINTS + 1 and kept[-1] == 49_999
     assert (31_234, 7.0) in zip(kept, heights, strict=True)
+    gap = numbers.thin([1, 2, 3, 4, 5, 6], [0.0, None, None, 2.0, 1.0, 3.0], 4)
+    assert gap == ([1, 2, 5, 6], [0.0, None, 1.0, 3.0])
 
 
 def test_many_iterations_are_not_told_one_by_one() -> None:

@@ -1,0 +1,63 @@
+// Which columns of metrics.jsonl are drawn, and in which runs they are there.
+
+// Title, then names as docs/metrics.md has them and their labels. N stands for every number that there is.
+const PANELS = [
+  ["Reward", { "reward/mean": "reward" }],
+  ["Exact match", { "rollout/exact_match": "training", "evaluate/exact_match": "held out" }],
+  ["Action tokens clipped, share", { "actor/clip_fraction": "clipped" }],
+  ["Clipped by turn, share", { "actor/clip_fraction_turn_N": "turn N", "actor/clip_fraction_turn_last": "last turn" }],
+  ["Importance ratio", { "actor/ratio_p1": "1 %", "actor/ratio_p50": "median", "actor/ratio_p99": "99 %" }],
+  ["Clipping bias ‖C‖", {
+    "actor/clipping_bias": "as used", "actor/clipping_bias_coefficient": "coefficient",
+    "actor/clipping_bias_logit": "logit", "actor/clipping_bias_gradient": "gradient",
+  }],
+  ["Correction, scale", { "actor/correction_scale": "scale" }],
+  ["KL to the old policy, nats per token", { "actor/kl_to_old": "k3" }],
+  ["KL to the reference, nats per token", { "kl/reference": "k1", "kl/reference_k3": "k3" }],
+  ["Entropy, nats per token", { "actor/entropy": "entropy" }],
+  ["Gradient norm, actor", { "actor/gradient_norm": "before scaling", "actor/scaled_gradient_norm": "after scaling" }],
+  ["Gradient norm, critic", { "critic/gradient_norm": "critic" }],
+  ["Critic, explained variance", { "critic/explained_variance": "explained variance" }],
+  ["Advantage variance", { "advantage/variance": "as used", "advantage/variance_before_whitening": "before whitening" }],
+  ["Train/serve mismatch, nats per token", { "mismatch/mean_abs": "mean |trainer − engine|" }],
+  ["Staleness, policy versions", { "rollout/staleness": "mean", "rollout/staleness_max": "largest" }],
+  ["Per episode", { "rollout/turns": "turns", "rollout/searches": "searches" }],
+  ["Behaviour, share", {
+    "rollout/searched": "episodes that search", "rollout/valid_action_rate": "valid actions", "rollout/truncated": "episodes cut off",
+  }],
+  ["Response, tokens", {
+    "rollout/response_tokens": "mean", "rollout/response_tokens_p95": "95 %", "rollout/response_tokens_max": "largest",
+  }],
+  ["Seconds per iteration", { seconds: "seconds" }],
+];
+
+// [[title, [[column, label], ...]], ...] of what these runs have; of several runs every column has its own panel.
+function panels(runs, other) {
+  const there = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort(byNumber);
+  const found = (name, label) => {
+    const [before, after] = name.split("_N");
+    if (after === undefined) return there.includes(name) ? [[name, label]] : [];
+    const numbers = there.map((column) => [column, column.slice(before.length + 1)]);
+    return numbers.filter(([column, number]) => column === `${before}_${number}` && /^\d+$/.test(number))
+      .map(([column, number]) => [column, label.replace("N", number)]);
+  };
+  const wanted = other ? [[other, { [other]: other }], ...PANELS] : PANELS;
+  return wanted.flatMap(([title, names]) => {
+    const columns = Object.entries(names).flatMap(([name, label]) => found(name, label));
+    if (!columns.length) return [];
+    if (RUNS.length === 1 || Object.keys(names).length === 1) return [[title, columns]];
+    return columns.map(([column, label]) => [`${title}: ${label}`, [[column, label]]]);
+  });
+}
+
+// Fields whose values put several runs together, the algorithm first; the runs of one value share a colour.
+function groupings() {
+  const fields = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
+  const groups = fields.filter((field) => {
+    const values = new Set(RUNS.map((run) => run.config[field]));
+    return values.size > 1 && values.size < RUNS.length;
+  });
+  return groups.sort((a, b) => (b === "algorithm.preset") - (a === "algorithm.preset"));
+}
+
+const byNumber = (a, b) => a.localeCompare(b, "en", { numeric: true });
