@@ -213,7 +213,7 @@ function ratioTone() {
   return {
     ends: [digits(low), "1", digits(high)],
     of: ({ ratio }) => {
-      if (ratio === undefined) return null;
+      if (!(ratio >= 0)) return null;
       return ratio < 1 ? -Math.min(1, Math.log(ratio) / Math.log(low)) : Math.min(1, Math.log(ratio) / Math.log(high));
     },
   };

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-FOLDER, FILE = "trajectories", re.compile(r"^iteration-(\d+)\.jsonl$")
+FOLDER, FILE = "trajectories", re.compile(r"iteration-([0-9]+)\.jsonl")
 
 
 def played_path(run: Path, iteration: int) -> Path:
@@ -19,6 +19,6 @@ def turns_path(run: Path, iteration: int) -> Path:
 
 
 def recorded(run: Path) -> list[int]:
-    """Iterations whose trajectories are there, in order."""
-    found = (FILE.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
-    return sorted(int(match[1]) for match in found if match)
+    """Iterations whose trajectories are there, in order, each once."""
+    found = (FILE.fullmatch(path.name) for path in (run / FOLDER).glob("iteration-*"))
+    return sorted({int(match[1]) for match in found if match})

@@ -85,5 +85,7 @@ def damage(folder: Path) -> None:
         file.write(lines("{", {"turns": 3}, {"turns": [{"action": 5}]}, {}).encode() + b"\xff\xfe\n")
     with (folder / "trajectories" / "iteration-00001.turns.jsonl").open("a") as file:
         file.write(lines({"turns": [{"ratio": "high"}]}))
+    for name in ("1", "\u0661"):  # the first iteration's number, written otherwise
+        (folder / "trajectories" / f"iteration-{name}.jsonl").touch()
     (folder / "config.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
     (folder / "summary.json").write_text("{")
