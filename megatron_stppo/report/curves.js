@@ -128,11 +128,12 @@ class Cursor {
       for (const member of members.length > 1 ? smoothed : window > 1 ? members : []) draw(member, `${kind} faint`);
       draw(members.length > 1 ? mean(smoothed) : smoothed[0], kind);
     }
+    const sparse = window === 1 && series.length <= COLOURS;
     for (const { kind, members } of series) {
       for (const [x, y] of members) x.forEach((iteration, k) => {
         const cx = this.across(iteration).toFixed(1), low = HEIGHT - BOTTOM;
         if (y[k] === null) drawing.append(svg("path", { class: "refused", d: `M${cx},${low}m-3,-3l6,6m0,-6l-6,6` }));
-        else if (members.length === 1 && x.length <= MARKED && drawable(y[k])) {
+        else if (sparse && members.length === 1 && x.length <= MARKED && drawable(y[k])) {
           drawing.append(svg("circle", { class: `dot ${kind}`, cx, cy: height(y[k]).toFixed(1), r: 2.5 }));
         }
       });
@@ -185,7 +186,8 @@ function seriesOf(runs, columns, field) {
   const groups = field ? [...new Set(RUNS.map(value))] : RUNS.map(runName);
   const [[name]] = columns;
   return groups.map((group, k) => {
-    const label = field && field !== "algorithm.preset" ? `${field.split(".").pop()} ${group}` : unquoted(group);
+    const shown = field ? unquoted(group) : group;
+    const label = ["", "algorithm.preset"].includes(field) ? shown : `${field.split(".").pop()} ${shown}`;
     return { label: line(label, 60), kind: kind(k), members: members(name, (run) => (field ? value(run) === group : run === RUNS[k])) };
   }).filter((one) => one.members.length);
 }
