@@ -52,7 +52,7 @@ function headlinesOf(run) {
 
 function headline(value) {
   if (!Array.isArray(value)) return digits(value);
-  const [first, last, best] = value.map(digits);
+  const [first, last, best] = value.map((one) => digits(one === null ? null : Number(one.toPrecision(3))));
   return `${first} → ${last}, best ${best}`;
 }
 
