@@ -31,8 +31,9 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
 
 
-def test_the_papers_form_is_the_literal_one() -> None:
+def test_the_papers_form_is_the_preset_of_that_name() -> None:
     a = load(CONFIG, matrix.Run("gentle", "st_ppo_paper", 0).overrides()).algorithm
+    assert a == load(CONFIG, ["algorithm.preset=paper"]).algorithm.model_copy(update={"preset": a.preset})
     assert (a.segments, a.correction, a.correction_apply) == ("turn", "gradient", "gradient")
     assert (a.correction_unit, a.correction_floor) == ("mean", 0)
 
