@@ -182,27 +182,32 @@ def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:
     assert values.tolist() == [[2.0, 7.0], [0.0, 3.0]]
 
 
+def finish(run: matrix.Run, exact_match: list[float], root: Path, ledger: Ledger, *overrides: str) -> None:
+    """As if it had been run for 10 iterations."""
+    path = root / "runs" / run.name
+    path.mkdir(parents=True)
+    config = load(CONFIG, [*run.overrides(10), f"run.root={root}", *overrides])
+    (path / "config.yaml").write_text(config.dump())
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(exact_match)))
+    ledger.begin(run.name, "k")
+    ledger.end(run.name, "done", 30.0)
+
+
 def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Path) -> None:
     document, folder = tmp_path / "study.md", tmp_path / "study"
     document.write_text(f"before\n{BEGIN}of last time\n{END}after\n")
     root = tmp_path / "runs"
     root.mkdir()
-    ledger = Ledger(root / "ledger.json")
     given = {
         ("ppo", 0): [0.4, *[0.1] * 10],
-        ("ppo", 1): [0.4] * 6,
-        ("st_ppo", 0): [0.4, 0.9, 0.9, 0.9],
+        ("ppo", 1): [0.4] * 11,
+        ("st_ppo", 0): [0.4, *[0.9] * 10],
         ("ppo", 100): [0.2, 0.4],
     }
+    ledger = Ledger(root / "ledger.json")
     for (name, seed), values in given.items():
-        run = matrix.Run("gentle", name, seed)
-        path = root / "runs" / run.name
-        path.mkdir(parents=True)
-        text = "".join(json.dumps(row) + "\n" for row in rows_of(values))
-        (path / "metrics.jsonl").write_text(text)
-        ledger.begin(run.name, "k")
-        ledger.end(run.name, "done", 30.0)
-    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path)]
+        finish(matrix.Run("gentle", name, seed), values, root, ledger)
+    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path), "--iterations", "10"]
     arguments += ["--settings", "gentle", "--seeds", "0,1,100"]
     assert stability_study.main(arguments) == 0
     text = document.read_text()
@@ -212,9 +217,34 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     assert "| `ppo` |  | -0.80 (0/1) |" in text, "one seed in common, so no interval"
     assert (folder / "gentle.png").stat().st_size > 0
     kept = [path.read_bytes() for path in sorted(folder.glob("[cr]*"))]
-    stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder)
+    stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder, 10)
     assert [path.read_bytes() for path in sorted(folder.glob("[cr]*"))] == kept, "each run once"
-    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 6 + 4 + 2
+    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 11 + 11 + 2
+
+
+def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
+    run, ledger, root = matrix.Run("gentle", "ppo", 0), Ledger(tmp_path / "ledger.json"), tmp_path
+    finish(run, [0.4] * 11, root, ledger, "update.epochs=3", "algorithm.clip_high=0.3")
+    with pytest.raises(ValueError, match=r"another update\.epochs, algorithm; move it away"):
+        stability_study.gather([run], ledger, root, tmp_path / "study", 10)
+    with pytest.raises(ValueError, match=r"another run\.iterations, update\.epochs, algorithm"):
+        stability_study.gather([run], ledger, root, tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_trial_does_not_get_among_the_results(tmp_path: Path) -> None:
+    def put(name: str, seed: int, iterations: int, not_finite: bool = False) -> None:
+        run = matrix.Run("gentle", name, seed)
+        row = collect.summary(run, rows_of([0.4] * (iterations + 1)), not_finite, 9.0)
+        collect.merge(tmp_path, [row], [], [])
+
+    put("ppo", 0, 8)
+    put("ppo", 1, 3, not_finite=True)
+    put("ppo", matrix.PILOT, 5)
+    before = (tmp_path / "runs.csv").read_bytes()
+    with pytest.raises(ValueError, match=r"gentle would hold runs of \[4, 8\] iterations"):
+        put("st_ppo", 0, 4)
+    assert (tmp_path / "runs.csv").read_bytes() == before
 
 
 def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:
