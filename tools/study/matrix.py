@@ -54,6 +54,7 @@ FORMS: dict[str, Fields] = {
     "st_ppo_gradient": {"preset": "st_ppo", "correction": "gradient"},
     "st_ppo_floor_0": {"preset": "st_ppo", "correction_floor": 0},
     "st_ppo_unit_mean": {"preset": "st_ppo", "correction_unit": "mean"},
+    "st_ppo_unit_relative": {"preset": "st_ppo", "correction_unit": "relative"},
     "st_ppo_on_gradient": {"preset": "st_ppo", "correction_apply": "gradient"},
     "st_ppo_paper_floor_1": {"preset": "st_ppo", **PAPER, "correction_floor": 1},
     "st_ppo_paper_on_step": {"preset": "st_ppo", **PAPER, "correction_apply": "step"},
