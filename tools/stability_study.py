@@ -82,7 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep_results(tasks: Sequence[Task], ledger: Ledger) -> None:
-    """Raises ValueError where a task would replace what was done with other settings or sources: hours."""
+    """Raises ValueError where a task would replace what was done with other settings, or another quickstart:
+    hours."""
     for task in tasks:
         entry = ledger[task.name]
         if entry is not None and entry.status == "done" and entry.key != task.key:
