@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config_file import load
+from megatron_stppo.runtime import rows
 from tools import stability_study
 from tools.study import collect, matrix
 from tools.study.figures import table
 from tools.study.ledger import Ledger
-from tools.study.report import BEGIN, END
+from tools.study.report import BEGIN, END, sections
 from tools.study.tasks import CONFIG, tasks_of
 from tools.study.work import Crew, Task, judge, prepare
 
@@ -220,6 +221,33 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder, 10)
     assert [path.read_bytes() for path in sorted(folder.glob("[cr]*"))] == kept, "each run once"
     assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 11 + 11 + 2
+
+
+def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pilot(tmp_path: Path) -> None:
+    """Exact norms 1, 2, 4: the one estimate is always twice that; the other, 4, 2, 1, falls as it rises.
+    The third step of four clipped nothing."""
+    columns = {
+        "actor/clipping_bias_gradient": [1.0, 2.0, 0.0, 4.0],
+        "actor/clipping_bias_logit": [2.0, 4.0, 0.0, 8.0],
+        "actor/clipping_bias_coefficient": [4.0, 2.0, 0.0, 1.0],
+        "actor/clip_fraction": [0.1, 0.4, 0.0, 0.2],
+        "actor/gradient_norm": [1.0] * 4,
+    }
+    runs, root = [matrix.Run("gentle", "st_ppo_probe", seed) for seed in (0, matrix.PILOT)], tmp_path / "runs"
+    root.mkdir()
+    ledger, study = Ledger(root / "ledger.json"), tmp_path / "study"
+    for run in runs:
+        finish(run, [0.4] * 11, root, ledger)
+        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows.write_steps(root / "runs" / run.name / "steps.jsonl", 1, steps)
+    stability_study.gather(runs, ledger, root, study, 10)
+    assert len(collect.read_parquet(study / "steps.parquet")) == 8
+    lines = sections(study, study)
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | logit | 1.00 | 2.00 | 2.00 | 2.00 |" in lines
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | coefficient | -1.00 | 0.40 | 1.00 | 3.40 |" in lines
+    # logs of 1, 2, 4 against those of 1, 4, 2: half of the spread agrees
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | clip fraction | 0.50 |  |  |  |" in lines
+    assert (study / "estimators.png").stat().st_size > 0
 
 
 def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
