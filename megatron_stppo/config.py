@@ -254,8 +254,10 @@ class AlgorithmConfig(Section):
     )
     correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
     correction_apply: Literal["gradient", "step"] = "step"
-    correction_unit: Literal["mean", "sum"] = Field(
-        "sum", description="||C|| of the loss, a mean, or of the sum over the minibatch's action tokens"
+    correction_unit: Literal["mean", "sum", "relative"] = Field(
+        "sum",
+        description="||C|| of the loss, a mean; of the sum over the minibatch's action tokens; or as a "
+        "multiple of the norm of the gradient that is left",
     )
     correction_floor: float = Field(
         1.0, ge=0, description="scale = 1 / max(floor, ||C||); 0 is the paper's literal form"

@@ -29,7 +29,7 @@ from megatron_stppo.runtime.rows import read
 from tools.study import collect, matrix
 from tools.study.ledger import Ledger
 from tools.study.report import report
-from tools.study.tasks import tasks_of
+from tools.study.tasks import differing, tasks_of
 from tools.study.work import NOT_FINITE, ROOT, Crew, Task
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.plan:
                 return 0
             done = work(tasks, ledger, root, given.jobs, given.budget_minutes)
-        gather(runs, ledger, root, given.docs / "study")
+        gather(runs, ledger, root, given.docs / "study", given.iterations)
         report(given.docs / "study", given.docs / "study.md")
     except ValueError as error:
         print(f"stability_study: {error}", file=sys.stderr)
@@ -82,7 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep_results(tasks: Sequence[Task], ledger: Ledger) -> None:
-    """Raises ValueError where a task would replace what was done with other settings or sources: hours."""
+    """Raises ValueError where a task would replace what was done with other settings, or another quickstart:
+    hours."""
     for task in tasks:
         entry = ledger[task.name]
         if entry is not None and entry.status == "done" and entry.key != task.key:
@@ -147,13 +148,21 @@ def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: 
         return crew.work(tasks, started + 60 * minutes, say)
 
 
-def gather(runs: Sequence[matrix.Run], ledger: Ledger, root: Path, folder: Path) -> None:
-    """The numbers of the runs that are done, into the files of `folder`."""
+def gather(
+    runs: Sequence[matrix.Run], ledger: Ledger, root: Path, folder: Path, iterations: int | None = None
+) -> None:
+    """The numbers of the runs that are done, into the files of `folder`. Raises ValueError for one that was
+    made with other settings than its name now stands for."""
     summaries, curves, steps = [], [], []
     for run in runs:
         entry, path = ledger[run.name], root / "runs" / run.name
         if entry is None or entry.status != "done":
             continue
+        if other := differing(run, path / "config.yaml", iterations):
+            raise ValueError(
+                f"{path}: was made with another {', '.join(other)}; move it away, with its entry in "
+                "ledger.json, or give another --root"
+            )
         rows = read(path / "metrics.jsonl")
         summaries.append(collect.summary(run, rows, entry.reason == NOT_FINITE, entry.seconds))
         curves += collect.curves(run, rows)

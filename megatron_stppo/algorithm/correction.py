@@ -8,6 +8,8 @@ Estimators of ||C||: `gradient` (exact, in parameter space, by a second backward
     coefficient:  sqrt( sum_u b_u^2 )
 brought to parameter space by the same norm of the unclipped part:
     ||C|| ~ estimate(C) * ||grad J||_2 / estimate(grad J)
+For ||grad J|| stands the measured norm of the whole loss's gradient, entropy and KL terms included: J's own
+would take a backward pass. The two are close while those terms are small beside J.
 One step: squared_estimate of b and of g per microbatch; their sums over microbatches and ranks go to
 calibrated_norm, in_unit and correction_scale, which are plain numbers.
 """
@@ -20,7 +22,7 @@ from typing import Literal
 from torch import Tensor
 
 Estimator = Literal["coefficient", "logit"]
-Unit = Literal["mean", "sum"]
+Unit = Literal["mean", "sum", "relative"]
 
 
 def squared_estimate(
@@ -41,7 +43,7 @@ def squared_estimate(
 
 
 def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> float:
-    """||C|| from the squared estimates of C and grad J, and the measured ||grad J||.
+    """||C|| from the squared estimates of C and grad J, and the measured norm of the loss's gradient.
 
     Where nothing of the gradient survived clipping there is no calibration; the estimate itself stands in.
     Example: bias_sq 4, grad_sq 1, gradient_norm 0.5 give 2 * 0.5 / 1 = 1.
@@ -52,17 +54,23 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
     return math.sqrt(bias_sq / grad_sq) * gradient_norm
 
 
-def in_unit(bias_norm: float, unit: Unit, tokens: float, weight: float = 1.0) -> float:
-    """||C|| as the loss has it ("mean"), or of the sum over the minibatch's action tokens ("sum").
+def in_unit(
+    bias_norm: float, unit: Unit, *, tokens: float, weight: float = 1.0, gradient_norm: float = 0.0
+) -> float:
+    """||C|| as the loss has it ("mean"), of the sum over the minibatch's action tokens ("sum"), or as a
+    multiple of the norm of the gradient that is left ("relative"); 0 where there is nothing to divide by.
 
-    weight: what the loss's token weights add up to, 1 if it is a mean. Example: a loss that is the mean over
-    4 trajectories of sums over 25 tokens each has 100 tokens and weight 25: the sum is 4 times the loss.
+    weight: what the loss's token weights add up to, 1 if it is a mean. gradient_norm: of the loss. Example: a
+    loss that is the mean over 4 trajectories of sums over 25 tokens each has 100 tokens and weight 25: the
+    sum is 4 times the loss. Relative to a gradient of norm 2, ||C|| = 0.5 is 0.25, whatever the loss's scale.
     """
     if unit == "mean":
         return bias_norm
     if unit == "sum":
         return bias_norm * tokens / weight if weight > 0 else 0.0
-    raise ValueError(f"correction_unit={unit!r} is not known; choose mean or sum")
+    if unit == "relative":
+        return bias_norm / gradient_norm if gradient_norm > 0 else 0.0
+    raise ValueError(f"correction_unit={unit!r} is not known; choose mean, sum or relative")
 
 
 def correction_scale(bias_norm: float, clipped_tokens: float, floor: float) -> float:

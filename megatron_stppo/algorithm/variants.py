@@ -18,7 +18,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction": "gradient",
         "correction_apply": "gradient",
         "correction_unit": "mean",
-        "correction_floor": 0.0,
+        "correction_floor": 0,
         "advantage": "gae",
     },
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},

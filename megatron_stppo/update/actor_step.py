@@ -147,7 +147,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     weight = float(loss.weight_T.double().sum())
     if finite and sums["clipped"] > 0:
         bias_norms = {
-            name: in_unit(value, a.correction_unit, tokens, weight)
+            name: in_unit(value, a.correction_unit, tokens=tokens, weight=weight, gradient_norm=norm)
             for name, value in _bias_norms(actor, loss, microbatches, sums, norm).items()
         }
         if a.correction != "off":

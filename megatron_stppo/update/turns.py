@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segment_sum
-from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.algorithm.surrogate import clipped
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import minibatch_weights
@@ -31,16 +31,10 @@ def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterato
     old_T, advantage_T, offsets = batch.old_logprob_T, batch.advantage_T, batch.turn_offsets
     assert old_T is not None and advantage_T is not None
     logprob_T = logprob_T.to(old_T.dtype)
-    clipped_T = surrogate(
-        logprob_T,
-        old_T,
-        advantage_T,
-        minibatch_weights(batch, range(len(batch.live_N)), a),
-        segment_offsets(a.segments, offsets, batch.action_offsets),
-        clip_low=a.clip_low,
-        clip_high=a.clip_high,
-        pooling=a.pooling,
-    ).clipped_T
+    segments = segment_offsets(a.segments, offsets, batch.action_offsets)
+    ratio_S, _ = segment_ratio(logprob_T, old_T, segments, a.pooling)
+    weight_T = minibatch_weights(batch, range(len(batch.live_N)), a)
+    clipped_T = clipped(ratio_S, advantage_T, weight_T, segments, a.clip_low, a.clip_high)
     count_S = offsets.diff()
     columns = {
         "advantage": segment_sum(advantage_T.double(), offsets) / count_S,

@@ -56,9 +56,22 @@ def test_calibration_scales_by_the_measured_gradient():
 
 
 def test_sum_unit_counts_the_minibatchs_action_tokens():
-    assert in_unit(0.01, "mean", 400) == 0.01
-    assert in_unit(0.01, "sum", 400) == pytest.approx(4.0)
+    assert in_unit(0.01, "mean", tokens=400) == 0.01
+    assert in_unit(0.01, "sum", tokens=400) == pytest.approx(4.0)
     # The same tokens in a loss that is the mean over 16 trajectories of sums over 25 tokens: 25 times that.
-    assert in_unit(0.25, "mean", 400, weight=25) == 0.25
-    assert in_unit(0.25, "sum", 400, weight=25) == pytest.approx(4.0)
-    assert in_unit(0.0, "sum", 0, weight=0) == 0.0
+    assert in_unit(0.25, "mean", tokens=400, weight=25) == 0.25
+    assert in_unit(0.25, "sum", tokens=400, weight=25) == pytest.approx(4.0)
+    assert in_unit(0.0, "sum", tokens=0, weight=0) == 0.0
+
+
+def test_relative_unit_is_a_multiple_of_the_gradient_that_is_left():
+    # ||C|| = 0.5 beside a gradient of 2, and both 10 times as large: a quarter. Beside 0.1: five times.
+    assert in_unit(0.5, "relative", tokens=400, gradient_norm=2.0) == 0.25
+    assert in_unit(5.0, "relative", tokens=400, gradient_norm=20.0) == 0.25
+    assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
+    assert in_unit(0.5, "relative", tokens=400, gradient_norm=0.0) == 0.0
+
+
+def test_unknown_unit_is_named():
+    with pytest.raises(ValueError, match="correction_unit='max'"):
+        in_unit(0.5, "max", tokens=1)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config_file import load
+from megatron_stppo.runtime import rows
 from tools import stability_study
 from tools.study import collect, matrix
 from tools.study.figures import table
 from tools.study.ledger import Ledger
-from tools.study.report import BEGIN, END
+from tools.study.report import BEGIN, END, sections
 from tools.study.tasks import CONFIG, tasks_of
 from tools.study.work import Crew, Task, judge, prepare
 
@@ -31,8 +32,9 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
 
 
-def test_the_papers_form_is_the_literal_one() -> None:
+def test_the_papers_form_is_the_preset_of_that_name() -> None:
     a = load(CONFIG, matrix.Run("gentle", "st_ppo_paper", 0).overrides()).algorithm
+    assert a == load(CONFIG, ["algorithm.preset=paper"]).algorithm.model_copy(update={"preset": a.preset})
     assert (a.segments, a.correction, a.correction_apply) == ("turn", "gradient", "gradient")
     assert (a.correction_unit, a.correction_floor) == ("mean", 0)
 
@@ -181,27 +183,32 @@ def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:
     assert values.tolist() == [[2.0, 7.0], [0.0, 3.0]]
 
 
+def finish(run: matrix.Run, exact_match: list[float], root: Path, ledger: Ledger, *overrides: str) -> None:
+    """As if it had been run for 10 iterations."""
+    path = root / "runs" / run.name
+    path.mkdir(parents=True)
+    config = load(CONFIG, [*run.overrides(10), f"run.root={root}", *overrides])
+    (path / "config.yaml").write_text(config.dump())
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(exact_match)))
+    ledger.begin(run.name, "k")
+    ledger.end(run.name, "done", 30.0)
+
+
 def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Path) -> None:
     document, folder = tmp_path / "study.md", tmp_path / "study"
     document.write_text(f"before\n{BEGIN}of last time\n{END}after\n")
     root = tmp_path / "runs"
     root.mkdir()
-    ledger = Ledger(root / "ledger.json")
     given = {
         ("ppo", 0): [0.4, *[0.1] * 10],
-        ("ppo", 1): [0.4] * 6,
-        ("st_ppo", 0): [0.4, 0.9, 0.9, 0.9],
+        ("ppo", 1): [0.4] * 11,
+        ("st_ppo", 0): [0.4, *[0.9] * 10],
         ("ppo", 100): [0.2, 0.4],
     }
+    ledger = Ledger(root / "ledger.json")
     for (name, seed), values in given.items():
-        run = matrix.Run("gentle", name, seed)
-        path = root / "runs" / run.name
-        path.mkdir(parents=True)
-        text = "".join(json.dumps(row) + "\n" for row in rows_of(values))
-        (path / "metrics.jsonl").write_text(text)
-        ledger.begin(run.name, "k")
-        ledger.end(run.name, "done", 30.0)
-    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path)]
+        finish(matrix.Run("gentle", name, seed), values, root, ledger)
+    arguments = ["--report", "--root", str(root), "--docs", str(tmp_path), "--iterations", "10"]
     arguments += ["--settings", "gentle", "--seeds", "0,1,100"]
     assert stability_study.main(arguments) == 0
     text = document.read_text()
@@ -211,9 +218,61 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     assert "| `ppo` |  | -0.80 (0/1) |" in text, "one seed in common, so no interval"
     assert (folder / "gentle.png").stat().st_size > 0
     kept = [path.read_bytes() for path in sorted(folder.glob("[cr]*"))]
-    stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder)
+    stability_study.gather(matrix.select(["family"], [0], ["gentle"]), ledger, root, folder, 10)
     assert [path.read_bytes() for path in sorted(folder.glob("[cr]*"))] == kept, "each run once"
-    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 6 + 4 + 2
+    assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 11 + 11 + 2
+
+
+def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pilot(tmp_path: Path) -> None:
+    """Exact norms 1, 2, 4: the one estimate is always twice that; the other, 4, 2, 1, falls as it rises.
+    The third step of four clipped nothing."""
+    columns = {
+        "actor/clipping_bias_gradient": [1.0, 2.0, 0.0, 4.0],
+        "actor/clipping_bias_logit": [2.0, 4.0, 0.0, 8.0],
+        "actor/clipping_bias_coefficient": [4.0, 2.0, 0.0, 1.0],
+        "actor/clip_fraction": [0.1, 0.4, 0.0, 0.2],
+        "actor/gradient_norm": [1.0] * 4,
+    }
+    runs, root = [matrix.Run("gentle", "st_ppo_probe", seed) for seed in (0, matrix.PILOT)], tmp_path / "runs"
+    root.mkdir()
+    ledger, study = Ledger(root / "ledger.json"), tmp_path / "study"
+    for run in runs:
+        finish(run, [0.4] * 11, root, ledger)
+        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows.write_steps(root / "runs" / run.name / "steps.jsonl", 1, steps)
+    stability_study.gather(runs, ledger, root, study, 10)
+    assert len(collect.read_parquet(study / "steps.parquet")) == 8
+    lines = sections(study, study)
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | logit | 1.00 | 2.00 | 2.00 | 2.00 |" in lines
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | coefficient | -1.00 | 0.40 | 1.00 | 3.40 |" in lines
+    # logs of 1, 2, 4 against those of 1, 4, 2: half of the spread agrees
+    assert "| gentle | `st_ppo_probe` | 4 | 75% | clip fraction | 0.50 |  |  |  |" in lines
+    assert (study / "estimators.png").stat().st_size > 0
+
+
+def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
+    run, ledger, root = matrix.Run("gentle", "ppo", 0), Ledger(tmp_path / "ledger.json"), tmp_path
+    finish(run, [0.4] * 11, root, ledger, "update.epochs=3", "algorithm.clip_high=0.3")
+    with pytest.raises(ValueError, match=r"another update\.epochs, algorithm; move it away"):
+        stability_study.gather([run], ledger, root, tmp_path / "study", 10)
+    with pytest.raises(ValueError, match=r"another run\.iterations, update\.epochs, algorithm"):
+        stability_study.gather([run], ledger, root, tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_trial_does_not_get_among_the_results(tmp_path: Path) -> None:
+    def put(name: str, seed: int, iterations: int, not_finite: bool = False) -> None:
+        run = matrix.Run("gentle", name, seed)
+        row = collect.summary(run, rows_of([0.4] * (iterations + 1)), not_finite, 9.0)
+        collect.merge(tmp_path, [row], [], [])
+
+    put("ppo", 0, 8)
+    put("ppo", 1, 3, not_finite=True)
+    put("ppo", matrix.PILOT, 5)
+    before = (tmp_path / "runs.csv").read_bytes()
+    with pytest.raises(ValueError, match=r"gentle would hold runs of \[4, 8\] iterations"):
+        put("st_ppo", 0, 4)
+    assert (tmp_path / "runs.csv").read_bytes() == before
 
 
 def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "step": {**HALVED, "correction_apply": "step"},
     "gradient": {**HALVED, "correction_apply": "gradient"},
     "paper": {"preset": "paper"},
+    "relative": {"preset": "paper", "correction_unit": "relative"},
+    "st_ppo": {"preset": "st_ppo"},
+    "probed": {"preset": "st_ppo", "correction_probe": True},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
 }
 
@@ -52,6 +55,21 @@ def test_the_papers_form_divides_by_the_exact_norm_whatever_its_size(steps: Any)
     assert numbers["actor/correction_scale"] == pytest.approx(1 / norm)
     torch.testing.assert_close(divided, gradient / norm)
     assert plain["actor/correction_scale"] == 1 and plain["actor/clipping_bias"] == 0
+
+
+def test_the_probe_only_looks(steps: Any) -> None:
+    (plain, gradient, moved), (probed, same, alike) = steps["st_ppo"], steps["probed"]
+    assert probed.pop("actor/clipping_bias_gradient") > 0
+    assert probed == plain and torch.equal(same, gradient) and torch.equal(alike, moved)
+
+
+def test_relative_to_the_gradient_divides_by_the_share_that_clipping_took(steps: Any) -> None:
+    (_, gradient, _), (paper, _, _), (numbers, divided, _) = (
+        steps[name] for name in ("turn_ppo", "paper", "relative")
+    )
+    share = paper["actor/clipping_bias_gradient"] / paper["actor/gradient_norm"]
+    assert numbers["actor/clipping_bias_gradient"] == pytest.approx(share)
+    torch.testing.assert_close(divided, gradient / share)
 
 
 def test_sums_over_trajectories_change_the_loss_but_neither_means_nor_c_in_the_unit_of_sums(

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from megatron_stppo.runtime.rows import column, read
 from tools.study.judge import FINAL, THRESHOLDS, collapse_began, time_to
-from tools.study.matrix import Run
+from tools.study.matrix import PILOT, Run
 
 Row = dict[str, Any]
 KEYS = ("setting", "algorithm", "seed")
@@ -86,7 +86,8 @@ def steps(run: Run, folder: Path) -> list[Row]:
 
 
 def merge(folder: Path, summaries: list[Row], curve_rows: list[Row], step_rows: list[Row]) -> None:
-    """Puts the runs into the files of `folder`, in the place of earlier ones of the same name."""
+    """Puts the runs into the files of `folder`, in the place of earlier ones of the same name. Raises
+    ValueError, and changes nothing, where a setting would have runs of several lengths: a trial's."""
     folder.mkdir(parents=True, exist_ok=True)
     new = {_key(row) for row in summaries}
 
@@ -94,7 +95,15 @@ def merge(folder: Path, summaries: list[Row], curve_rows: list[Row], step_rows: 
         rows = [row for row in kept if _key(row) not in new] + added
         return sorted(rows, key=lambda row: (*_key(row), row.get("iteration", 0), row.get("step", 0)))
 
-    _write_csv(folder / "runs.csv", with_kept(read_csv(folder / "runs.csv"), summaries))
+    runs = with_kept(read_csv(folder / "runs.csv"), summaries)
+    for setting in sorted({row["setting"] for row in runs}):
+        counted = [row for row in runs if row["setting"] == setting and row["seed"] < PILOT]
+        lengths = sorted({row["iterations"] for row in counted if not row["not_finite"]})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"{folder}: {setting} would hold runs of {lengths} iterations; give a trial its own --docs"
+            )
+    _write_csv(folder / "runs.csv", runs)
     for name, added, metrics in (("curves", curve_rows, METRICS), ("steps", step_rows, STEP_METRICS)):
         path = folder / f"{name}.parquet"
         rows = with_kept(read_parquet(path), added)

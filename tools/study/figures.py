@@ -38,8 +38,8 @@ def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, outp
             own = [row for row in rows if row["algorithm"] == algorithm]
             iterations, values = table(own, metric, width)
             if len(iterations):
-                color = colormaps["tab10"](number % 10)
-                axis.plot(iterations, values.mean(0), label=algorithm, color=color, linewidth=1.6)
+                color, line = colormaps["tab10"](number % 10), "-" if number < 10 else "--"
+                axis.plot(iterations, values.mean(0), line, label=algorithm, color=color, linewidth=1.6)
                 axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.1, lw=0)
         _frame(axis, name, "iteration", logarithmic)
     figure.axes[0].legend(fontsize=8)

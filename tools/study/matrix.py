@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_stppo.algorithm.variants import VARIANTS
+
 Fields = dict[str, Any]
 
 # Rollouts are on policy when an iteration begins and grow stale inside it: the last of epochs * minibatches
@@ -36,12 +38,7 @@ SETTINGS: dict[str, Fields] = {
 STUDIED = ("gentle", "harsh_2")
 PILOT = 100  # seeds from here on choose the rung, and are in no result
 
-PAPER: Fields = {
-    "correction": "gradient",
-    "correction_apply": "gradient",
-    "correction_unit": "mean",
-    "correction_floor": 0,
-}
+PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
 FAMILY: dict[str, Fields] = {
     "ppo": {"preset": "ppo"},
     "turn_ppo": {"preset": "turn_ppo"},
@@ -57,6 +54,7 @@ FORMS: dict[str, Fields] = {
     "st_ppo_gradient": {"preset": "st_ppo", "correction": "gradient"},
     "st_ppo_floor_0": {"preset": "st_ppo", "correction_floor": 0},
     "st_ppo_unit_mean": {"preset": "st_ppo", "correction_unit": "mean"},
+    "st_ppo_unit_relative": {"preset": "st_ppo", "correction_unit": "relative"},
     "st_ppo_on_gradient": {"preset": "st_ppo", "correction_apply": "gradient"},
     "st_ppo_paper_floor_1": {"preset": "st_ppo", **PAPER, "correction_floor": 1},
     "st_ppo_paper_on_step": {"preset": "st_ppo", **PAPER, "correction_apply": "step"},

@@ -39,7 +39,8 @@ def sections(folder: Path, shown: Path) -> list[str]:
     if not rows:
         return ["Nothing has been run yet."]
     lines = [cost(rows), *pilot_table([row for row in rows if row["seed"] >= PILOT])]
-    rows, curves = ([row for row in given if row["seed"] < PILOT] for given in (rows, curves))
+    steps = read_parquet(folder / "steps.parquet")
+    rows, curves, steps = ([row for row in given if row["seed"] < PILOT] for given in (rows, curves, steps))
     for setting in SETTINGS:
         own = [row for row in rows if row["setting"] == setting]
         of_setting = [row for row in curves if row["setting"] == setting]
@@ -51,7 +52,6 @@ def sections(folder: Path, shown: Path) -> list[str]:
             draw_curves(of_setting, there, f"{setting}{title}", folder / picture)
             lines += ["", f"### `{setting}`{title}", "", *summary_table(own, there), ""]
             lines += [f"![curves]({shown / picture})", "", *pair_table(own, there)]
-    steps = read_parquet(folder / "steps.parquet")
     if steps:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]

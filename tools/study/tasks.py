@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
+from megatron_stppo.config_file import load
 from tools.study.matrix import BUILD, COLD_START, Run
 from tools.study.work import ROOT, Task
 
@@ -81,6 +83,15 @@ def _train(run: Run, root: Path, start: Task, iterations: int | None) -> Task:
         seconds=run.seconds(iterations),
         iterations=total,
     )
+
+
+def differing(run: Run, config: Path, iterations: int | None = None) -> list[str]:
+    """What of the matrix is set otherwise in the configuration that a run was made with; whatever else it
+    holds, such as where its files lie, may differ. Example: ["run.iterations"] of a shorter trial."""
+    overrides = run.overrides(iterations)
+    made, wanted = load(config), load(CONFIG, overrides)
+    fields = [override.partition("=")[0] for override in overrides] + ["algorithm"]
+    return [x for x in fields if len({repr(reduce(getattr, x.split("."), c)) for c in (made, wanted)}) > 1]
 
 
 def key(*texts: str) -> str:
