@@ -38,7 +38,7 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
 
-medical: $(STAMP) ## the same on a second task, medical multiple choice: about 12 minutes
+medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)
 
 lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
