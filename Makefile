@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all chaos lint audit check-dockerfile clean
+.PHONY: help quickstart medical test test-all chaos lint audit check-dockerfile clean
 
 # tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
 # vLLM again: 10 s each.
@@ -37,6 +37,9 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 
 quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
+
+medical: $(STAMP) ## the same on a second task: medical multiple choice
+	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)
 
 lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
 	$(BIN)/ruff check .

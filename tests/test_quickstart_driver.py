@@ -44,6 +44,18 @@ def test_a_changed_setting_redoes_what_depends_on_it(
     assert {name for name in before if before[name] != after[name]} == again
 
 
+def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_file(
+    driver: ModuleType,
+) -> None:
+    builder = driver.BUILDERS["medical_choice"]
+    file = builder.with_name("config.yaml")
+    stages = driver.plan(load(file), [], builder)
+    assert [stage.name for stage in stages] == list(keys(driver))
+    assert str(builder) in stages[0].command
+    assert all(str(file) in stage.command for stage in stages[1:])
+    assert not {stage.key for stage in stages} & set(keys(driver).values())
+
+
 def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:
     stage = driver.Stage("train", (), tmp_path / "metrics.jsonl", "a")
     ledger = driver.Ledger(tmp_path / "stages.json")

@@ -1,6 +1,6 @@
 """From nothing to a trained search agent: every stage a process of its own, stages that are done are skipped.
 
-    python examples/quickstart/run.py [--seed 0] [section.field=value ...]
+    python examples/quickstart/run.py [--example quickstart] [--seed 0] [section.field=value ...]
 
 build -> cold-start -> evaluate -> train -> evaluate, then a table, summary.json, curves.png and report.html
 in the run's folder. What a stage printed is in FOLDER/logs/STAGE.log. Interrupted, it goes on where it
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ from megatron_stppo.runtime.curves import plot
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
+BUILDERS = {  # what builds an example's files; its config.yaml lies beside it
+    "quickstart": HERE / "build.py",
+    "medical_choice": HERE.parent / "medical_choice" / "build_choice.py",
+}
 OURS = (HERE / "run.py", HERE / "stages.py")  # what the files built do not depend on
 RANKS = 2
 RUN_FILES = (
@@ -85,23 +90,25 @@ class Ledger:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--example", choices=BUILDERS, default="quickstart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     arguments = parser.parse_args()
     overrides = [f"run.seed={arguments.seed}", *arguments.overrides]
     try:
-        return run(load(CONFIG, overrides), overrides)
+        return run(BUILDERS[arguments.example], overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def run(config: Config, overrides: list[str]) -> int:
+def run(builder: Path, overrides: list[str]) -> int:
     """Every stage that is not done; the first failing one's exit status. Raises ConfigError."""
+    config = load(builder.with_name("config.yaml"), overrides)
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "stages.json")
-    for number, stage in enumerate(plan(config, overrides), 1):
+    for number, stage in enumerate(plan(config, overrides, builder), 1):
         console.rule(f"{number}/5 {stage.name}", align="left")
         if ledger.is_done(stage):
             console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
@@ -111,24 +118,26 @@ def run(config: Config, overrides: list[str]) -> int:
     return 0
 
 
-def plan(config: Config, overrides: list[str]) -> list[Stage]:
+def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickstart"]) -> list[Stage]:
     """The five stages; each key holds what its product depends on, the stage before included."""
     assert config.data.train is not None and config.cold_start.output is not None
     folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
     before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
-    build_key = key(f"{seed}", *(path.read_text() for path in sorted(HERE.glob("*.py")) if path not in OURS))
+    sources = {*HERE.glob("*.py"), *builder.parent.glob("*.py"), *builder.parent.glob("*.jsonl")}
+    build_key = key(f"{seed}", *(path.read_text() for path in sorted(sources) if path not in OURS))
     cold_key = key(build_key, part(config, "cold_start", "megatron"))
     before_key = key(cold_key, part(config, "parallel", "environment", "rollout", "evaluate"))
     train_key = key(cold_key, config.dump())
-    build = (sys.executable, str(HERE / "build.py"), "--output", str(data), "--seed", str(seed))
+    build = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
     # Data parallel is the faster layout for a model this small; training then reloads it tensor parallel.
     start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
+    stage = partial(door, builder.with_name("config.yaml"))
     return [
         Stage("build", build, data / "manifest.json", build_key),
-        door("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
-        door("evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key),
-        door("train", "train", overrides, (), folder / "metrics.jsonl", train_key),
-        door(
+        stage("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
+        stage("evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key),
+        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key),
+        stage(
             "evaluate-after",
             "evaluate",
             overrides,
@@ -140,14 +149,12 @@ def plan(config: Config, overrides: list[str]) -> list[Stage]:
 
 
 def door(
-    name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
+    file: Path, name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
 ) -> Stage:
     """A stage that is a command of megatron_stppo, under torchrun."""
     ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-    line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(CONFIG), *overrides, *options)
-    return Stage(
-        name, line, product, key, check=lambda: checks.check(load(CONFIG, overrides), RANKS, command)
-    )
+    line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(file), *overrides, *options)
+    return Stage(name, line, product, key, check=lambda: checks.check(load(file, overrides), RANKS, command))
 
 
 def part(config: Config, *sections: str) -> str:

@@ -76,7 +76,7 @@ def build_vllm(
                 max_model_len=max_context,
                 max_num_seqs=max_sequences,
                 # One step may prefill several new prompts beside all running sequences.
-                max_num_batched_tokens=max(8192, max_sequences),
+                max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
                 gpu_memory_utilization=gpu_memory_utilization,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 skip_tokenizer_init=True,  # ids in, ids out
@@ -204,6 +204,8 @@ def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
         return {"enable_sleep_mode": True, "moe_backend": "triton"}
     return {
         "enforce_eager": True,
+        # For a prompt cut in two vLLM turns back the request's random numbers, which only a GPU's can do.
+        "enable_chunked_prefill": False,
         # vLLM's 128 here would never find a short history in the prefix cache; 32 saved a fifth of the time.
         "block_size": 32,
         "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),

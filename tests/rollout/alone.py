@@ -19,5 +19,5 @@ def observe(folder: Path) -> dict[str, Any]:
     from tests.rollout import test_collect, test_engine
     from tests.rollout.tiny import CONTEXT
 
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    engine = Engine(folder, max_context=CONTEXT, max_sequences=48, kv_cache_gib=0.05)
     return {"engine": test_engine.observe(engine, folder), "collect": test_collect.observe(engine, folder)}

@@ -17,6 +17,7 @@ from tests.rollout.tiny import CONTEXT, VOCABULARY, fill, reference_logprobs
 
 PROMPTS = [tuple(range(5 + i, 25 + 2 * i)) for i in range(4)]
 LONG = tuple(10 + i % 200 for i in range(100))  # several blocks of the prefix cache
+CROWD = [tuple(5 + (i + j) % 300 for j in range(200)) for i in range(48)]  # more than fits into a step
 TEMPERATURE = 0.7
 
 
@@ -39,6 +40,8 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["ended"] = _generate(engine, PROMPTS * 8, 64, temperature=1.0)
     seen["full"] = _generate(engine, [LONG * 2], 999, temperature=1.0)
     seen["long"] = _generate(engine, [LONG], 4, temperature=0.0)
+    seen["crowded"] = _generate(engine, CROWD, 2, temperature=TEMPERATURE)
+    seen["last of the crowd"] = _generate(engine, CROWD[-1:], 2, temperature=TEMPERATURE, first_seed=47)
     seen["bad ids"] = _refused(lambda: engine.add("a", (VOCABULARY,), seed=0, max_tokens=1))
     seen["no room"] = _refused(lambda: engine.add("a", (5,) * CONTEXT, seed=0, max_tokens=1))
     for name, parameter in engine.parameters().items():
@@ -121,6 +124,12 @@ def test_same_seeds_give_the_same_bits(seen: dict[str, Any]) -> None:
 
 def test_a_request_draws_the_same_tokens_whatever_runs_beside_it(seen: dict[str, Any]) -> None:
     assert seen["alone"][0].token_ids == seen["sampled"][2].token_ids
+
+
+def test_prompts_of_more_tokens_than_a_step_takes_wait_whole(seen: dict[str, Any]) -> None:
+    assert sum(map(len, CROWD)) > 8192
+    assert all(finished.token_ids for finished in seen["crowded"])
+    assert seen["last of the crowd"][0].token_ids == seen["crowded"][-1].token_ids
 
 
 def test_stopped_turn_is_the_unstopped_one_up_to_the_token_that_completes_the_string(

@@ -1,0 +1,95 @@
+"""Builds what the medical example needs from the bundled entries, with the quickstart's own steps.
+
+    python examples/medical_choice/build_choice.py --output DIR [--seed 0] [--tokens 4000000]
+
+The same files as the quickstart's builder, from entries.jsonl instead of packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+from build import demonstrations, is_built, write_rows
+from entries import Entry, ask, entries, row
+from questions import split
+from rich.progress import Progress, TimeElapsedColumn
+from scripts import Inventor, Script, document, pieces
+from tiny_model import train_tokenizer, write_model
+from transformers import PreTrainedTokenizerFast
+
+from megatron_stppo.environments.retrieval import BM25Retriever
+
+VERSION = 1  # raise it when the same arguments would give other files
+MAX_NAME, MAX_PHRASE, MAX_GLOSS = 6, 18, 56  # tokens of a term, of its description, of its whole gloss
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens of demonstrations")
+    arguments = parser.parse_args(argv)
+    wanted = {"version": VERSION, "seed": arguments.seed, "tokens": arguments.tokens}
+    if is_built(arguments.output, wanted):
+        print(f"{arguments.output}: already built")
+        return
+    manifest = arguments.output / "manifest.json"
+    manifest.unlink(missing_ok=True)
+    build(arguments.output, arguments.seed, arguments.tokens)
+    manifest.write_text(json.dumps(wanted) + "\n")
+
+
+def build(folder: Path, seed: int, tokens: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    known = entries()
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
+        steps = progress.add_task("corpus and index", total=3)
+        retriever = write_corpus(known, folder)
+        progress.update(steps, advance=1, description="tokenizer and model")
+        questions = [f"user\n{asked.text}\nassistant\n" for asked in ask(known, seed)]
+        tokenizer = train_tokenizer([*map(document, known), *questions])
+        write_model(folder / "model", tokenizer, seed)
+        progress.update(steps, advance=1, description="tasks")
+        parts = split([entry for entry in known if is_askable(entry, retriever, tokenizer)], seed)
+        for name in ("train", "evaluate"):
+            tasks = ask(parts[name], seed)
+            write_rows(folder / f"{name}.jsonl", (row(task, name, i) for i, task in enumerate(tasks)))
+        bar = progress.add_task("demonstration tokens", total=tokens)
+        words = [word for entry in parts["cold_start"] for word in entry.query.split()]
+        real = frozenset(entry.name for entry in known)
+        inventor = Inventor(random.Random(f"{seed}/inventor"), real, *pieces(tokenizer), words)
+        script = Script(parts["cold_start"], inventor, seed)
+        rows = demonstrations(script, tokenizer, tokens, lambda done: progress.update(bar, completed=done))
+        write_rows(folder / "demonstrations.jsonl", rows)
+        progress.update(steps, advance=1, description="built")
+
+
+def write_corpus(known: Sequence[Entry], folder: Path) -> BM25Retriever:
+    corpus = [{"id": str(i), "contents": f'"{entry.name}"\n{entry.gloss}'} for i, entry in enumerate(known)]
+    write_rows(folder / "corpus.jsonl", corpus)
+    BM25Retriever.build(corpus, folder / "index")
+    return BM25Retriever(folder / "index")
+
+
+def is_askable(entry: Entry, retriever: BM25Retriever, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Short enough to copy, and found first by its own description."""
+
+    def tokens(text: str) -> int:
+        return len(tokenizer.tokenize(f" {text}"))
+
+    return (
+        tokens(entry.name) <= MAX_NAME
+        and tokens(entry.query) <= MAX_PHRASE
+        and tokens(entry.gloss) <= MAX_GLOSS
+        and retriever.lookup(entry.query, 1)[0].title == entry.name
+    )
+
+
+if __name__ == "__main__":
+    main()
