@@ -34,6 +34,9 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        # a child that was looked at before its exec has the agent's sockets
+        agents = {listener[1:] for listener in self.found if listener.owner == "agent"}
+        self.found -= {Listener("rank", *place) for place in agents}
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY):
