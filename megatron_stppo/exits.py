@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 @contextmanager
 def noting_the_end(config: Config) -> Iterator[None]:
     """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
-    that is killed leaves no such file."""
+    that is killed leaves no such file. A run that nobody is to go on with, 0 and 93, leaves its page too."""
+    from megatron_stppo.runtime.faults import DO_NOT_RESTART
+
     note = config.run.folder / "exit.json"
 
     def write(code: int, reason: str) -> None:
         if is_first_rank():
             with suppress(OSError):  # on a full disk the exit code still tells
                 note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    def draw() -> None:
+        if is_first_rank():
+            from megatron_stppo.report import page
+
+            page.draw_at_the_end(config.run.folder)
 
     if is_first_rank():
         note.unlink(missing_ok=True)
@@ -35,8 +43,11 @@ def noting_the_end(config: Config) -> Iterator[None]:
         code = exit_code(error)
         # what a crash says may hold anything, and belongs into the log
         write(1 if code is None else code, type(error).__name__ if code is None else str(error))
+        if code == DO_NOT_RESTART:
+            draw()
         raise
     write(0, "done")
+    draw()
 
 
 def exit_code(error: Exception) -> int | None:

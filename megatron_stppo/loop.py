@@ -18,7 +18,6 @@ from megatron_stppo.describe import describe
 from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
-from megatron_stppo.report import page
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.deadlines import Watch
@@ -100,8 +99,6 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     parts.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
-    if rank == 0:
-        page.draw_at_the_end(run.folder)
 
 
 def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, guard: Guard) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,22 @@ def test_a_note_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
     with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):
         raise CheckpointError("the disk is full")  # and there is no folder to write to
+
+
+@pytest.mark.parametrize(("end", "drawn"), [(None, True), (DoNotRestart, True), (Requeue, False)])
+def test_a_run_that_nobody_goes_on_with_leaves_its_page(
+    end: type[Exception] | None, drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path, "name": "collapsed"}})
+    config.run.folder.mkdir()
+    (config.run.folder / "metrics.jsonl").write_text('{"iteration": 1, "rollout/reward": 0.5}\n')
+    with suppress(DoNotRestart, Requeue), noting_the_end(config):
+        if end is not None:
+            raise end("why")
+    page = config.run.folder / "report.html"
+    assert page.exists() == drawn
+    assert not drawn or "collapsed" in page.read_text()
 
 
 def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank_on_a_node() -> None:

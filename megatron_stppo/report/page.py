@@ -52,7 +52,7 @@ def draw(folders: Sequence[Path], output: Path, trajectories: int = TRAJECTORIES
 
 
 def draw_at_the_end(folder: Path) -> None:
-    """The page of a run that is done. Whatever keeps it from being drawn is a warning: the run is done."""
+    """The page of a run that has ended. What keeps it from being drawn is a warning: the run has ended."""
     try:
         for note in draw([folder], folder / FILE):
             log.info("%s", note)
