@@ -10,6 +10,7 @@ bare ones, because vLLM has to be imported before the CPU platform is installed.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 import time
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+PATIENCE = 10.0  # seconds after a rank's death for the message of another that raised
 
 
 class RankError(AssertionError):
@@ -60,21 +63,28 @@ def run_ranks(
 
 def _gather(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
+    dead: list[int] = []
     open_ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_ranks:
         ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {sorted(open_ranks.values())} did not finish in time")
+            break
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = open_ranks.pop(pipe)
             try:
-                failed, value = pipe.recv()
+                failed, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankError(f"rank {rank} died without a result") from None
+                dead.append(rank)
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+                continue
             if failed:
                 raise RankError(f"rank {rank} raised\n{value}")
             results[rank] = value
+    if dead:
+        raise RankError(f"rank {dead[0]} died without a result")
+    if open_ranks:
+        raise RankError(f"ranks {sorted(open_ranks.values())} did not finish in time")
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -100,9 +110,10 @@ def _rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     try:
-        send.send((False, function(*args)))
+        # bytes: a tensor that is sent as such is fetched from its process, which may have ended
+        send.send_bytes(pickle.dumps((False, function(*args))))
     except BaseException:  # whatever a rank raises belongs in the parent's message
-        send.send((True, traceback.format_exc()))
+        send.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:
         send.close()
         dist.destroy_process_group()

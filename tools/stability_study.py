@@ -15,7 +15,6 @@ import argparse
 import fcntl
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -131,9 +130,6 @@ def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--root {root}: another study or a run of it is at work there; wait") from None
-        # a shell's background jobs are born deaf to SIGINT
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.default_int_handler)
 
         def say(text: str) -> None:
             done = sum(ledger.is_done(task.name, task.key) for task in tasks)

@@ -159,10 +159,10 @@ def test_tags_in_documents_are_neutralised_and_other_text_stays():
 
 
 def test_neutralising_is_linear():
-    start = time.perf_counter()
+    start = time.process_time()
     neutralise("<" + " " * 10**6)
     neutralise("< " * 10**6)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_documents_share_the_observation_limit():

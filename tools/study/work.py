@@ -63,11 +63,16 @@ class Crew:
         logs.mkdir(parents=True, exist_ok=True)
 
     def work(self, tasks: Sequence[Task], deadline: float, say: Callable[[str], None]) -> bool:
-        """Whether everything is done. Gives notice to what runs at the deadline (of time.monotonic), or when
-        it is interrupted from the keyboard, and waits until it has checkpointed."""
-        told = time.monotonic()
+        """Whether everything is done. Gives notice to what runs at the deadline (of time.monotonic), or at
+        SIGINT or SIGTERM, and waits until it has checkpointed."""
+        told, signals = time.monotonic(), list[int]()
+        # noted, not raised: between the start of a process and its entry here it would be lost; and a shell's
+        # background jobs are born deaf to SIGINT
+        before = {
+            n: signal.signal(n, lambda n, _: signals.append(n)) for n in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and not signals:
                 self._reap(say)
                 self._start(tasks, say)
                 if not self._children:
@@ -77,10 +82,12 @@ class Crew:
                     running = [f"{c.task.name} {_place(c.task)}" for c in self._children]
                     say(f"  running: {', '.join(running)}")
                 time.sleep(TICK)
-        except KeyboardInterrupt:
-            say("interrupted: waiting for checkpoints")
+            if signals:
+                say("interrupted: waiting for checkpoints")
         finally:
             self._leave(say)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return all(self._ledger.is_done(task.name, task.key) for task in tasks)
 
     def _start(self, tasks: Sequence[Task], say: Callable[[str], None]) -> None:
