@@ -109,6 +109,7 @@ def _rank(
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.barrier()  # one that leaves now would reset the connections that others are still making
     try:
         # bytes: a tensor that is sent as such is fetched from its process, which may have ended
         send.send_bytes(pickle.dumps((False, function(*args))))
