@@ -1,3 +1,6 @@
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +20,19 @@ def fail_on_rank_1():
     dist.barrier()
 
 
+def die_on_rank_1():
+    if dist.get_rank() == 1:
+        os._exit(1)
+    time.sleep(0.5)
+    raise ValueError("left alone")
+
+
 def test_every_rank_returns_its_result_and_a_failing_rank_ends_the_others():
     assert run_ranks(add_ranks, 2, 5) == [11.0, 11.0]
     with pytest.raises(RankError, match=r"rank 1 raised[\s\S]*ValueError: told to"):
         run_ranks(fail_on_rank_1, 2)
+
+
+def test_what_a_rank_says_counts_more_than_that_another_died():
+    with pytest.raises(RankError, match=r"rank 0 raised[\s\S]*ValueError: left alone"):
+        run_ranks(die_on_rank_1, 2)
