@@ -34,6 +34,8 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2": {"update.epochs": 2, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
     "harsh_3": {"update.epochs": 4, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
     "harsh_4": {"update.epochs": 4, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
+    # a control: harsh_2 with the actor's rate times what the correction's scale is there on average
+    "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
 }
 STUDIED = ("gentle", "harsh_2")
 PILOT = 100  # seeds from here on choose the rung, and are in no result
