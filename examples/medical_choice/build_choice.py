@@ -7,15 +7,13 @@ The same files as the quickstart's builder, from entries.jsonl instead of packag
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
-from build import demonstrations, is_built, write_rows
+from build import command, demonstrations, write_rows
 from entries import Entry, ask, entries, row
 from questions import split
 from rich.progress import Progress, TimeElapsedColumn
@@ -30,19 +28,7 @@ MAX_NAME, MAX_PHRASE, MAX_GLOSS = 6, 18, 56  # tokens of a term, of its descript
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens of demonstrations")
-    arguments = parser.parse_args(argv)
-    wanted = {"version": VERSION, "seed": arguments.seed, "tokens": arguments.tokens}
-    if is_built(arguments.output, wanted):
-        print(f"{arguments.output}: already built")
-        return
-    manifest = arguments.output / "manifest.json"
-    manifest.unlink(missing_ok=True)
-    build(arguments.output, arguments.seed, arguments.tokens)
-    manifest.write_text(json.dumps(wanted) + "\n")
+    command(build, __doc__.splitlines()[0], VERSION, 4_000_000, argv)
 
 
 def build(folder: Path, seed: int, tokens: int) -> None:

@@ -33,24 +33,30 @@ MAX_PIECES = 5  # tokens of a name or an answer that is asked about
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command(build, __doc__.splitlines()[0], VERSION, 3_200_000, argv)
+
+
+def command(
+    build: Callable[[Path, int, int], None],
+    description: str,
+    version: int,
+    tokens: int,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Calls build(folder, seed, tokens) unless the folder's manifest says that it has been."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=3_200_000, help="tokens of demonstrations")
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens of demonstrations")
     arguments = parser.parse_args(argv)
-    wanted = {"version": VERSION, "seed": arguments.seed, "tokens": arguments.tokens}
-    if is_built(arguments.output, wanted):
+    wanted = {"version": version, "seed": arguments.seed, "tokens": arguments.tokens}
+    manifest = arguments.output / "manifest.json"
+    if manifest.is_file() and json.loads(manifest.read_text()) == wanted:
         print(f"{arguments.output}: already built")
         return
-    manifest = arguments.output / "manifest.json"
     manifest.unlink(missing_ok=True)
     build(arguments.output, arguments.seed, arguments.tokens)
     manifest.write_text(json.dumps(wanted) + "\n")
-
-
-def is_built(folder: Path, wanted: Mapping[str, int]) -> bool:
-    manifest = folder / "manifest.json"
-    return manifest.is_file() and json.loads(manifest.read_text()) == wanted
 
 
 def build(folder: Path, seed: int, tokens: int) -> None:

@@ -223,6 +223,25 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 11 + 11 + 2
 
 
+def test_a_control_is_compared_with_the_setting_it_is_a_control_of(tmp_path: Path) -> None:
+    root, study = tmp_path / "runs", tmp_path / "study"
+    root.mkdir()
+    ledger = Ledger(root / "ledger.json")
+    of = {
+        ("harsh_2", "st_ppo"): (0.9, 0.8),
+        ("harsh_2", "ppo"): (0.2, 0.4),
+        ("harsh_2_half", "ppo"): (0.5, 0.5),
+    }
+    runs = {(key, seed): matrix.Run(*key, seed) for key in of for seed in (0, 1)}
+    for (key, seed), run in runs.items():
+        finish(run, [of[key][seed]] * 11, root, ledger)
+    stability_study.gather(list(runs.values()), ledger, root, study, 10)
+    lines = sections(study, study)
+    assert "|  | `harsh_2, ppo` | `harsh_2, st_ppo` |" in lines
+    # 0.5 less 0.2 and 0.4: 0.2 +- 12.706 * 0.0707 / sqrt(2); less 0.9 and 0.8: -0.35 +- 0.64
+    assert "| `ppo` | +0.20 ± 1.27 (2/2) | -0.35 ± 0.64 (0/2) |" in lines
+
+
 def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pilot(tmp_path: Path) -> None:
     """Exact norms 1, 2, 4: the one estimate is always twice that; the other, 4, 2, 1, falls as it rises.
     The third step of four clipped nothing."""

@@ -38,6 +38,7 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
 }
 STUDIED = ("gentle", "harsh_2")
+CONTROLS = {"harsh_2_half": "harsh_2"}  # compared with each other, on the same seeds
 PILOT = 100  # seeds from here on choose the rung, and are in no result
 
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}

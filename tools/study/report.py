@@ -13,9 +13,10 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import FAMILY, FORMS, PILOT, SETTINGS
+from tools.study.matrix import CONTROLS, FAMILY, FORMS, PILOT, SETTINGS
 
 Row = dict[str, Any]
+Finals = dict[str, dict[int, float]]  # of a name, of a seed
 BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
 # The forms of the correction are compared with these, on the same seeds.
 AGAINST = ("turn_ppo", "st_ppo", "st_ppo_paper")
@@ -48,10 +49,17 @@ def sections(folder: Path, shown: Path) -> list[str]:
             there = [name for name in names if any(row["algorithm"] == name for row in own)]
             if not there or (title and not set(there) & set(FORMS)):
                 continue
+            own_finals = finals(own, there)
             picture = f"{setting}{'-forms' if title else ''}.png"
             draw_curves(of_setting, there, f"{setting}{title}", folder / picture)
             lines += ["", f"### `{setting}`{title}", "", *summary_table(own, there), ""]
-            lines += [f"![curves]({shown / picture})", "", *pair_table(own, there)]
+            lines += [f"![curves]({shown / picture})", "", *pair_table(own_finals, own_finals)]
+        if own and setting in CONTROLS:
+            other = [row for row in rows if row["setting"] == CONTROLS[setting]]
+            labelled = {
+                f"{CONTROLS[setting]}, {name}": of for name, of in finals(other, list(FAMILY)).items()
+            }
+            lines += ["", *pair_table(finals(own, list(FAMILY)), labelled)]
     if steps:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
@@ -108,19 +116,24 @@ def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     return lines
 
 
-def pair_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Final exact match of the row's algorithm less that of the column's, on the same seeds."""
+def finals(rows: Sequence[Row], names: Sequence[str]) -> Finals:
+    """The final exact match of every seed, of those of the algorithms that have any."""
     of = {name: {row["seed"]: row["final"] for row in rows if row["algorithm"] == name} for name in names}
+    return {name: seeds for name, seeds in of.items() if seeds}
+
+
+def pair_table(rows: Finals, columns: Finals) -> list[str]:
+    """Final exact match of the row's runs less that of the column's, on the same seeds."""
     lines = [
         "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
         "which the row is higher. Intervals without 0 are bold; they are not corrected for their number.",
         "",
-        _line(["", *(f"`{name}`" for name in names)]),
-        _line(["---"] * (len(names) + 1)),
+        _line(["", *(f"`{name}`" for name in columns)]),
+        _line(["---"] * (len(columns) + 1)),
     ]
-    for left in names:
-        cells = [_apart(of[left], of[right]) if left != right else "" for right in names]
-        lines.append(_line([f"`{left}`", *cells]))
+    for name, left in rows.items():
+        cells = [_apart(left, right) if left is not right else "" for right in columns.values()]
+        lines.append(_line([f"`{name}`", *cells]))
     return lines
 
 
