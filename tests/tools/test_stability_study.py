@@ -15,9 +15,9 @@ from megatron_stppo.config_file import load
 from megatron_stppo.runtime import rows
 from tools import stability_study
 from tools.study import collect, matrix
-from tools.study.figures import table
+from tools.study.figures import STYLES, table
 from tools.study.ledger import Ledger
-from tools.study.report import BEGIN, END, sections
+from tools.study.report import AGAINST, BEGIN, END, sections
 from tools.study.tasks import CONFIG, tasks_of
 from tools.study.work import Crew, Task, judge, prepare
 
@@ -169,6 +169,12 @@ def test_a_run_collapses_by_its_exact_match_or_by_a_number_that_is_missing() -> 
     assert (broken["collapsed"], broken["collapse_began"], broken["not_finite"]) == (1, None, 1)
     ended = collect.summary(run, rows_of([0.9, 0.9]), True, 1.0)
     assert (ended["collapsed"], ended["not_finite"]) == (1, 1)
+
+
+def test_lines_of_a_figure_can_be_told_apart() -> None:
+    assert STYLES.keys() == matrix.FAMILY.keys() | matrix.FORMS.keys()
+    for names in (list(matrix.FAMILY), [*AGAINST, *matrix.FORMS]):
+        assert len({STYLES[name] for name in names}) == len(names)
 
 
 def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -21,6 +20,25 @@ PANELS = (
     ("KL to the old policy, nats per token", "actor/kl_to_old", 5, True),
     ("gradient norm", "actor/gradient_norm", 5, True),
 )
+# Colour (of Okabe and Ito, told apart by the colour-blind) and line. In the family a colour is a ratio and an
+# advantage; whole lines have our correction, dotted ones the printed one.
+STYLES = {
+    "ppo": ("#0072b2", "--"),
+    "turn_ppo": ("#d55e00", "--"),
+    "s_ppo": ("#0072b2", "-"),
+    "st_ppo": ("#d55e00", "-"),
+    "st_ppo_paper": ("#000000", ":"),
+    "grpo": ("#009e73", "--"),
+    "so_grpo": ("#009e73", "-"),
+    "st_ppo_coefficient": ("#56b4e9", "-"),
+    "st_ppo_gradient": ("#cc79a7", "-"),
+    "st_ppo_floor_0": ("#e69f00", "-"),
+    "st_ppo_unit_mean": ("#0072b2", "-"),
+    "st_ppo_unit_relative": ("#009e73", "-"),
+    "st_ppo_on_gradient": ("#999999", "-"),
+    "st_ppo_paper_floor_1": ("#0072b2", ":"),
+    "st_ppo_paper_on_step": ("#009e73", ":"),
+}
 EXACT = "actor/clipping_bias_gradient"
 ESTIMATES = {
     "logit": "actor/clipping_bias_logit",
@@ -34,15 +52,15 @@ def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, outp
     figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (name, metric, width, logarithmic) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for number, algorithm in enumerate(algorithms):
+        for algorithm in algorithms:
             own = [row for row in rows if row["algorithm"] == algorithm]
             iterations, values = table(own, metric, width)
             if len(iterations):
-                color, line = colormaps["tab10"](number % 10), "-" if number < 10 else "--"
-                axis.plot(iterations, values.mean(0), line, label=algorithm, color=color, linewidth=1.6)
-                axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.1, lw=0)
+                color, line = STYLES[algorithm]
+                axis.plot(iterations, values.mean(0), line, label=algorithm, color=color, linewidth=1.8)
+                axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.08, lw=0)
         _frame(axis, name, "iteration", logarithmic)
-    figure.axes[0].legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     figure.suptitle(title)
     figure.savefig(output, format="png", dpi=90)
 
