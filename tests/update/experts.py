@@ -83,7 +83,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
         "replayed": used,
         "expected": Counter(maps),
         "loaded": loaded,
-        "same": same == plain,
+        "differs": {name: (plain[name], same[name]) for name in plain if plain[name] != same[name]},
     }
 
 
