@@ -257,6 +257,7 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
         "actor/clipping_bias_coefficient": [4.0, 2.0, 0.0, 1.0],
         "actor/clip_fraction": [0.1, 0.4, 0.0, 0.2],
         "actor/gradient_norm": [1.0] * 4,
+        "actor/correction_scale": [0.5, 0.25, 1.0, 0.125],
     }
     runs, root = [matrix.Run("gentle", "st_ppo_probe", seed) for seed in (0, matrix.PILOT)], tmp_path / "runs"
     root.mkdir()
@@ -273,6 +274,8 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
     # logs of 1, 2, 4 against those of 1, 4, 2: half of the spread agrees
     assert "| gentle | `st_ppo_probe` | 4 | 75% | clip fraction | 0.50 |  |  |  |" in lines
     assert (study / "estimators.png").stat().st_size > 0
+    assert "| gentle | `st_ppo_probe` | 1 | 100% | 0.100 | 0.50 | 0.50 | 0.50 | 0.50 |" in lines
+    assert "| gentle | `st_ppo_probe` | 3 | 0% | 0.000 | 1.00 | 1.00 | 1.00 | 1.00 |" in lines
 
 
 def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ METRICS = (
 )  # fmt: skip
 STEP_METRICS = (
     "actor/clip_fraction", "actor/gradient_norm", "actor/clipping_bias_coefficient",
-    "actor/clipping_bias_logit", "actor/clipping_bias_gradient",
+    "actor/clipping_bias_logit", "actor/clipping_bias_gradient", "actor/correction_scale",
 )  # fmt: skip
 MUST_BE_FINITE = ("actor/gradient_norm", "actor/kl_to_old")
 

@@ -34,11 +34,16 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2": {"update.epochs": 2, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
     "harsh_3": {"update.epochs": 4, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
     "harsh_4": {"update.epochs": 4, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
-    # a control: harsh_2 with the actor's rate times what the correction's scale is there on average
+    # controls: harsh_2 with the actor's rate times what the correction's scale is there on average; and with
+    # every batch used once
     "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
+    "harsh_2_once": {"update.epochs": 1, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
 }
 STUDIED = ("gentle", "harsh_2")
-CONTROLS = {"harsh_2_half": "harsh_2"}  # compared with each other, on the same seeds
+CONTROLS = {
+    "harsh_2_half": "harsh_2",
+    "harsh_2_once": "harsh_2",
+}  # compared with each other, on the same seeds
 PILOT = 100  # seeds from here on choose the rung, and are in no result
 
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}

@@ -64,6 +64,7 @@ def sections(folder: Path, shown: Path) -> list[str]:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
         lines += [f"![estimators]({shown / 'estimators.png'})"]
+        lines += ["", "### The scale, step by step", "", *scale_table(steps)]
     return lines
 
 
@@ -153,6 +154,32 @@ def estimator_table(steps: Sequence[Row]) -> list[str]:
             spread = [f"{x:.2f}" for x in ratios] if label != "clip fraction" else [""] * 3
             cells = [setting, f"`{name}`", f"{len(own)}", f"{len(exact) / len(own):.0%}", label]
             lines.append(_line([*cells, f"{correlation:.2f}", *spread]))
+    return lines
+
+
+def scale_table(steps: Sequence[Row]) -> list[str]:
+    """Per setting, algorithm and place in the iteration."""
+    head = [
+        "setting",
+        "run",
+        "step",
+        "with clipping",
+        "tokens clipped, median",
+        "scale: p10",
+        "median",
+        "p90",
+    ]
+    lines = [_line([*head, "mean"]), _line(["---"] * (len(head) + 1))]
+    for setting, name, place in sorted({(row["setting"], row["algorithm"], row["step"]) for row in steps}):
+        own = [r for r in steps if (r["setting"], r["algorithm"], r["step"]) == (setting, name, place)]
+        clipped = [r["actor/clip_fraction"] for r in own if r["actor/clip_fraction"] is not None]
+        scales = [r["actor/correction_scale"] for r in own if r["actor/correction_scale"] is not None]
+        if not clipped or not scales:  # every step was refused
+            continue
+        share = sum(x > 0 for x in clipped) / len(clipped)
+        cells = [setting, f"`{name}`", f"{place}", f"{share:.0%}", f"{statistics.median(clipped):.3f}"]
+        cells += [f"{x:.2f}" for x in (*np.quantile(scales, (0.1, 0.5, 0.9)), statistics.fmean(scales))]
+        lines.append(_line(cells))
     return lines
 
 
