@@ -18,6 +18,10 @@ from tools.study.matrix import CONTROLS, FAMILY, FORMS, PILOT, SETTINGS
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # of a name, of a seed
 BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
+PAIRS = (
+    "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
+    "which the row is higher. Intervals without 0 are bold; they are not corrected for their number."
+)
 # The forms of the correction are compared with these, on the same seeds.
 AGAINST = ("turn_ppo", "st_ppo", "st_ppo_paper")
 
@@ -53,13 +57,13 @@ def sections(folder: Path, shown: Path) -> list[str]:
             picture = f"{setting}{'-forms' if title else ''}.png"
             draw_curves(of_setting, there, f"{setting}{title}", folder / picture)
             lines += ["", f"### `{setting}`{title}", "", *summary_table(own, there), ""]
-            lines += [f"![curves]({shown / picture})", "", *pair_table(own_finals, own_finals)]
+            lines += [f"![curves]({shown / picture})", "", PAIRS, "", *pair_table(own_finals, own_finals)]
         if own and setting in CONTROLS:
             other = [row for row in rows if row["setting"] == CONTROLS[setting]]
             labelled = {
                 f"{CONTROLS[setting]}, {name}": of for name, of in finals(other, list(FAMILY)).items()
             }
-            lines += ["", *pair_table(finals(own, list(FAMILY)), labelled)]
+            lines += ["", "The same, less other runs:", "", *pair_table(finals(own, list(FAMILY)), labelled)]
     if steps:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
@@ -125,13 +129,7 @@ def finals(rows: Sequence[Row], names: Sequence[str]) -> Finals:
 
 def pair_table(rows: Finals, columns: Finals) -> list[str]:
     """Final exact match of the row's runs less that of the column's, on the same seeds."""
-    lines = [
-        "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
-        "which the row is higher. Intervals without 0 are bold; they are not corrected for their number.",
-        "",
-        _line(["", *(f"`{name}`" for name in columns)]),
-        _line(["---"] * (len(columns) + 1)),
-    ]
+    lines = [_line(["", *(f"`{name}`" for name in columns)]), _line(["---"] * (len(columns) + 1))]
     for name, left in rows.items():
         cells = [_apart(left, right) if left is not right else "" for right in columns.values()]
         lines.append(_line([f"`{name}`", *cells]))
