@@ -67,12 +67,17 @@ FORMS: dict[str, Fields] = {
     "st_ppo_paper_floor_1": {"preset": "st_ppo", **PAPER, "correction_floor": 1},
     "st_ppo_paper_on_step": {"preset": "st_ppo", **PAPER, "correction_apply": "step"},
 }
+# The rest of the family in the unit that does not depend on how many tokens a minibatch has.
+RELATIVE: dict[str, Fields] = {
+    "s_ppo_unit_relative": {"preset": "s_ppo", "correction_unit": "relative"},
+    "so_grpo_unit_relative": {"preset": "so_grpo", "correction_unit": "relative"},
+}
 # All estimators at every step; the training is that of the name without _probe.
 PROBES: dict[str, Fields] = {
     "s_ppo_probe": {"preset": "s_ppo", "correction_probe": True},
     "st_ppo_probe": {"preset": "st_ppo", "correction_probe": True},
 }
-GROUPS = {"family": FAMILY, "forms": FORMS, "probes": PROBES}
+GROUPS = {"family": FAMILY, "forms": FORMS, "relative": RELATIVE, "probes": PROBES}
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 
 # Seconds on one core of 2 of an x86-64 CPU, 2026-11-22; once runs are finished, theirs are taken instead.

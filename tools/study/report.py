@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import CONTROLS, FAMILY, FORMS, PILOT, SETTINGS
+from tools.study.matrix import CONTROLS, FAMILY, FORMS, PILOT, RELATIVE, SETTINGS
 
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # of a name, of a seed
@@ -22,8 +22,13 @@ PAIRS = (
     "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
     "which the row is higher. Intervals without 0 are bold; they are not corrected for their number."
 )
-# The forms of the correction are compared with these, on the same seeds.
-AGAINST = ("turn_ppo", "st_ppo", "st_ppo_paper")
+# Tables and figures of each setting: what one adds to the title, its algorithms, and for which of them it is
+# made.
+TABLES: tuple[tuple[str, tuple[str, ...], Container[str]], ...] = (
+    ("", tuple(FAMILY), FAMILY),
+    ("forms", ("turn_ppo", "st_ppo", "st_ppo_paper", *FORMS), FORMS),
+    ("relative", ("s_ppo", "st_ppo", "so_grpo", "st_ppo_unit_relative", *RELATIVE), RELATIVE),
+)
 
 
 def report(folder: Path, document: Path) -> None:
@@ -49,14 +54,14 @@ def sections(folder: Path, shown: Path) -> list[str]:
     for setting in SETTINGS:
         own = [row for row in rows if row["setting"] == setting]
         of_setting = [row for row in curves if row["setting"] == setting]
-        for title, names in (("", list(FAMILY)), (": forms of the correction", [*AGAINST, *FORMS])):
+        for title, names, made_for in TABLES:
             there = [name for name in names if any(row["algorithm"] == name for row in own)]
-            if not there or (title and not set(there) & set(FORMS)):
+            if not any(name in made_for for name in there):
                 continue
-            own_finals = finals(own, there)
-            picture = f"{setting}{'-forms' if title else ''}.png"
-            draw_curves(of_setting, there, f"{setting}{title}", folder / picture)
-            lines += ["", f"### `{setting}`{title}", "", *summary_table(own, there), ""]
+            own_finals, label = finals(own, there), f"-{title}" if title else ""
+            picture = f"{setting}{label}.png"
+            draw_curves(of_setting, there, f"{setting}{label}", folder / picture)
+            lines += ["", f"### `{setting}{label}`", "", *summary_table(own, there), ""]
             lines += [f"![curves]({shown / picture})", "", PAIRS, "", *pair_table(own_finals, own_finals)]
         if own and setting in CONTROLS:
             other = [row for row in rows if row["setting"] == CONTROLS[setting]]
@@ -176,7 +181,7 @@ def scale_table(steps: Sequence[Row]) -> list[str]:
             continue
         share = sum(x > 0 for x in clipped) / len(clipped)
         cells = [setting, f"`{name}`", f"{place}", f"{share:.0%}", f"{statistics.median(clipped):.3f}"]
-        cells += [f"{x:.2f}" for x in (*np.quantile(scales, (0.1, 0.5, 0.9)), statistics.fmean(scales))]
+        cells += [f"{x:.3f}" for x in (*np.quantile(scales, (0.1, 0.5, 0.9)), statistics.fmean(scales))]
         lines.append(_line(cells))
     return lines
 
