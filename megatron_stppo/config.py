@@ -259,8 +259,11 @@ class AlgorithmConfig(Section):
         description="||C|| of the loss, a mean; of the sum over the minibatch's action tokens; or as a "
         "multiple of the norm of the gradient that is left",
     )
+    correction_strength: float = Field(
+        1.0, gt=0, description="how many times ||C|| counts, in its unit; the paper: once"
+    )
     correction_floor: float = Field(
-        1.0, ge=0, description="scale = 1 / max(floor, ||C||); 0 is the paper's literal form"
+        1.0, ge=0, description="scale = 1 / max(floor, strength ||C||); 0 is the paper's literal form"
     )
     correction_probe: bool = Field(
         False,

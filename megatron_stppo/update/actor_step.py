@@ -152,7 +152,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
         }
         if a.correction != "off":
             bias_norm = bias_norms[a.correction]
-            scale = correction_scale(bias_norm, sums["clipped"], a.correction_floor)
+            scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     stepped = actor.step(
         norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale

@@ -15,6 +15,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient": {**HALVED, "correction_apply": "gradient"},
     "paper": {"preset": "paper"},
     "relative": {"preset": "paper", "correction_unit": "relative"},
+    "stronger": {"preset": "paper", "correction_unit": "relative", "correction_strength": 10},
     "st_ppo": {"preset": "st_ppo"},
     "probed": {"preset": "st_ppo", "correction_probe": True},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
@@ -55,6 +56,12 @@ def test_the_papers_form_divides_by_the_exact_norm_whatever_its_size(steps: Any)
     assert numbers["actor/correction_scale"] == pytest.approx(1 / norm)
     torch.testing.assert_close(divided, gradient / norm)
     assert plain["actor/correction_scale"] == 1 and plain["actor/clipping_bias"] == 0
+
+
+def test_its_strength_is_how_many_times_the_bias_counts(steps: Any) -> None:
+    (once, _, _), (numbers, _, _) = steps["relative"], steps["stronger"]
+    assert numbers["actor/clipping_bias"] == once["actor/clipping_bias"] > 0
+    assert numbers["actor/correction_scale"] == pytest.approx(once["actor/correction_scale"] / 10)
 
 
 def test_the_probe_only_looks(steps: Any) -> None:

@@ -71,6 +71,9 @@ FORMS: dict[str, Fields] = {
 RELATIVE: dict[str, Fields] = {
     "s_ppo_unit_relative": {"preset": "s_ppo", "correction_unit": "relative"},
     "so_grpo_unit_relative": {"preset": "so_grpo", "correction_unit": "relative"},
+    "s_ppo_relative_10": {"preset": "s_ppo", "correction_unit": "relative", "correction_strength": 10},
+    "st_ppo_relative_10": {"preset": "st_ppo", "correction_unit": "relative", "correction_strength": 10},
+    "so_grpo_relative_10": {"preset": "so_grpo", "correction_unit": "relative", "correction_strength": 10},
 }
 # All estimators at every step; the training is that of the name without _probe.
 PROBES: dict[str, Fields] = {
