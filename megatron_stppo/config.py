@@ -255,12 +255,12 @@ class AlgorithmConfig(Section):
     correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
     correction_apply: Literal["gradient", "step"] = "step"
     correction_unit: Literal["mean", "sum", "relative"] = Field(
-        "sum",
-        description="||C|| of the loss, a mean; of the sum over the minibatch's action tokens; or as a "
-        "multiple of the norm of the gradient that is left",
+        "relative",
+        description="||C|| of the loss, a mean; of the sum over the minibatch's action tokens, which grows "
+        "with their number; or as a multiple of the norm of the gradient that is left",
     )
     correction_strength: float = Field(
-        1.0, gt=0, description="how many times ||C|| counts, in its unit; the paper: once"
+        10.0, gt=0, description="how many times ||C|| counts, in its unit; the paper: once"
     )
     correction_floor: float = Field(
         1.0, ge=0, description="scale = 1 / max(floor, strength ||C||); 0 is the paper's literal form"

@@ -51,7 +51,7 @@ def test_a_preset_sets_its_row_and_a_field_beside_it_wins(tmp_path: Path) -> Non
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
-def test_the_papers_form_is_st_ppo_and_four_settings(tmp_path: Path) -> None:
+def test_the_papers_form_is_st_ppo_and_five_settings(tmp_path: Path) -> None:
     paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
     st_ppo = load(minimal(tmp_path)).algorithm
     assert st_ppo.preset == "st_ppo"
@@ -61,6 +61,7 @@ def test_the_papers_form_is_st_ppo_and_four_settings(tmp_path: Path) -> None:
         "correction": "gradient",
         "correction_apply": "gradient",
         "correction_unit": "mean",
+        "correction_strength": 1.0,
         "correction_floor": 0.0,
     }
 

@@ -2,7 +2,8 @@
 
     C = sum_{t clipped} c_t w_s A_t grad log pi        (arXiv 2511.20718: the gradient is divided by ||C||)
 Where we differ: the printed formula is undefined when nothing is clipped and amplifies a small ||C||, hence
-    scale = 1 if no token is clipped, else 1 / max(floor, ||C||);       floor = 0 is the paper's literal form.
+    scale = 1 if no token is clipped, else 1 / max(floor, strength ||C||);
+floor = 0 and strength = 1 are the paper's literal form.
 Estimators of ||C||: `gradient` (exact, in parameter space, by a second backward), and two free ones,
     logit:        sqrt( sum_u b_u^2 (1 - 2 p_u + sum_v p_v^2) )         exact in the space of the logits
     coefficient:  sqrt( sum_u b_u^2 )

@@ -18,6 +18,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction": "gradient",
         "correction_apply": "gradient",
         "correction_unit": "mean",
+        "correction_strength": 1,
         "correction_floor": 0,
         "advantage": "gae",
     },

@@ -8,7 +8,13 @@ import torch
 from tests.ranks import run_ranks
 from tests.update import applied, layouts
 
-HALVED = {"correction": "gradient", "correction_unit": "mean", "correction_floor": 2.0}  # ||C|| is below 2
+# ||C|| is below 2
+HALVED = {
+    "correction": "gradient",
+    "correction_unit": "mean",
+    "correction_strength": 1,
+    "correction_floor": 2.0,
+}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"preset": "turn_ppo"},
     "step": {**HALVED, "correction_apply": "step"},

@@ -27,6 +27,7 @@ ST_PPO = {
     "kl_coefficient": 0.1,
     "correction": "gradient",
     "correction_unit": "mean",
+    "correction_strength": 1,
     "correction_probe": True,
 }
 # (family, ranks, parallel:, whether optimizer states are sharded: gradients then lie in pieces)

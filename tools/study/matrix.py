@@ -40,45 +40,37 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2_once": {"update.epochs": 1, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
 }
 STUDIED = ("gentle", "harsh_2")
-CONTROLS = {
-    "harsh_2_half": "harsh_2",
-    "harsh_2_once": "harsh_2",
-}  # compared with each other, on the same seeds
+CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
 PILOT = 100  # seeds from here on choose the rung, and are in no result
 
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
-FAMILY: dict[str, Fields] = {
-    "ppo": {"preset": "ppo"},
-    "turn_ppo": {"preset": "turn_ppo"},
-    "s_ppo": {"preset": "s_ppo"},
-    "st_ppo": {"preset": "st_ppo"},
-    "st_ppo_paper": {"preset": "st_ppo", **PAPER},
-    "grpo": {"preset": "grpo"},
-    "so_grpo": {"preset": "so_grpo"},
-}
+# What the correction was by default when the study began; what it is now is among RELATIVE.
+BEGUN: Fields = {"correction_unit": "sum", "correction_strength": 1}
+PRESETS = ("ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo")
+FAMILY: dict[str, Fields] = {name: {"preset": name} | BEGUN for name in PRESETS}
+FAMILY["st_ppo_paper"] = {"preset": "st_ppo"} | PAPER
 # ST-PPO with one part of its correction changed, and the paper's form with one part changed.
 FORMS: dict[str, Fields] = {
-    "st_ppo_coefficient": {"preset": "st_ppo", "correction": "coefficient"},
-    "st_ppo_gradient": {"preset": "st_ppo", "correction": "gradient"},
-    "st_ppo_floor_0": {"preset": "st_ppo", "correction_floor": 0},
-    "st_ppo_unit_mean": {"preset": "st_ppo", "correction_unit": "mean"},
-    "st_ppo_unit_relative": {"preset": "st_ppo", "correction_unit": "relative"},
-    "st_ppo_on_gradient": {"preset": "st_ppo", "correction_apply": "gradient"},
-    "st_ppo_paper_floor_1": {"preset": "st_ppo", **PAPER, "correction_floor": 1},
-    "st_ppo_paper_on_step": {"preset": "st_ppo", **PAPER, "correction_apply": "step"},
+    "st_ppo_coefficient": FAMILY["st_ppo"] | {"correction": "coefficient"},
+    "st_ppo_gradient": FAMILY["st_ppo"] | {"correction": "gradient"},
+    "st_ppo_floor_0": FAMILY["st_ppo"] | {"correction_floor": 0},
+    "st_ppo_unit_mean": FAMILY["st_ppo"] | {"correction_unit": "mean"},
+    "st_ppo_unit_relative": FAMILY["st_ppo"] | {"correction_unit": "relative"},
+    "st_ppo_on_gradient": FAMILY["st_ppo"] | {"correction_apply": "gradient"},
+    "st_ppo_paper_floor_1": FAMILY["st_ppo_paper"] | {"correction_floor": 1},
+    "st_ppo_paper_on_step": FAMILY["st_ppo_paper"] | {"correction_apply": "step"},
 }
-# The rest of the family in the unit that does not depend on how many tokens a minibatch has.
+# The family in the unit that does not depend on how many tokens a minibatch has, once and ten times.
 RELATIVE: dict[str, Fields] = {
-    "s_ppo_unit_relative": {"preset": "s_ppo", "correction_unit": "relative"},
-    "so_grpo_unit_relative": {"preset": "so_grpo", "correction_unit": "relative"},
-    "s_ppo_relative_10": {"preset": "s_ppo", "correction_unit": "relative", "correction_strength": 10},
-    "st_ppo_relative_10": {"preset": "st_ppo", "correction_unit": "relative", "correction_strength": 10},
-    "so_grpo_relative_10": {"preset": "so_grpo", "correction_unit": "relative", "correction_strength": 10},
+    "s_ppo_unit_relative": FAMILY["s_ppo"] | {"correction_unit": "relative"},
+    "so_grpo_unit_relative": FAMILY["so_grpo"] | {"correction_unit": "relative"},
 }
+TEN_TIMES: Fields = {"correction_unit": "relative", "correction_strength": 10}
+RELATIVE |= {f"{name}_relative_10": FAMILY[name] | TEN_TIMES for name in ("s_ppo", "st_ppo", "so_grpo")}
 # All estimators at every step; the training is that of the name without _probe.
 PROBES: dict[str, Fields] = {
-    "s_ppo_probe": {"preset": "s_ppo", "correction_probe": True},
-    "st_ppo_probe": {"preset": "st_ppo", "correction_probe": True},
+    "s_ppo_probe": FAMILY["s_ppo"] | {"correction_probe": True},
+    "st_ppo_probe": FAMILY["st_ppo"] | {"correction_probe": True},
 }
 GROUPS = {"family": FAMILY, "forms": FORMS, "relative": RELATIVE, "probes": PROBES}
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
