@@ -162,17 +162,9 @@ def estimator_table(steps: Sequence[Row]) -> list[str]:
 
 def scale_table(steps: Sequence[Row]) -> list[str]:
     """Per setting, algorithm and place in the iteration."""
-    head = [
-        "setting",
-        "run",
-        "step",
-        "with clipping",
-        "tokens clipped, median",
-        "scale: p10",
-        "median",
-        "p90",
-    ]
-    lines = [_line([*head, "mean"]), _line(["---"] * (len(head) + 1))]
+    head = ["setting", "run", "step", "with clipping", "tokens clipped, median"]
+    head += ["scale: p10", "median", "p90", "mean"]
+    lines = [_line(head), _line(["---"] * len(head))]
     for setting, name, place in sorted({(row["setting"], row["algorithm"], row["step"]) for row in steps}):
         own = [r for r in steps if (r["setting"], r["algorithm"], r["step"]) == (setting, name, place)]
         clipped = [r["actor/clip_fraction"] for r in own if r["actor/clip_fraction"] is not None]
