@@ -75,7 +75,7 @@ def in_unit(
 
 
 def correction_scale(bias_norm: float, clipped_tokens: float, floor: float) -> float:
-    """1 where nothing is clipped, else 1 / max(floor, ||C||). bias_norm: ||C|| in its unit, times the strength.
+    """1 where nothing is clipped, else 1 / max(floor, bias_norm): ||C|| in its unit, times the strength.
 
     Example: floor 1 never amplifies: ||C|| = 0.5 gives 1, ||C|| = 4 gives 0.25. Floor 0 gives 2 and 0.25.
     With floor 0, clipped tokens whose bias vanishes (all weights 0) leave nothing to divide by: 1.
