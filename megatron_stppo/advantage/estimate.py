@@ -39,10 +39,13 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage != "gae":
         # The environment's outcomes alone are normalised: in a group where they are equal, normalising the KL
-        # penalty would blow its noise up to advantages of size 1. The penalty is subtracted afterwards.
+        # penalty would blow its noise up to advantages of size 1. A token's penalty and those still to come
+        # in its trajectory are subtracted afterwards, as GAE has them at gamma = lam = 1.
         outcome_N = outcomes(batch.reward_T, batch.action_offsets)
         advantage_N = group_relative(outcome_N, group_N, batch.live_N, algorithm.advantage == "group")
-        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + reward_T - batch.reward_T
+        penalty_T = (reward_T - batch.reward_T).float()
+        to_come_T, _ = ops.gae(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets)
+        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T

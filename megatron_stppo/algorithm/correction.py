@@ -24,6 +24,8 @@ from torch import Tensor
 
 Estimator = Literal["coefficient", "logit"]
 Unit = Literal["mean", "sum", "relative"]
+SMALLEST = 1e-30  # keeps a division by a norm finite
+MOST = 1e6  # ||C|| as a multiple of the gradient where clipping left nothing of it: the step is as good as none
 
 
 def squared_estimate(
@@ -59,7 +61,7 @@ def in_unit(
     bias_norm: float, unit: Unit, *, tokens: float, weight: float = 1.0, gradient_norm: float = 0.0
 ) -> float:
     """||C|| as the loss has it ("mean"), of the sum over the minibatch's action tokens ("sum"), or as a
-    multiple of the norm of the gradient that is left ("relative"); 0 where there is nothing to divide by.
+    multiple of the norm of the gradient that is left ("relative"), at most MOST; 0 where ||C|| is.
 
     weight: what the loss's token weights add up to, 1 if it is a mean. gradient_norm: of the loss. Example: a
     loss that is the mean over 4 trajectories of sums over 25 tokens each has 100 tokens and weight 25: the
@@ -70,7 +72,7 @@ def in_unit(
     if unit == "sum":
         return bias_norm * tokens / weight if weight > 0 else 0.0
     if unit == "relative":
-        return bias_norm / gradient_norm if gradient_norm > 0 else 0.0
+        return min(bias_norm / max(gradient_norm, SMALLEST), MOST)
     raise ValueError(f"correction_unit={unit!r} is not known; choose mean, sum or relative")
 
 

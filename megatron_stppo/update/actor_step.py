@@ -206,4 +206,4 @@ def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -
     factor_T, _ = mismatch_weight(
         a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, segments, a.mismatch_bound
     )
-    return weight_T * factor_T
+    return (weight_T * factor_T).masked_fill(weight_T == 0, 0)  # a failed trajectory may hold NaN

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -41,8 +42,20 @@ def test_equal_outcomes_in_a_group_leave_only_the_kl_penalty_not_its_noise_blown
     batch = scored([trajectory([0.0]), trajectory([0.0])])
     batch = replace(batch, reference_logprob_T=torch.tensor([-1.1, -0.9, -1.2, -1.0]))
     advantage_T = estimate(batch, settings(preset="grpo", kl_coefficient=0.1), groups(batch)).advantage_T
-    # old - reference = 0.1, -0.1, 0.2, 0: times -0.1
-    assert advantage_T.tolist() == pytest.approx([-0.01, 0.01, -0.02, 0.0], abs=1e-7)
+    # old - reference = 0.1, -0.1, 0.2, 0: times -0.1, this token's and the next one's
+    assert advantage_T.tolist() == pytest.approx([0.0, 0.01, -0.02, 0.0], abs=1e-7)
+
+
+def test_a_group_pays_for_the_kl_still_to_come_as_gae_does_and_a_failed_trajectory_poisons_none():
+    batch = scored([trajectory([0.0, 1.0]), trajectory([0.0]), trajectory([0.0], outcome="error")])
+    reference_T = torch.tensor([-1.5, -3.0, -1.0, -2.0, -0.5, -1.5, math.nan, math.nan])
+    batch = replace(batch, reference_logprob_T=reference_T)
+    given = {"kl_coefficient": 0.1}
+    by_gae = estimate(batch, settings(**given), groups(batch)).advantage_T
+    by_group = estimate(batch, settings(preset="grpo", **given), groups(batch)).advantage_T
+    # k1 0.5, 2, 0, 1 and -0.5, 0.5; outcomes 1 and 0: 1 and -1 in their group, 1 and 0 as returns.
+    assert by_group.tolist() == pytest.approx([0.65, 0.7, 0.9, 0.9, -1.0, -1.05, 0, 0])
+    assert (by_group - by_gae).tolist() == pytest.approx([0, 0, 0, 0, -1, -1, 0, 0])
 
 
 def test_kl_penalty_is_taken_from_every_action_token():

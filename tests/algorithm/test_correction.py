@@ -69,7 +69,17 @@ def test_relative_unit_is_a_multiple_of_the_gradient_that_is_left():
     assert in_unit(0.5, "relative", tokens=400, gradient_norm=2.0) == 0.25
     assert in_unit(5.0, "relative", tokens=400, gradient_norm=20.0) == 0.25
     assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
-    assert in_unit(0.5, "relative", tokens=400, gradient_norm=0.0) == 0.0
+
+
+def test_the_less_clipping_leaves_the_less_a_minibatch_weighs_down_to_nothing():
+    # ||C|| = 1 and what is left of the gradient: the scale falls with it, and stays 0 for all purposes at 0.
+    left = [1.0, 0.1, 1e-3, 1e-5, 1e-9, 0.0]
+    scales = [
+        correction_scale(10 * in_unit(1.0, "relative", tokens=4, gradient_norm=g), 3, 1.0) for g in left
+    ]
+    assert scales == pytest.approx([1e-1, 1e-2, 1e-4, 1e-6, 1e-7, 1e-7])
+    # Clipped tokens that carried no gradient, beside none: nothing is known, nothing is changed.
+    assert correction_scale(in_unit(0.0, "relative", tokens=4, gradient_norm=0.0), 3, floor=1.0) == 1.0
 
 
 def test_unknown_unit_is_named():

@@ -145,6 +145,8 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
         "getComputedStyle(document.querySelector('.turn')).backgroundColor"
         " !== getComputedStyle(document.querySelector('.turn.clipped')).backgroundColor"
     )
+    colour = "getComputedStyle(document.querySelector('{} .text')).color"
+    assert browser.ask(colour.format(".passage")) != browser.ask(colour.format(".turn"))  # greyed
     browser.ask("document.querySelector('[value=advantage][name=tone]').click()")
     assert browser.ask(strengths) == ["50%", "100%"]
     enter(browser, "iteration", "2")

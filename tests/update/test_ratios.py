@@ -142,3 +142,14 @@ def test_a_masked_token_leaves_the_loss_and_its_turn_at_turn_level() -> None:
     }
     assert weights["token"] == pytest.approx([0, 0.5])
     assert weights["turn"] == weights["sequence"] == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("kind", ["off", "truncate", "mask"])
+def test_a_failed_trajectory_may_hold_nan_beside_a_mismatch_weight(kind: str, level: str) -> None:
+    given = batch((1, 1), (2,), (1,))
+    nan_T = torch.tensor([0.0, 0.0, math.nan, math.nan, 0.0])
+    given = replace(given, live_N=torch.tensor([True, False, True]), rollout_logprob_T=nan_T)
+    settings = AlgorithmConfig.model_validate({"preset": "st_ppo", "mismatch": kind, "mismatch_level": level})
+    weight_T = minibatch_weights(given, [0, 1, 2], settings)
+    assert weight_T.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 1 / 3])
