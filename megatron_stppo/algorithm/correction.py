@@ -25,7 +25,7 @@ from torch import Tensor
 Estimator = Literal["coefficient", "logit"]
 Unit = Literal["mean", "sum", "relative"]
 SMALLEST = 1e-30  # keeps a division by a norm finite
-MOST = 1e6  # ||C|| as a multiple of the gradient where clipping left nothing of it: the step is as good as none
+MOST = 1e6  # ||C|| as a multiple of a gradient of which clipping left nothing: the step is as good as none
 
 
 def squared_estimate(

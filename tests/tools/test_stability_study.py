@@ -32,6 +32,12 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
 
 
+@pytest.mark.parametrize("name", ["ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo"])
+def test_a_preset_s_name_stands_for_what_the_preset_is_today(name: str) -> None:
+    studied = load(CONFIG, matrix.Run("gentle", name, 0).overrides()).algorithm
+    assert studied == load(CONFIG, [f"algorithm.preset={name}"]).algorithm
+
+
 def test_the_papers_form_is_the_preset_of_that_name() -> None:
     a = load(CONFIG, matrix.Run("gentle", "st_ppo_paper", 0).overrides()).algorithm
     assert a == load(CONFIG, ["algorithm.preset=paper"]).algorithm.model_copy(update={"preset": a.preset})

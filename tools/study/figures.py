@@ -34,15 +34,16 @@ STYLES = {
     "st_ppo_gradient": ("#cc79a7", "-"),
     "st_ppo_floor_0": ("#e69f00", "-"),
     "st_ppo_unit_mean": ("#0072b2", "-"),
-    "st_ppo_unit_relative": ("#d55e00", "-."),
-    "s_ppo_unit_relative": ("#0072b2", "-."),
-    "so_grpo_unit_relative": ("#009e73", "-."),
-    "s_ppo_relative_10": ("#0072b2", ":"),
-    "st_ppo_relative_10": ("#d55e00", ":"),
-    "so_grpo_relative_10": ("#009e73", ":"),
     "st_ppo_on_gradient": ("#999999", "-"),
-    "st_ppo_paper_floor_1": ("#0072b2", ":"),
+    "st_ppo_strength_1": ("#d55e00", "-."),
+    "st_ppo_strength_3": ("#e69f00", "-."),
+    "st_ppo_strength_30": ("#0072b2", "-."),
+    "st_ppo_paper_floor_1": ("#56b4e9", ":"),
     "st_ppo_paper_on_step": ("#009e73", ":"),
+    "s_ppo_sum": ("#0072b2", ":"),
+    "st_ppo_sum": ("#d55e00", ":"),
+    "so_grpo_sum": ("#009e73", ":"),
+    "s_ppo_strength_1": ("#0072b2", "-."),
 }
 EXACT = "actor/clipping_bias_gradient"
 ESTIMATES = {

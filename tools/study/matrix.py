@@ -34,8 +34,8 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2": {"update.epochs": 2, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
     "harsh_3": {"update.epochs": 4, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
     "harsh_4": {"update.epochs": 4, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
-    # controls: harsh_2 with the actor's rate times what the correction's scale is there on average; and with
-    # every batch used once
+    # controls: harsh_2 with half the actor's rate (st_ppo's scale is 0.5 there on average); and with every
+    # batch used once
     "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
     "harsh_2_once": {"update.epochs": 1, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
 }
@@ -44,10 +44,19 @@ CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on
 PILOT = 100  # seeds from here on choose the rung, and are in no result
 
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
-# What the correction was by default when the study began; what it is now is among RELATIVE.
-BEGUN: Fields = {"correction_unit": "sum", "correction_strength": 1}
-PRESETS = ("ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo")
-FAMILY: dict[str, Fields] = {name: {"preset": name} | BEGUN for name in PRESETS}
+# The defaults, held fast; a test says so when they change.
+TODAY: Fields = {
+    "correction": "logit",
+    "correction_apply": "step",
+    "correction_unit": "relative",
+    "correction_strength": 10,
+    "correction_floor": 1,
+}
+CORRECTED = ("s_ppo", "st_ppo", "so_grpo")
+FAMILY: dict[str, Fields] = {
+    name: {"preset": name} | (TODAY if name in CORRECTED else {})
+    for name in ("ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo")
+}
 FAMILY["st_ppo_paper"] = {"preset": "st_ppo"} | PAPER
 # ST-PPO with one part of its correction changed, and the paper's form with one part changed.
 FORMS: dict[str, Fields] = {
@@ -55,24 +64,24 @@ FORMS: dict[str, Fields] = {
     "st_ppo_gradient": FAMILY["st_ppo"] | {"correction": "gradient"},
     "st_ppo_floor_0": FAMILY["st_ppo"] | {"correction_floor": 0},
     "st_ppo_unit_mean": FAMILY["st_ppo"] | {"correction_unit": "mean"},
-    "st_ppo_unit_relative": FAMILY["st_ppo"] | {"correction_unit": "relative"},
     "st_ppo_on_gradient": FAMILY["st_ppo"] | {"correction_apply": "gradient"},
+    "st_ppo_strength_1": FAMILY["st_ppo"] | {"correction_strength": 1},
+    "st_ppo_strength_3": FAMILY["st_ppo"] | {"correction_strength": 3},
+    "st_ppo_strength_30": FAMILY["st_ppo"] | {"correction_strength": 30},
     "st_ppo_paper_floor_1": FAMILY["st_ppo_paper"] | {"correction_floor": 1},
     "st_ppo_paper_on_step": FAMILY["st_ppo_paper"] | {"correction_apply": "step"},
 }
-# The family in the unit that does not depend on how many tokens a minibatch has, once and ten times.
-RELATIVE: dict[str, Fields] = {
-    "s_ppo_unit_relative": FAMILY["s_ppo"] | {"correction_unit": "relative"},
-    "so_grpo_unit_relative": FAMILY["so_grpo"] | {"correction_unit": "relative"},
-}
-TEN_TIMES: Fields = {"correction_unit": "relative", "correction_strength": 10}
-RELATIVE |= {f"{name}_relative_10": FAMILY[name] | TEN_TIMES for name in ("s_ppo", "st_ppo", "so_grpo")}
+# The correction as it was by default when the study began, and what was tried between.
+BEGUN: Fields = {"correction_unit": "sum", "correction_strength": 1}
+BEFORE: dict[str, Fields] = {f"{name}_sum": FAMILY[name] | BEGUN for name in CORRECTED}
+BEFORE["s_ppo_strength_1"] = FAMILY["s_ppo"] | {"correction_strength": 1}
 # All estimators at every step; the training is that of the name without _probe.
 PROBES: dict[str, Fields] = {
-    "s_ppo_probe": FAMILY["s_ppo"] | {"correction_probe": True},
-    "st_ppo_probe": FAMILY["st_ppo"] | {"correction_probe": True},
+    f"{name}_probe": fields | {"correction_probe": True}
+    for name, fields in (FAMILY | BEFORE).items()
+    if name in ("s_ppo", "st_ppo", "s_ppo_sum", "st_ppo_sum")
 }
-GROUPS = {"family": FAMILY, "forms": FORMS, "relative": RELATIVE, "probes": PROBES}
+GROUPS = {"family": FAMILY, "forms": FORMS, "before": BEFORE, "probes": PROBES}
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 
 # Seconds on one core of 2 of an x86-64 CPU, 2026-11-22; once runs are finished, theirs are taken instead.

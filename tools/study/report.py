@@ -13,7 +13,7 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import CONTROLS, FAMILY, FORMS, PILOT, RELATIVE, SETTINGS
+from tools.study.matrix import BEFORE, CONTROLS, CORRECTED, FAMILY, FORMS, PILOT, SETTINGS
 
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # of a name, of a seed
@@ -27,7 +27,7 @@ PAIRS = (
 TABLES: tuple[tuple[str, tuple[str, ...], Container[str]], ...] = (
     ("", tuple(FAMILY), FAMILY),
     ("forms", ("turn_ppo", "st_ppo", "st_ppo_paper", *FORMS), FORMS),
-    ("relative", ("s_ppo", "st_ppo", "so_grpo", "st_ppo_unit_relative", *RELATIVE), RELATIVE),
+    ("before", (*CORRECTED, *BEFORE), BEFORE),
 )
 
 
