@@ -20,6 +20,7 @@ PANELS = (
     ("KL to the old policy, nats per token", "actor/kl_to_old", 5, True),
     ("gradient norm", "actor/gradient_norm", 5, True),
 )
+CUT = 30.0  # a logarithmic axis ends at this many times its median: one run that leaves does not flatten all
 # Colour (of Okabe and Ito, told apart by the colour-blind) and line. In the family a colour is a ratio and an
 # advantage; whole lines have our correction, dotted ones the printed one.
 STYLES = {
@@ -36,8 +37,8 @@ STYLES = {
     "st_ppo_unit_mean": ("#0072b2", "-"),
     "st_ppo_on_gradient": ("#999999", "-"),
     "st_ppo_strength_1": ("#d55e00", "-."),
-    "st_ppo_strength_3": ("#e69f00", "-."),
-    "st_ppo_strength_30": ("#0072b2", "-."),
+    "st_ppo_strength_3": ("#e69f00", "-"),
+    "st_ppo_strength_30": ("#cc79a7", "-"),
     "st_ppo_paper_floor_1": ("#56b4e9", ":"),
     "st_ppo_paper_on_step": ("#009e73", ":"),
     "s_ppo_sum": ("#0072b2", ":"),
@@ -58,14 +59,19 @@ def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, outp
     figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (name, metric, width, logarithmic) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        means = []
         for algorithm in algorithms:
             own = [row for row in rows if row["algorithm"] == algorithm]
             iterations, values = table(own, metric, width)
             if len(iterations):
                 color, line = STYLES[algorithm]
+                means.append(values.mean(0))
                 axis.plot(iterations, values.mean(0), line, label=algorithm, color=color, linewidth=1.8)
                 axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.08, lw=0)
         _frame(axis, name, "iteration", logarithmic)
+        if logarithmic and means:
+            middle, (low, high) = np.median(np.concatenate(means)), axis.get_ylim()
+            axis.set_ylim(max(low, middle / CUT), min(high, middle * CUT))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     figure.suptitle(title)
     figure.savefig(output, format="png", dpi=90)

@@ -58,30 +58,41 @@ FAMILY: dict[str, Fields] = {
     for name in ("ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo")
 }
 FAMILY["st_ppo_paper"] = {"preset": "st_ppo"} | PAPER
-# ST-PPO with one part of its correction changed, and the paper's form with one part changed.
+# ST-PPO with one part of its correction changed, with how much it counts changed; the printed form, so too.
 FORMS: dict[str, Fields] = {
     "st_ppo_coefficient": FAMILY["st_ppo"] | {"correction": "coefficient"},
     "st_ppo_gradient": FAMILY["st_ppo"] | {"correction": "gradient"},
     "st_ppo_floor_0": FAMILY["st_ppo"] | {"correction_floor": 0},
     "st_ppo_unit_mean": FAMILY["st_ppo"] | {"correction_unit": "mean"},
     "st_ppo_on_gradient": FAMILY["st_ppo"] | {"correction_apply": "gradient"},
+}
+STRENGTH: dict[str, Fields] = {
+    "s_ppo_strength_1": FAMILY["s_ppo"] | {"correction_strength": 1},
     "st_ppo_strength_1": FAMILY["st_ppo"] | {"correction_strength": 1},
     "st_ppo_strength_3": FAMILY["st_ppo"] | {"correction_strength": 3},
     "st_ppo_strength_30": FAMILY["st_ppo"] | {"correction_strength": 30},
+}
+PRINTED: dict[str, Fields] = {
     "st_ppo_paper_floor_1": FAMILY["st_ppo_paper"] | {"correction_floor": 1},
     "st_ppo_paper_on_step": FAMILY["st_ppo_paper"] | {"correction_apply": "step"},
 }
-# The correction as it was by default when the study began, and what was tried between.
+# The correction as it was by default when the study began.
 BEGUN: Fields = {"correction_unit": "sum", "correction_strength": 1}
 BEFORE: dict[str, Fields] = {f"{name}_sum": FAMILY[name] | BEGUN for name in CORRECTED}
-BEFORE["s_ppo_strength_1"] = FAMILY["s_ppo"] | {"correction_strength": 1}
 # All estimators at every step; the training is that of the name without _probe.
 PROBES: dict[str, Fields] = {
     f"{name}_probe": fields | {"correction_probe": True}
     for name, fields in (FAMILY | BEFORE).items()
     if name in ("s_ppo", "st_ppo", "s_ppo_sum", "st_ppo_sum")
 }
-GROUPS = {"family": FAMILY, "forms": FORMS, "before": BEFORE, "probes": PROBES}
+GROUPS = {
+    "family": FAMILY,
+    "forms": FORMS,
+    "strength": STRENGTH,
+    "printed": PRINTED,
+    "before": BEFORE,
+    "probes": PROBES,
+}
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 
 # Seconds on one core of 2 of an x86-64 CPU, 2026-11-22; once runs are finished, theirs are taken instead.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import BEFORE, CONTROLS, CORRECTED, FAMILY, FORMS, PILOT, SETTINGS
+from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, SETTINGS
 
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # of a name, of a seed
@@ -22,13 +22,14 @@ PAIRS = (
     "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
     "which the row is higher. Intervals without 0 are bold; they are not corrected for their number."
 )
-# Tables and figures of each setting: what one adds to the title, its algorithms, and for which of them it is
-# made.
-TABLES: tuple[tuple[str, tuple[str, ...], Container[str]], ...] = (
-    ("", tuple(FAMILY), FAMILY),
-    ("forms", ("turn_ppo", "st_ppo", "st_ppo_paper", *FORMS), FORMS),
-    ("before", (*CORRECTED, *BEFORE), BEFORE),
-)
+# Tables and figures of each setting: a group that is added to the title, and those of the family beside it.
+TABLES: dict[str, tuple[str, ...]] = {
+    "family": (),
+    "forms": ("turn_ppo", "st_ppo"),
+    "strength": ("turn_ppo", "s_ppo", "st_ppo"),
+    "printed": ("turn_ppo", "st_ppo", "st_ppo_paper"),
+    "before": CORRECTED,
+}
 
 
 def report(folder: Path, document: Path) -> None:
@@ -54,15 +55,18 @@ def sections(folder: Path, shown: Path) -> list[str]:
     for setting in SETTINGS:
         own = [row for row in rows if row["setting"] == setting]
         of_setting = [row for row in curves if row["setting"] == setting]
-        for title, names, made_for in TABLES:
-            there = [name for name in names if any(row["algorithm"] == name for row in own)]
-            if not any(name in made_for for name in there):
+        for title, beside in TABLES.items():
+            there = [
+                name for name in (*beside, *GROUPS[title]) if any(row["algorithm"] == name for row in own)
+            ]
+            if not any(name in GROUPS[title] for name in there):
                 continue
-            own_finals, label = finals(own, there), f"-{title}" if title else ""
+            own_finals, label = finals(own, there), "" if title == "family" else f"-{title}"
+            compared = {name: of for name, of in own_finals.items() if name in FAMILY}
             picture = f"{setting}{label}.png"
             draw_curves(of_setting, there, f"{setting}{label}", folder / picture)
             lines += ["", f"### `{setting}{label}`", "", *summary_table(own, there), ""]
-            lines += [f"![curves]({shown / picture})", "", PAIRS, "", *pair_table(own_finals, own_finals)]
+            lines += [f"![curves]({shown / picture})", "", PAIRS, "", *pair_table(own_finals, compared)]
         if own and setting in CONTROLS:
             other = [row for row in rows if row["setting"] == CONTROLS[setting]]
             labelled = {
