@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_stppo.config_file import load
 from megatron_stppo.runtime import rows
 from tools import stability_study
 from tools.study import collect, matrix
-from tools.study.figures import STYLES, table
+from tools.study.figures import STYLES, cut, table
 from tools.study.ledger import Ledger
 from tools.study.report import BEGIN, END, TABLES, sections
 from tools.study.tasks import CONFIG, tasks_of
@@ -181,6 +182,13 @@ def test_lines_of_a_figure_can_be_told_apart() -> None:
     for group, beside in TABLES.items():
         names = [*beside, *matrix.GROUPS[group]]
         assert len({STYLES[name] for name in names}) == len(names)
+
+
+def test_one_run_that_leaves_does_not_flatten_the_others() -> None:
+    values = np.array([1.0, 1.0, 1.0, 1e-9, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert cut(values, 1e-10, 1e10) == (1 / 30, 30.0), "zeros have no place on the axis"
+    assert cut(values, 0.5, 2.0) == (0.5, 2.0), "never wider than what there is to see"
+    assert cut(np.zeros(3), 0.1, 10.0) == (0.1, 10.0)
 
 
 def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:

@@ -20,7 +20,7 @@ PANELS = (
     ("KL to the old policy, nats per token", "actor/kl_to_old", 5, True),
     ("gradient norm", "actor/gradient_norm", 5, True),
 )
-CUT = 30.0  # a logarithmic axis ends at this many times its median: one run that leaves does not flatten all
+CUT = 30.0  # a logarithmic axis ends at this many times its median: one run alone does not flatten the others
 # Colour (of Okabe and Ito, told apart by the colour-blind) and line. In the family a colour is a ratio and an
 # advantage; whole lines have our correction, dotted ones the printed one.
 STYLES = {
@@ -70,8 +70,7 @@ def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, outp
                 axis.fill_between(iterations, values.min(0), values.max(0), color=color, alpha=0.08, lw=0)
         _frame(axis, name, "iteration", logarithmic)
         if logarithmic and means:
-            middle, (low, high) = np.median(np.concatenate(means)), axis.get_ylim()
-            axis.set_ylim(max(low, middle / CUT), min(high, middle * CUT))
+            axis.set_ylim(*cut(np.concatenate(means), *axis.get_ylim()))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     figure.suptitle(title)
     figure.savefig(output, format="png", dpi=90)
@@ -92,6 +91,19 @@ def table(rows: Sequence[Row], metric: str, width: int) -> tuple[np.ndarray, np.
     shared = shared[: len(shared) // width * width]
     values = np.array([[own[i] for i in shared] for own in found.values()])
     return np.array(shared).reshape(-1, width).mean(1), values.reshape(len(found), -1, width).mean(2)
+
+
+def cut(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
+    """Limits of a logarithmic axis inside [low, high]: CUT times the median of what is positive, and its
+    CUTth part; [low, high] if nothing is.
+
+    Example: of 1, 1, 1, 1e-9 inside [1e-9, 2] they are 1 / 30 and 2.
+    """
+    positive = values[values > 0]
+    if not len(positive):
+        return low, high
+    middle = float(np.median(positive))
+    return max(low, middle / CUT), min(high, middle * CUT)
 
 
 def draw_estimates(rows: Sequence[Row], output: Path) -> None:
