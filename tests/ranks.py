@@ -108,16 +108,17 @@ def _rank(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    dist.barrier()  # one that leaves now would reset the connections that others are still making
     try:
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        dist.barrier()  # one that leaves now would reset the connections that others are still making
         # bytes: a tensor that is sent as such is fetched from its process, which may have ended
         send.send_bytes(pickle.dumps((False, function(*args))))
     except BaseException:  # whatever a rank raises belongs in the parent's message
         send.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:
         send.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _free_port() -> int:

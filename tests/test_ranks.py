@@ -1,4 +1,5 @@
 import os
+import socket
 import time
 
 import pytest
@@ -36,3 +37,12 @@ def test_every_rank_returns_its_result_and_a_failing_rank_ends_the_others():
 def test_what_a_rank_says_counts_more_than_that_another_died():
     with pytest.raises(RankError, match=r"rank 0 raised[\s\S]*ValueError: left alone"):
         run_ranks(die_on_rank_1, 2)
+
+
+def test_a_lost_port_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr("tests.ranks._free_port", lambda: taken.getsockname()[1])
+        with pytest.raises(RankError, match=r"rank 0 raised[\s\S]*EADDRINUSE"):
+            run_ranks(add_ranks, 2, 5, timeout=30)

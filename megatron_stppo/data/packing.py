@@ -35,7 +35,7 @@ class Microbatch:
     rows_T: Tensor  # int64 into the Batch's T
     rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
     longest: int
-    routes_P: Tensor | None = None  # the Batch's
+    routes_P: Tensor | None = None  # int16, the Batch's; -1 for dummy tokens: their router chooses
 
     @property
     def tokens(self) -> int:
@@ -190,10 +190,18 @@ def _pack_one(
         whole_action_offsets=whole_actions.to(**to),
         rows_T=rows_T,
         rows_P=origin[mine],
-        # any experts do for dummy tokens, but different ones
-        routes_P=None if batch.routes_P is None else batch.routes_P[origin[mine].clamp(min=0)].to(**to),
+        routes_P=None if batch.routes_P is None else _routes(batch.routes_P, origin[mine]).to(**to),
         longest=int(padded.max()),
     )
+
+
+def _routes(routes_P: Tensor, origin: Tensor) -> Tensor:
+    """Return the recorded experts of packed tokens, int16 [P, layers, k]; -1 where `origin` is -1.
+
+    A dummy token takes its router's choice in a replayed pass as in a plain one. With other experts it would
+    change how many rows an expert multiplies, and with that, on some CPUs, the last bits of live rows.
+    """
+    return routes_P[origin.clamp(min=0)].short().masked_fill((origin < 0)[:, None, None], -1)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Choice:
     """One router's, where megatron keeps a RouterReplay of its own. Experts are int64 [tokens, k]."""
 
     def __init__(self) -> None:
-        self.replayed: Tensor | None = None  # what the pass under way must choose; None: what scores best
+        # what the pass under way must choose; -1, or None for all tokens: what scores best
+        self.replayed: Tensor | None = None
         self.recorded: list[Tensor] | None = None  # one per microbatch; None: not recording
         self.trains = False  # the pass will be followed by a backward pass
         self._again: deque[Tensor] = deque()  # of passes whose layers are computed again in the backward
@@ -38,12 +39,12 @@ class Choice:
         self, scores: Tensor, topk: int, num_groups: object, group_topk: object, best: Callable[..., tuple]
     ) -> tuple[Tensor, Tensor]:
         """(scores of the chosen experts, the chosen experts); megatron calls it in place of top-k."""
-        if self.replayed is None:
-            chosen: Tensor = best(scores, topk, num_groups, group_topk)[1]
-            if self.recorded is not None:
-                self.recorded.append(chosen)
-        else:
-            chosen = self._replay(self.replayed)
+        chosen: Tensor = best(scores, topk, num_groups, group_topk)[1]
+        if self.replayed is not None:
+            replayed = self._replay(self.replayed)
+            chosen = torch.where(replayed < 0, chosen, replayed)
+        elif self.recorded is not None:
+            self.recorded.append(chosen)
         return scores.gather(1, chosen), chosen
 
     def _replay(self, chosen: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,7 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
     batch = to_batch([trajectory(p, turns, 1 + 1000 * i) for i, (p, turns) in enumerate(shapes)])
     order = list(range(len(shapes)))
     random.shuffle(order)
+    batch = replace(batch, routes_P=torch.arange(len(batch.tokens_P))[:, None, None])  # a token's own row
     total = torch.zeros(len(batch.action_index_T))
     for rank in range(context):
         cut = Cut(budget, multiple, rank, context, in_step)
@@ -97,6 +100,7 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
             assert torch.equal(m.tokens_P[m.hidden_index_T] + 1, m.target_T)  # ids count up in a trajectory
             assert int(m.sequence_offsets[-1]) == m.tokens * context
             assert m.longest == int(m.sequence_offsets.diff().max())
+            assert torch.equal(m.routes_P[:, 0, 0], m.rows_P)  # -1, and nobody else's, for dummy tokens
         total += unpack(microbatches, [m.target_T for m in microbatches], len(total))
     # every action token is on one context rank, so the sum over ranks puts them together
     assert torch.equal(total.long(), batch.tokens_P[batch.action_index_T])

@@ -56,32 +56,34 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     start = state_of(actor)
 
     def step(**changes: Any) -> Any:
-        """The step's numbers, and how often each map from tokens to experts was used."""
+        """The step's numbers, and every map from tokens to experts that it used."""
         at = replace(given, **changes)
         loss = ActorLoss(at, minibatch_weights(at, chosen, a), a, head)
         with routed(actor.chunks) as used:
             numbers = actor_step(actor, loss, chosen, packer)
-        return numbers, Counter(used)
+        return numbers, used
 
     saver = checkpoint.Saver(Path(folder), config, place.layout)
     saver.save(1, {"actor": actor}, {"iteration": 1})
-    plain, _ = step()  # while the checkpoint is written
+    plain, plain_maps = step()  # while the checkpoint is written
     saver.finish()
     saver.load({"actor": actor})
     loaded = all(torch.equal(x, y) for x, y in zip(start, state_of(actor), strict=True))
-    same, _ = step(routes_P=old)
+    same, same_maps = step(routes_P=old)
     for chunk in actor.chunks:  # as if many updates had moved the routers
         for name, parameter in chunk.named_parameters():
             if name.endswith("router.weight"):
                 parameter.data.neg_()
     _, new = routes()
     _, used = step(routes_P=old)
-    maps = expected(packer.pack(replace(given, routes_P=old), chosen), shape.experts, place, parallel)
+    replayed = packer.pack(replace(given, routes_P=old), chosen)
     return {
         "routes": old.tolist(),
         "moved": float((old.sort(-1)[0] != new.sort(-1)[0]).float().mean()),
-        "replayed": used,
-        "expected": Counter(maps),
+        "uses": uses(used, expected(replayed, shape.experts, place, parallel)),
+        "dummies": sum(int((microbatch.rows_P < 0).sum()) for microbatch in replayed),
+        "plain maps": Counter(map(fingerprint, plain_maps)),
+        "replayed maps": Counter(map(fingerprint, same_maps)),
         "loaded": loaded,
         "differs": {name: (plain[name], same[name]) for name in plain if plain[name] != same[name]},
     }
@@ -89,12 +91,12 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
 
 @contextmanager
 def routed(chunks: Any) -> Any:
-    """The maps [tokens, experts] that routers hand to their dispatchers, in the order of the calls."""
+    """Collect the maps [tokens, experts] that routers give their dispatchers, in the order of the calls."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     used: list[Any] = []
     hooks = [
-        module.register_forward_hook(lambda module, given, answer: used.append(fingerprint(answer[1])))
+        module.register_forward_hook(lambda module, given, answer: used.append(answer[1].bool().clone()))
         for chunk in chunks
         for module in chunk.modules()
         if isinstance(module, TopKRouter)
@@ -105,10 +107,22 @@ def routed(chunks: Any) -> Any:
 
 
 def fingerprint(routed: Any) -> bytes:
-    return bytes(routed.bool().flatten().tolist())
+    return bytes(routed.flatten().tolist())
+
+
+def uses(used: list[Any], maps: list[Any]) -> list[int]:
+    """Return how often each of `maps` was used, compared by live tokens; last, how many maps were others."""
+    import torch
+
+    counts = [0] * (len(maps) + 1)
+    for each in used:
+        fits = [len(own) == len(each) and torch.equal(own[live], each[live]) for own, live in maps]
+        counts[fits.index(True) if any(fits) else -1] += 1
+    return counts
 
 
 def expected(microbatches: Any, experts: int, place: Any, parallel: dict[str, Any]) -> list[Any]:
+    """Return (map [tokens, experts], live tokens [tokens]) of every microbatch and layer on this rank."""
     import torch
 
     maps = []
@@ -116,6 +130,8 @@ def expected(microbatches: Any, experts: int, place: Any, parallel: dict[str, An
         own_P = microbatch.routes_P.long()
         if parallel.get("sequence"):
             own_P = own_P.chunk(place.tensor_size)[place.tensor_rank]
+        live = own_P[:, 0, 0] >= 0
         for layer in range(own_P.shape[1]):
-            maps.append(fingerprint(torch.zeros(len(own_P), experts).scatter(1, own_P[:, layer], 1.0)))
+            chosen = own_P[:, layer].clamp(min=0)
+            maps.append((torch.zeros(len(own_P), experts).scatter(1, chosen, 1.0).bool(), live))
     return maps
