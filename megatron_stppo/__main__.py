@@ -38,9 +38,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.field=value]...", help="override the file", show_default=False),
 ]
-Override = Annotated[
+Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="section.field=value", help="override the file; may be repeated"),
+    typer.Option("--set", metavar="section.field=value", help="the same; may be repeated"),
 ]
 
 
@@ -167,12 +167,14 @@ def cold_start(config: File, overrides: Overrides = None) -> None:
 def to_hf(
     config: File,
     checkpoint: Annotated[str, typer.Argument(help="step_N or latest, of the run in CONFIG.yaml")],
-    output: Annotated[Path, typer.Argument(help="folder to write")],
-    overrides: Override = None,
+    output: Annotated[Path, typer.Argument(help="new folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
 ) -> None:
-    """Write a checkpoint's actor as a Hugging Face folder."""
-    settings = _open(config, overrides, "convert")
+    """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
+    settings = _open(config, [*(overrides or []), *(sets or [])], "convert")
     _check_checkpoint(settings, checkpoint)
+    _check_new(output)
     from megatron_stppo.runtime import launch
 
     launch.prepare(engine=False)
@@ -185,10 +187,11 @@ def to_hf(
 def to_megatron(
     config: File,
     output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
-    overrides: Override = None,
+    overrides: Overrides = None,
+    sets: Sets = None,
 ) -> None:
-    """Write model.path, a Hugging Face folder, as a megatron checkpoint."""
-    settings = _open(config, overrides, "convert")
+    """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
+    settings = _open(config, [*(overrides or []), *(sets or [])], "convert")
     from megatron_stppo.runtime import launch
 
     launch.prepare(engine=False)
@@ -312,7 +315,10 @@ def _open(
     config = load(path, overrides)
     from megatron_stppo.runtime import checks
 
-    checks.check(config, world or int(os.environ.get("WORLD_SIZE", "1")), command)
+    ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
+    if command == "convert":
+        config = checks.with_fitting_layout(config, ranks)
+    checks.check(config, ranks, command)
     if command == "train":
         checks.check_resume(config, resume)
     _read_tasks(config, checks.data_files(config, command))
@@ -327,6 +333,13 @@ def _check_checkpoint(config: Config, checkpoint: str | None) -> None:
     from megatron_stppo.runtime import checks
 
     checks.check_checkpoint(config, checkpoint)
+
+
+def _check_new(output: Path) -> None:
+    from megatron_stppo.config import ConfigError
+
+    if output.exists():
+        raise ConfigError(f"output={output}: exists; name a new folder, or remove it")
 
 
 def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:

@@ -58,7 +58,7 @@ def export_hf(
     files = by_file(shape, dtype.itemsize, file_bytes)
     for name, keys in files.items():
         whole = gather(parameters, layouts, shape, keys, group)
-        _on_first(group, functools.partial(save_file, whole, partial / name, {"format": "pt"}))
+        _on_first(group, functools.partial(_write, whole, partial / name))
     _on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
 
 
@@ -99,7 +99,7 @@ def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[s
 
 def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
-        raise ConfigError(f"output={folder}: exists; name another folder, remove it, or allow overwriting")
+        raise ConfigError(f"output={folder}: exists; name a new folder, or remove it")
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted export left
     partial.mkdir(parents=True)
     for path in sorted(template.iterdir()):
@@ -108,6 +108,12 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
     config = json.loads((partial / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one file of weights. safetensors gives it mode 0600; config.json beside it has the umask's."""
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(path.with_name("config.json").stat().st_mode & 0o777)
 
 
 def _finish(
@@ -142,19 +148,31 @@ def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> Non
 
 
 def to_hf(config: Config, checkpoint: str, output: Path) -> None:
-    """Writes the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder. Collective."""
+    """Write the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder, and print one
+    line that says what was written. Collective. Raises ConfigError and CheckpointError."""
     place, shape = launch.start(config), read_shape(config.model.path)
     model = build.build("actor", shape, config, place, launch.dtype(config))
-    checkpoints.load_weights(
-        config.run.folder / "checkpoints", "actor", model, checkpoints.step_of(checkpoint)
-    )
+    folder = config.run.folder / "checkpoints"
+    state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
     layouts = training_layouts(shape, place.layout, spec=layer_spec(config))
     export_hf(output, build.named_parameters(model), layouts, shape, config.model.path)
+    if place.rank == 0:
+        step = folder / f"step_{state['iteration']}"
+        size = _size(shape, launch.dtype(config))
+        print(f"wrote {output}: {size}; actor of {step}, tokenizer of {config.model.path}")
     launch.stop()
 
 
+def _size(shape: ModelShape, dtype: torch.dtype) -> str:
+    """Example: "0.9 M parameters, float32, 3.6 MB"."""
+    count = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values())
+    name = str(dtype).removeprefix("torch.")
+    return f"{count / 1e6:,.1f} M parameters, {name}, {count * dtype.itemsize / 1e6:,.1f} MB"
+
+
 def to_megatron(config: Config, output: Path) -> None:
-    """Writes model.path as step_0 of a new checkpoints folder, with fresh optimizers: a run resumes from it.
+    """Write model.path as step_0 of a new checkpoints folder, with fresh optimizers: a run resumes from it.
+    Print one line that says what was written. Collective.
 
     Raises ConfigError if the folder holds anything.
     """
@@ -166,4 +184,6 @@ def to_megatron(config: Config, output: Path) -> None:
     saver = checkpoints.Saver(output, config, place.layout)
     saver.save(0, trainers, {"iteration": 0})
     saver.finish()
+    if place.rank == 0:
+        print(f"wrote {output / 'step_0'}: {' and '.join(roles)} of {config.model.path}, new optimizers")
     launch.stop()

@@ -26,7 +26,7 @@ def import_and_export(folder, families):
         if shape.tied and dist.get_rank() == 3:  # must not matter: the first stage's embedding is the source
             parameters["output_layer.weight"].zero_()
         export_hf(folder / "out" / family, parameters, layouts, shape, template)
-        with pytest.raises(ConfigError, match="exists; name another folder"):
+        with pytest.raises(ConfigError, match="exists; name a new folder"):
             export_hf(folder / "out" / family, parameters, layouts, shape, template)
         half = {name: tensor.bfloat16() for name, tensor in parameters.items()}
         (folder / "split" / family).mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
@@ -88,6 +88,14 @@ def check_resume(config: Config, resume: bool) -> None:
             f"run.name={config.run.name}: {checkpoints} holds checkpoints; give --resume to continue that "
             "run, or another run.name"
         )
+
+
+def with_fitting_layout(config: Config, world_size: int) -> Config:
+    """Return `config`, or where its `parallel` does not fit the ranks a copy in which every rank holds the
+    whole model. For `convert`: what it reads and writes is the same under every layout."""
+    if Layout.fits(world_size, config.parallel):
+        return config
+    return config.model_copy(update={"parallel": ParallelConfig()})
 
 
 def listener_token(host: str, token_env: str | None) -> str | None:

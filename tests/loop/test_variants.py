@@ -5,10 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import math
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.documented import undocumented, unreported
 from tests.loop import canaries, small_run
@@ -138,15 +143,45 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     assert alone == {name: during[name] for name in alone}
     assert {"evaluate/exact_match", "evaluate/episodes"} <= alone.keys()
 
-    sets = [part for override in overrides for part in ("--set", override)]
-    done = small_run.run_command(
-        ("convert", "to-hf", str(config), "latest", str(config.parent / "hf"), *sets)
-    )
+    hf = config.parent / "hf"
+    done = small_run.run_command(("convert", "to-hf", str(config), "latest", str(hf), *overrides))
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (load_file(config.parent / f / "model.safetensors") for f in ("model", "hf"))
     assert before.keys() == after.keys()
     moved = max(float((after[k] - before[k]).abs().max()) for k in after)
     assert 0 < moved <= 1.01e-3 * 4, "four steps of Adam at lr 1e-3"
+
+
+def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_bytes(config: Path) -> None:
+    """Needs the conversion by two ranks of the test before."""
+    run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
+    overrides = (f"run.name={run.name}", *CASES[run.name])
+    sets = [part for override in overrides[:1] for part in ("--set", override)]
+    convert = [sys.executable, "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
+    done = subprocess.run(
+        [*convert, *overrides[1:], *sets],
+        capture_output=True,
+        text=True,
+        env=small_run.ENVIRONMENT,
+        timeout=120,
+        umask=0o027,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(
+        f"wrote {hf}: 0.1 M parameters, float32, 0.4 MB; actor of {run}/checkpoints"
+    )
+    assert {stat.S_IMODE(path.stat().st_mode) for path in hf.iterdir()} == {0o640}
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (hf / name).read_bytes() == (config.parent / "hf" / name).read_bytes(), name
+
+    model = Qwen3ForCausalLM.from_pretrained(hf).eval()
+    tokenizer = AutoTokenizer.from_pretrained(hf, trust_remote_code=False)
+    weights = load_file(hf / "model.safetensors")
+    assert all(
+        torch.equal(tensor, weights[key]) for key, tensor in model.state_dict().items() if key in weights
+    )
+    assert set(model.state_dict()) - set(weights) == {"lm_head.weight"}, "tied to the embeddings"
+    assert len(tokenizer) == model.config.vocab_size
 
 
 def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_run.Done]) -> None:

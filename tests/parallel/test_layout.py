@@ -41,7 +41,9 @@ def test_rank_9_of_2x2x3_stands_where_the_docstring_says_and_rank_inverts_coordi
     ],
 )
 def test_a_world_that_the_model_does_not_fill_is_refused(world, parallel, message):
-    assert Layout.of_world(8, ParallelConfig(tensor=2, pipeline=2)) == Layout(2, 2, 2)
+    fits = ParallelConfig(tensor=2, pipeline=2)
+    assert Layout.fits(8, fits) and Layout.of_world(8, fits) == Layout(2, 2, 2)
+    assert not Layout.fits(world, ParallelConfig(**parallel))
     with pytest.raises(ConfigError, match=message):
         Layout.of_world(world, ParallelConfig(**parallel))
 
