@@ -48,7 +48,9 @@ Sets = Annotated[
 def train(
     config: File,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="continue from the run's newest checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="continue a run that is there, from its newest checkpoint")
+    ] = False,
     replay: Annotated[
         Replay | None, typer.Option(help="train on what the run --from recorded, without an engine")
     ] = None,
@@ -117,10 +119,10 @@ def rollout(
 ) -> None:
     """Play training episodes and write them down, without a trainer."""
     settings = _open(config, overrides, "rollout")
-    from megatron_stppo.runtime import launch, sources
+    from megatron_stppo.runtime import checks, launch, sources
 
     if source is None:
-        sources.check_new(settings)
+        checks.check_new(settings)
     else:
         sources.check_source(settings, source, start)
     launch.prepare()
@@ -319,8 +321,10 @@ def _open(
     if command == "convert":
         config = checks.with_fitting_layout(config, ranks)
     checks.check(config, ranks, command)
-    if command == "train":
-        checks.check_resume(config, resume)
+    if command == "train" and resume:
+        checks.check_resume(config)
+    elif command == "train":
+        checks.check_new(config, "give --resume to continue that run, or another run.name")
     _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose

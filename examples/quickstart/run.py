@@ -42,7 +42,10 @@ OURS = (HERE / "run.py", HERE / "stages.py")  # what the files built do not depe
 RANKS = 2
 RUN_FILES = (
     "checkpoints",
+    "configs",
+    "dumps",
     "metrics.jsonl",
+    "steps.jsonl",
     "tensorboard",
     "trajectories",
     "curves.png",

@@ -9,7 +9,7 @@
 #     other    a crash or a hang: requeued
 # Two attempts in a row without a newer checkpoint are followed by 93 instead of a third, however they ended.
 #
-# It always resumes: the same NAME goes on with that run, another NAME starts a new one.
+# The same NAME continues that run (--resume, where its folder holds one); another NAME starts a new one.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
 set -euo pipefail
 
@@ -54,11 +54,12 @@ say "step $(newest), on $SLURM_JOB_NODELIST"
 # One task per GPU, neighbours on one node, each free to use all of its node's cores and GPUs. The task is the
 # program itself, without a shell around it: Slurm's signals go to tasks, not to their children.
 # The first task to end leaves the others two minutes: enough to end by themselves, not enough to hang.
-code=0
+code=0 resume=()
+[[ ! -e $ROOT/$name/config.yaml && ! -e $checkpoints ]] || resume=(--resume)
 rm -f "$ROOT/$name/exit.json"
 srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=120 \
     --output="$attempts/$attempt/rank-%t.log" \
-    "$PYTHON" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" --resume || code=$?
+    "$PYTHON" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" "${resume[@]}" || code=$?
 judged=$(verdict)
 code=${judged:-$code}
 say "exit code $code, step $(newest)"

@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.runtime.checks import check_step
+from megatron_stppo.runtime.checks import check_new, check_step
 
 RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
-# What a run's folder holds once it has begun.
-WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
@@ -31,12 +29,3 @@ def check_source(config: Config, source: Path, start: str | None) -> None:
     if start is not None:
         check_step(source, "--start", start)
     check_new(config)
-
-
-def check_new(config: Config) -> None:
-    """Raises ConfigError if the run's folder holds a run: its records would be overwritten."""
-    held = [name for name in WRITTEN if (config.run.folder / name).exists()]
-    if held:
-        raise ConfigError(
-            f"run.name={config.run.name}: {config.run.folder} holds {', '.join(held)}; give another run.name"
-        )

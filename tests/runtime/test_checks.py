@@ -11,6 +11,7 @@ from megatron_stppo.config_file import load
 from megatron_stppo.runtime.checks import (
     check,
     check_checkpoint,
+    check_new,
     check_resume,
     listener_token,
 )
@@ -197,13 +198,37 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Pat
         check_checkpoint(config, "step_5")
 
 
-def test_a_run_is_continued_only_on_purpose(path: Path) -> None:
+@pytest.mark.parametrize(
+    "record", ["metrics.jsonl", "trajectories/iteration-00001.jsonl", "checkpoints/step_1/x"]
+)
+def test_a_folder_that_holds_a_run_is_not_new(path: Path, record: str) -> None:
     config = load(path)
-    check_resume(config, resume=False)
-    (config.run.folder / "checkpoints" / "step_1").mkdir(parents=True)
-    check_resume(config, resume=True)
-    with pytest.raises(ConfigError, match="--resume"):
-        check_resume(config, resume=False)
+    check_new(config)
+    file = config.run.folder / record
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (config.run.folder / "config.yaml").touch()
+    if record == "metrics.jsonl":
+        check_new(config)  # an attempt that ended before its first row has nothing to lose
+        file.write_text("{}\n")
+    with pytest.raises(ConfigError, match=f"holds {record.partition('/')[0]}; give another run.name"):
+        check_new(config)
+
+
+def test_only_a_run_that_is_there_is_resumed(path: Path) -> None:
+    config = load(path)
+    with pytest.raises(ConfigError, match="holds no run; to start one, leave --resume out"):
+        check_resume(config)
+    right = config.run.root / f"{config.run.name}s" / "config.yaml"
+    right.parent.mkdir(parents=True)
+    right.touch()
+    with pytest.raises(ConfigError, match=f"did you mean run.name={config.run.name}s?"):
+        check_resume(config)
+    config.run.folder.mkdir()
+    with pytest.raises(ConfigError, match="holds no run"):
+        check_resume(config)
+    (config.run.folder / "checkpoints").mkdir()  # what convert to-megatron writes
+    check_resume(config)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
@@ -248,7 +273,7 @@ def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_
     assert "--start=step_3: not in" in said("rollouts", other, "step_3")
     (other / "checkpoints" / "step_3").mkdir(parents=True)
     check_source(config, other, "step_3")
-    config.run.folder.joinpath("trajectories").mkdir(parents=True)
+    config.run.folder.joinpath("trajectories/iteration-00001.jsonl").mkdir(parents=True)
     assert "holds trajectories; give another run.name" in said("rollouts", other)
 
 
