@@ -25,6 +25,7 @@ from megatron_stppo.reshard.state import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.runtime import checks, launch
@@ -39,6 +40,7 @@ class Parts(Learner):
     reshard: Resharder
     make_environment: Callable[[], Environment]
     restarts: Restarts
+    failures: FailureLimit
 
     def close(self) -> None:
         dist.barrier()  # a rank that left early would break the others' last messages
@@ -72,12 +74,13 @@ class Parts(Learner):
         """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank.
 
         Where vLLM fails, a new engine plays all of them again: the same tokens, since seeds are the same.
-        Raises DoNotRestart or EngineFailure where that is pointless (Restarts).
+        Raises DoNotRestart or EngineFailure where that is pointless (Restarts), and TooManyFailures.
         """
         while True:
             try:
                 played = self._play(tasks, samples, settings, seed, progress)
                 self.restarts.passed()
+                self.failures.check(played)
                 return played
             except EngineFailure as failure:
                 self.restarts.admit(failure, seed)
@@ -131,7 +134,6 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
         overlap_tools=r.overlap_tools,
         concurrency=e.concurrency,
         deadline=e.deadline,
-        max_failure_rate=e.max_failure_rate,
     )
     return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
 
@@ -156,8 +158,9 @@ def assemble(config: Config, training: bool = True) -> Parts:
     learner = build_learner(config, shape, place, dtype, training)
     reshard = _resharder(config, place, shape, learner.policy, engine)
     restarts = Restarts(config.rollout.engine_restarts)
-    made = {"engine": engine, "reshard": reshard, "make_environment": make_environment, "restarts": restarts}
-    return Parts(**vars(learner), **made)
+    failures = FailureLimit(config.environment.max_failure_rate)
+    made = {"engine": engine, "reshard": reshard, "make_environment": make_environment}
+    return Parts(**vars(learner), **made, restarts=restarts, failures=failures)
 
 
 def _resharder(

@@ -184,7 +184,11 @@ class EnvironmentConfig(Section):
     deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
     concurrency: int = Field(64, ge=1, description="environment calls in flight per engine group")
     max_failure_rate: float = Field(
-        0.2, ge=0, le=1, description="share of error and timeout episodes that ends the run"
+        0.2,
+        ge=0,
+        le=1,
+        description="share of episodes that may fail (error, timeout), of all of a rollout and of those that "
+        "called a tool; above it the run ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
 

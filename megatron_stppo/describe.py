@@ -47,6 +47,7 @@ def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[
         "rollout/turns": len(turns) / max(1, len(played)),
         "rollout/valid_action_rate": sum(t.valid_actions for t in played) / max(1, len(turns)),
         "rollout/truncated": counted["truncated"] / max(1, len(played)),
+        "rollout/overlong_prompts": sum(t.overlong_prompt > 0 for t in trajectories),
         "rollout/response_tokens": statistics.fmean(lengths),
         "rollout/response_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "rollout/response_tokens_max": lengths[-1],

@@ -19,6 +19,7 @@ from megatron_stppo.data import tasks
 from megatron_stppo.describe import outcomes
 from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.rollout.collect import Progress
+from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime.metrics import counting
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.types import Task
@@ -71,6 +72,7 @@ def held_out(
     started = time.perf_counter()
     played = parts.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED, progress)
     seconds = time.perf_counter() - started
+    warn("evaluation", played, parts.place.rank)
     if log is not None:
         log.write(iteration, played)
     counted = outcomes(played)

@@ -54,11 +54,19 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that is part of the interface; None for a crash."""
     from megatron_stppo.config import ConfigError
     from megatron_stppo.model.checkpoint_folder import CheckpointError
-    from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE, DoNotRestart, Requeue
+    from megatron_stppo.runtime.faults import (
+        CRASH,
+        DO_NOT_RESTART,
+        REQUEUE,
+        DoNotRestart,
+        Requeue,
+        TooManyFailures,
+    )
 
     codes = {
         ConfigError: 2,
         Requeue: REQUEUE,
+        TooManyFailures: CRASH,
         DoNotRestart: DO_NOT_RESTART,
         CheckpointError: DO_NOT_RESTART,
     }

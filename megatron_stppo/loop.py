@@ -19,6 +19,7 @@ from megatron_stppo.evaluate import held_out
 from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import Requeue
@@ -59,6 +60,7 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done := iteration + 1, played)
+        warn(f"iteration {done}", played, rank)
         # score: what actor, reference and critic say about the action tokens
         with observer.phase("score"):
             parts.train("score")

@@ -9,6 +9,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.model import checkpoint
+from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime import launch
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
@@ -40,6 +41,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         with metrics.phase("rollout"):
             played = parts.play(drawn, samples, settings, seed_of(run, iteration))
         log.write(iteration + 1, played)
+        warn(f"iteration {iteration + 1}", played, rank)
         metrics.log(iteration + 1, describe_rollouts(played, version))
     metrics.close()
     parts.close()

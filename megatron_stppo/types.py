@@ -75,6 +75,7 @@ class Trajectory:
     searches: int = 0  # environment calls made (tool use)
     valid_actions: int = 0  # turns the environment could parse
     detail: str = ""  # one line for people: the extracted answer, or what failed
+    overlong_prompt: int = 0  # tokens of a prompt that was too long to be played; 0 for every other one
 
     @property
     def token_ids(self) -> tuple[int, ...]:

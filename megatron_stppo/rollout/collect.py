@@ -23,7 +23,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode,
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
-from megatron_stppo.types import FAILED, Task, Trajectory
+from megatron_stppo.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from megatron_stppo.rollout.engine import Engine  # importing it loads vLLM, seconds that tests can save
@@ -42,7 +42,6 @@ class RolloutSettings:
     overlap_tools: bool = True
     concurrency: int = 64  # environment calls under way
     deadline: float = 30.0  # seconds per environment call
-    max_failure_rate: float = 0.2  # of error and timeout episodes, over all ranks
 
 
 def collect(
@@ -64,8 +63,7 @@ def collect(
     of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
     tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
     Raises EngineFailure on every rank when only engines failed, RolloutError when anything else did on one of
-    them, or when more than max_failure_rate of all episodes ended as error or timeout; ConfigError for a
-    tokenizer without a chat template.
+    them; ConfigError for a tokenizer without a chat template.
     """
     if tokenizer.chat_template is None:
         raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
@@ -83,15 +81,11 @@ def collect(
         trouble = error
     finally:
         engine.abort_all()
-    failed = [e for e in episodes if e.outcome in FAILED]
     report = _Report(
-        len(failed),
-        len(episodes),
-        first_failure=f"{failed[0].outcome}: {failed[0].detail}" if failed else "",
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
         place=trouble.place if isinstance(trouble, EngineFailure) else "",
     )
-    _agree(report, trouble, settings.max_failure_rate)
+    _agree(report, trouble)
     return [episode.trajectory() for episode in episodes]
 
 
@@ -105,14 +99,11 @@ def request_seed(seed: int, number: int, turn: int) -> int:
 class _Report:
     """How a rank's rollout ended, for the others."""
 
-    failed: int
-    episodes: int
-    first_failure: str
     trouble: str
     place: str  # of an engine's failure, else ""
 
 
-def _agree(report: _Report, trouble: BaseException | None, max_failure_rate: float) -> None:
+def _agree(report: _Report, trouble: BaseException | None) -> None:
     """Every rank raises, or none does: a rank that went on alone would wait for the others for ever."""
     reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
     troubled = {rank: report for rank, report in enumerate(reports) if report.trouble}
@@ -124,13 +115,6 @@ def _agree(report: _Report, trouble: BaseException | None, max_failure_rate: flo
         if trouble is not None and not isinstance(trouble, EngineFailure):
             raise trouble
         raise RolloutError(f"rollout failed on {said}") from trouble
-    failed, episodes = sum(r.failed for r in reports), sum(r.episodes for r in reports)
-    if failed > max_failure_rate * episodes:
-        first = next(r.first_failure for r in reports if r.first_failure)
-        raise RolloutError(
-            f"{failed} of {episodes} episodes failed ({failed / episodes:.0%}), more than "
-            f"environment.max_failure_rate={max_failure_rate:g} allows; the first: {first}"
-        )
 
 
 @dataclass(frozen=True)

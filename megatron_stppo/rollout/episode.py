@@ -51,6 +51,7 @@ class Episode:
     searches: int = 0
     valid_actions: int = 0
     detail: str = ""
+    overlong_prompt: int = 0
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenises the prompt; one that is too long ends the episode as an error of the data."""
@@ -60,12 +61,15 @@ class Episode:
         )
         self.stop_strings = stop_strings
         self.prompt_ids, self.context = tuple(ids), list(ids)
-        longest = min(self.limits.max_prompt_tokens, self.limits.max_context - 1)
-        if len(ids) > longest:
-            self.prompt_ids = self.prompt_ids[
-                :longest
-            ]  # it is not played, and must not swamp a microbatch either
-            self.end("error", f"prompt of {len(ids)} tokens exceeds max_prompt_tokens={longest}")
+        prompt, context = self.limits.max_prompt_tokens, self.limits.max_context
+        limit, field = min(
+            (prompt, f"rollout.max_prompt_tokens={prompt}"),
+            (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
+        )
+        if len(ids) > limit:
+            self.prompt_ids = self.prompt_ids[:limit]  # not played, and must not fill a microbatch either
+            self.overlong_prompt = len(ids)
+            self.end("error", f"prompt of {len(ids)} tokens exceeds {field}")
 
     @property
     def max_tokens(self) -> int:
@@ -124,6 +128,7 @@ class Episode:
             self.searches,
             self.valid_actions,
             self.detail,
+            self.overlong_prompt,
         )
 
     def _observe(self, text: str) -> tuple[int, ...]:

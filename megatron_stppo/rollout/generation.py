@@ -9,7 +9,7 @@ Reason = Literal["stop", "end", "length"]  # a stop string, the end-of-text toke
 
 
 class RolloutError(RuntimeError):
-    """Generation cannot go on: weights out of step, an engine failure, or too many failed episodes."""
+    """Generation cannot go on: weights out of step, or an engine failure."""
 
 
 class EngineFailure(RolloutError):

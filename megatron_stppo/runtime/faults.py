@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+CRASH = 1
 REQUEUE = 85
 DO_NOT_RESTART = 93
 
@@ -9,6 +10,11 @@ DO_NOT_RESTART = 93
 class Requeue(RuntimeError):
     """The run has checkpointed and left before its end, because it was given notice; started again, it goes
     on. The door turns it into exit code 85."""
+
+
+class TooManyFailures(RuntimeError):
+    """More episodes failed than environment.max_failure_rate allows. The door turns it into exit code 1 and
+    one line: the reason is in the message, and a stack of this program says nothing about it."""
 
 
 class DoNotRestart(RuntimeError):

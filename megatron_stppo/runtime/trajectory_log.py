@@ -63,6 +63,7 @@ class TrajectoryLog:
             "searches": trajectory.searches,
             "valid_actions": trajectory.valid_actions,
             "detail": trajectory.detail,
+            "overlong_prompt": trajectory.overlong_prompt,
             "targets": task.targets,
             "prompt": self._text(trajectory.prompt_ids),
             "turns": [

@@ -17,6 +17,7 @@ from tests.loop import small_run
 from tests.loop.test_resume import rows
 
 ITERATIONS, PER_ITERATION = 8, 4
+FAILS, OVERLONG, TOKENS = 4, 5, 200  # iterations with an episode that fails, and with a prompt so long
 # iteration -> what the environment pays for its last task, which the second rank's engine plays
 PLANTED = {2: "nan", 6: "1e4", 7: "1e4", 8: "1e4"}
 ENVIRONMENT = '''
@@ -44,7 +45,12 @@ def factory(section):
 CHANGES: dict[str, dict[str, Any]] = {
     "run": {"iterations": ITERATIONS, "nonfinite_budget": 2, "rollback": True, "spike_window": 8},
     "parallel": {"tensor": 1},
-    "environment": {"kind": "payer:factory", "max_turns": 1, "max_observation_tokens": 24},
+    "environment": {
+        "kind": "payer:factory",
+        "max_turns": 1,
+        "max_observation_tokens": 24,
+        "max_failure_rate": 0.25,
+    },
     "update": {
         "minibatches": 2,
         "actor": {"lr": 1e-3, "warmup_fraction": 0},
@@ -83,7 +89,11 @@ def write(root: Path) -> Path:
     tasks.write_text("".join(json.dumps(row) + "\n" for row in lines))
     cursor = TaskCursor(read(tasks), seed=0)
     for iteration in range(1, ITERATIONS + 1):
-        last = cursor.take(PER_ITERATION)[-1].index
+        first, *_, last = (task.index for task in cursor.take(PER_ITERATION))
+        if iteration == FAILS:
+            lines[first]["reward_model"] = {"ground_truth": {"target": ["nothing"]}}
+        if iteration == OVERLONG:
+            lines[first]["prompt"] = [{"role": "user", "content": "é" * (TOKENS // 2)}]
         if iteration in PLANTED:
             lines[last]["reward_model"] = {"ground_truth": {"target": [PLANTED[iteration]]}}
     tasks.write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -135,6 +145,19 @@ def test_a_reward_that_is_not_finite_on_one_rank_skips_the_update_on_all(recorde
     assert (row["actor/skipped"], row["critic/skipped"], row["reward/mean"]) == (1, 1, None)
     assert [row["actor/skipped"] for row in rows(run)].count(0) == ITERATIONS - 1
     assert "iteration 2: reward_T: 1 of" in said
+
+
+def test_failed_episodes_and_overlong_prompts_are_one_line_of_the_first_rank(
+    recorded: tuple[Path, str],
+) -> None:
+    run, said = recorded
+    lines = [line for line in said.splitlines() if "failures WARNING" in line]
+    assert len(lines) == 2, lines
+    assert f"iteration {FAILS}: 1 of 4 episodes failed (1 error); the first: task " in lines[0]
+    assert lines[0].endswith("error: ValueError: could not convert string to float: 'nothing'")
+    assert f"iteration {OVERLONG}: 1 of 4 prompts was too long and is not played: task " in lines[1]
+    assert lines[1].endswith("tokens exceeds rollout.max_prompt_tokens=64")
+    assert [row["rollout/overlong_prompts"] for row in rows(run)] == [n == OVERLONG for n in range(1, 9)]
 
 
 def test_faults_are_dumped_and_say_why(recorded: tuple[Path, str]) -> None:

@@ -75,7 +75,7 @@ def test_prompt_beyond_its_limit_is_an_error_that_says_so(tokenizer: PreTrainedT
     episode = started(tokenizer, Limits(5, 8, 20, 100))
     assert episode.outcome == "error"
     whole = started(tokenizer).prompt_ids
-    assert episode.detail == f"prompt of {len(whole)} tokens exceeds max_prompt_tokens=5"
+    assert episode.detail == f"prompt of {len(whole)} tokens exceeds rollout.max_prompt_tokens=5"
     assert episode.prompt_ids == whole[:5], "cut, so that it cannot swamp a microbatch"
 
 

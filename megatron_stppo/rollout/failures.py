@@ -1,0 +1,87 @@
+"""Failed episodes of a rollout: the lines that report them, and how many of them end the run.
+
+A failed episode (outcome error or timeout) carries no loss, so a run could continue on the few that are left
+without a sign. Episodes that called a tool are counted separately: where few episodes call one, a broken tool
+fails a small share of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_stppo.runtime.faults import TooManyFailures
+from megatron_stppo.types import FAILED, Trajectory
+
+ENOUGH = 20  # episodes that called a tool; the share of failures among fewer may be chance
+NAMED = 3  # overlong prompts that a line names
+log = logging.getLogger(__name__)
+
+
+class FailureLimit:
+    """Ends a run in which more than `rate` of the episodes fail. Equal on all ranks, as trajectories are.
+
+    The share is looked at among all episodes of a rollout, and among the episodes that called a tool; the
+    latter are added up over rollouts until there are ENOUGH, and then counted anew.
+    Example: at a rate of 0.2, rollouts of 64 episodes of which 7 call a tool and fail are below the limit
+    (11 %) twice; the third one makes 21 failures of 21 such episodes and ends the run.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._failed, self._used = rate, 0, 0
+
+    def check(self, played: Sequence[Trajectory]) -> None:
+        """Counts a rollout of all ranks. Raises TooManyFailures with counts, field and first failure."""
+        failed = [t for t in played if t.outcome in FAILED]
+        if len(failed) > self._rate * len(played):
+            self._end(len(failed), len(played), "episodes failed", failed)
+        used = [t for t in played if t.searches]
+        self._used += len(used)
+        self._failed += sum(t.outcome in FAILED for t in used)
+        if self._used < ENOUGH:
+            return
+        if self._failed > self._rate * self._used:
+            self._end(self._failed, self._used, "episodes that called a tool failed", failed)
+        self._failed = self._used = 0
+
+    def _end(self, count: int, of: int, what: str, failed: Sequence[Trajectory]) -> None:
+        first = f"; the first: {_reason(failed[0])}" if failed else ""
+        raise TooManyFailures(
+            f"{count} of {of} {what} ({count / of:.0%}), more than "
+            f"environment.max_failure_rate={self._rate:g} allows{first}"
+        )
+
+
+def warn(where: str, played: Sequence[Trajectory], rank: int) -> None:
+    """Logs the lines of `report`, on the first rank. Example: warn("iteration 3", played, rank)."""
+    for line in report(played) if rank == 0 else ():
+        log.warning("%s: %s", where, line)
+
+
+def report(played: Sequence[Trajectory]) -> list[str]:
+    """At most two lines: the failed episodes with their kinds and the first reason; the overlong prompts.
+
+    Example: ["2 of 64 episodes failed (1 error, 1 timeout), 2 of the 9 that called a tool; the first: task
+    17: error: retrieval: status 401", "1 of 64 prompts was too long and is not played: task 30: prompt of
+    148 tokens exceeds rollout.max_prompt_tokens=60"].
+    """
+    overlong = [t for t in played if t.overlong_prompt]
+    failed = [t for t in played if t.outcome in FAILED and not t.overlong_prompt]
+    lines = []
+    if failed:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(t.outcome for t in failed).items()))
+        with_tool, used = sum(t.searches > 0 for t in failed), sum(t.searches > 0 for t in played)
+        of_tools = f", {with_tool} of the {used} that called a tool" if with_tool else ""
+        count = f"{len(failed)} of {len(played)} episodes failed ({kinds}){of_tools}"
+        lines.append(f"{count}; the first: {_reason(failed[0])}")
+    if overlong:
+        named = {t.task.index: f"task {t.task.index}: {t.detail}" for t in overlong}
+        said = "; ".join(list(named.values())[:NAMED]) + ("; ..." if len(named) > NAMED else "")
+        were = "prompts were too long and are" if len(overlong) > 1 else "prompts was too long and is"
+        lines.append(f"{len(overlong)} of {len(played)} {were} not played: {said}")
+    return lines
+
+
+def _reason(t: Trajectory) -> str:
+    return f"task {t.task.index}: {t.outcome}: {t.detail}"

@@ -1,0 +1,40 @@
+"""The search environment for a policy that cannot write tags; environment.kind=tests.loop.searching:factory.
+
+Every first turn is a search, every second one an answer. The reward depends on how long the answer is, so
+that the rewards of a batch vary, which a random policy's exact matches do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.environments import search
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.types import Message, Task
+
+
+class Searching:
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, environment: search.SearchEnvironment) -> None:
+        self._environment, self._searched = environment, False
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        return await self._environment.reset(task, seed)
+
+    async def step(self, action: str) -> StepResult:
+        if self._searched:
+            reward = float(len(action) % 2)
+            return StepResult("", reward, True, True, False, "ok" if reward else "wrong", action[-8:])
+        result = await self._environment.step("<search>capital</search>")
+        self._searched = True
+        return result
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], Searching]:
+    make = search.factory(config)
+    return lambda: Searching(make())

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import Config
+from megatron_stppo.exits import exit_code, noting_the_end
+from megatron_stppo.rollout.failures import FailureLimit, report, warn
+from megatron_stppo.runtime.faults import TooManyFailures
+from megatron_stppo.types import Outcome, Task, Trajectory
+
+
+def episode(
+    index: int, outcome: Outcome, searches: int = 0, detail: str = "", overlong: int = 0
+) -> Trajectory:
+    task = Task("test", (), ("x",), "train", index)
+    return Trajectory(task, (1,), (), outcome, searches=searches, detail=detail, overlong_prompt=overlong)
+
+
+def rollout(silent: int, failed: int, answered: int = 0) -> list[Trajectory]:
+    """Episodes without a search, with one that failed, and with one that was answered."""
+    return (
+        [episode(n, "wrong") for n in range(silent)]
+        + [episode(n, "error", 1, "retrieval: status 401") for n in range(failed)]
+        + [episode(n, "ok", 1) for n in range(answered)]
+    )
+
+
+def test_more_failures_than_the_rate_among_all_episodes_end_the_run() -> None:
+    limit = FailureLimit(0.5)
+    limit.check([episode(1, "timeout"), episode(2, "wrong")])
+    with pytest.raises(TooManyFailures) as raised:
+        limit.check(
+            [episode(7, "timeout", 0, "no answer within 30 s"), episode(8, "error"), episode(9, "ok")]
+        )
+    assert str(raised.value) == (
+        "2 of 3 episodes failed (67%), more than environment.max_failure_rate=0.5 allows; the first: task 7: "
+        "timeout: no answer within 30 s"
+    )
+
+
+def test_a_tool_that_always_fails_ends_the_run_although_few_episodes_call_it() -> None:
+    """7 of 64 failed episodes are 11 %, below 20 %; the third rollout makes 21 of 21 that called a tool."""
+    limit = FailureLimit(0.2)
+    limit.check(rollout(57, 7))
+    limit.check(rollout(57, 7))
+    with pytest.raises(
+        TooManyFailures, match=r"21 of 21 episodes that called a tool failed \(100%\), more than"
+    ):
+        limit.check(rollout(57, 7))
+
+
+def test_one_failure_among_few_tool_calls_ends_nothing_and_old_failures_are_forgotten() -> None:
+    limit = FailureLimit(0.2)
+    for _ in range(10):
+        limit.check(rollout(60, 1, 3))  # 25 %, of 4: may be chance; of 20: 5 failures, more than allowed
+        limit.check(rollout(60, 0, 16))  # 1 of 20 together
+
+
+def test_failed_episodes_are_one_line_with_count_kinds_and_first_reason() -> None:
+    played = [*rollout(5, 2, 1), episode(30, "timeout", 0, "no answer within 30 s")]
+    assert report(played) == [
+        "3 of 9 episodes failed (2 error, 1 timeout), 2 of the 3 that called a tool; the first: task 0: "
+        "error: retrieval: status 401"
+    ]
+
+
+def test_overlong_prompts_are_named_by_task_and_length() -> None:
+    detail = "prompt of 148 tokens exceeds rollout.max_prompt_tokens=60"
+    twice = [episode(4, "error", 0, detail, 148)] * 2
+    assert report([*twice, episode(1, "ok")]) == [
+        f"2 of 3 prompts were too long and are not played: task 4: {detail}"
+    ]
+    many = [episode(n, "error", 0, f"prompt {n}", 148) for n in range(5)]
+    assert report(many)[0].endswith("task 0: prompt 0; task 1: prompt 1; task 2: prompt 2; ...")
+
+
+def test_a_rollout_without_failures_is_silent_and_only_the_first_rank_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn("iteration 1", rollout(3, 0, 3), rank=0)
+        warn("iteration 2", rollout(3, 1), rank=1)
+        warn("iteration 3", rollout(3, 1), rank=0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("iteration 3: 1 of 4 episodes failed (1 error)")
+
+
+def test_too_many_failures_leave_their_reason_in_exit_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
+    os.makedirs(config.run.folder)
+    with pytest.raises(TooManyFailures) as raised, noting_the_end(config):
+        FailureLimit(0.2).check(rollout(0, 1))
+    assert exit_code(raised.value) == 1
+    note = json.loads((config.run.folder / "exit.json").read_text())
+    assert note == {"code": 1, "reason": str(raised.value)}
