@@ -63,6 +63,7 @@ def train(
     if replay or source or start:
         return _replay(config, overrides, resume, replay, source, start)
     settings = _open(config, overrides, "train", resume)
+    _lock(settings)
     from megatron_stppo.runtime import launch
     from megatron_stppo.runtime.notice import Notice
 
@@ -99,6 +100,7 @@ def _replay(
     from megatron_stppo.runtime import launch, sources
 
     sources.check_replay(settings, what, source, start)
+    _lock(settings)
     launch.prepare(engine=False)
     launch.check(settings)
     _record(settings)
@@ -125,6 +127,7 @@ def rollout(
         checks.check_new(settings)
     else:
         sources.check_source(settings, source, start)
+    _lock(settings)
     launch.prepare()
     launch.check(settings)
     _record(settings)
@@ -353,6 +356,14 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
 
         for field in fields:
             tasks.read(getattr(config.data, field))
+
+
+def _lock(config: Config) -> None:
+    """No other process writes the run's folder from here on. Raises ConfigError if one does."""
+    if is_first_rank():
+        from megatron_stppo.runtime import run_lock
+
+        run_lock.take(config)
 
 
 def _record(config: Config) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,3 +55,36 @@ def test_a_name_is_not_used_again_and_a_mistyped_one_is_not_resumed(config: Path
     )
     assert files(config.parent) == before
     assert not run.with_name("hold").exists()
+
+
+def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> None:
+    lock = config.parent / "runs" / "shared" / "lock"
+    with started(config, "run.name=shared") as first:
+        wait_for_holder(lock, first.pid)
+        second = train(config, "run.name=shared")
+        assert (second.returncode, second.stderr) == (
+            2,
+            f"megatron-stppo: run.name=shared: {lock.parent} is in use by process {first.pid} on "
+            f"{socket.gethostname()}; wait until it ends, or give another run.name\n",
+        )
+    assert first.returncode == -signal.SIGKILL
+    with started(config, "run.name=shared") as third:
+        wait_for_holder(lock, third.pid)
+
+
+@contextmanager
+def started(config: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A training under way, which is killed at the end."""
+    line = command(config, *arguments)
+    with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=small_run.ENVIRONMENT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_holder(lock: Path, process: int) -> None:
+    deadline = time.monotonic() + 120
+    while not lock.exists() or f'"process": {process},' not in lock.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -117,6 +117,7 @@ def test_every_script_asks_for_what_its_plan_counts_on(script: Path) -> None:
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[script.stem]
     assert options["gpus-per-node"] == options["ntasks-per-node"]
     assert {"exclusive": "", "mem": "0", "requeue": "", "open-mode": "append"}.items() <= options.items()
+    assert options["dependency"] == "singleton", "two jobs of one name would write one folder"
     assert options["signal"] == "USR1@600"
     (config,) = re.findall(r"\S+\.yaml", text)
     assert load(cluster.ROOT / config).run.name == options["job-name"] == script.stem

@@ -1,0 +1,143 @@
+"""One process at a time may write a run's folder: two would remove each other's checkpoints.
+
+The lock is the file `lock` in the run's folder. Its text names the holder: host, process and the time of its
+start. Three signs tell whether the holder lives, because none of them works everywhere:
+
+- the kernel's lock on the file, which ends with the process; some network file systems have none;
+- on the holder's own host, the process and its start (process ids are used again);
+- on another host, the file's modification time, which the holder renews every BEAT seconds. A machine that
+  lost power leaves the text and, for a while, the file server's lock. A run that is requeued on another host
+  watches the time for SILENT seconds, and takes the folder if it stands still.
+
+The process holds the lock until its end: a thread may still write a checkpoint while Python shuts down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_stppo.config import Config, ConfigError
+
+LOCK = "lock"
+BEAT = 2.0  # seconds between renewals of the file's time
+SILENT = 60.0  # seconds without one after which a holder on another host is dead; slow imports delay it
+LEASE = 120.0  # seconds that a file server may keep the lock of a machine that is gone
+LOOK = 1.0  # seconds between two looks at it
+MOST_BYTES = 4096
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by the folder's file system
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Example: Holder("node7", 4711, "8c1b..-6e2a 81264")."""
+
+    host: str
+    process: int
+    start: str  # the machine's boot and the process's start after it, clock ticks
+
+    @staticmethod
+    def this() -> Holder:
+        return Holder(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_dead(self) -> bool:
+        """For a holder of this host."""
+        return _start_of(self.process) != self.start
+
+
+def take(config: Config) -> None:
+    """Make this process the only writer of the run's folder until it ends; for the first rank only.
+
+    Raises ConfigError, which names the holder, if another process has the folder.
+    """
+    folder = config.run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    began, first_seen = time.monotonic(), None
+    while True:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        free, holder, renewed = _is_free(file), _holder(file), os.fstat(file).st_mtime_ns
+        waited = time.monotonic() - began
+        if free and (holder is None or (holder.is_here and holder.is_dead) or waited > SILENT):
+            break
+        os.close(file)
+        first_seen = first_seen or renewed
+        if holder is None or holder.is_here or renewed != first_seen or waited > LEASE:
+            raise ConfigError(_in_use(config, holder))
+        if waited < LOOK:
+            who = f"process {holder.process} on {holder.host}"
+            text = f"{folder} names {who} as its user; waits up to {LEASE:g} s for a sign of it"
+            print(f"megatron-stppo: {text}", file=sys.stderr)
+        time.sleep(LOOK)
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(asdict(Holder.this())).encode() + b"\n", 0)
+    atexit.register(_release, file, os.getpid())  # runs after what is registered later, such as Saver's wait
+    threading.Thread(target=_keep_renewing, args=(file,), name="run lock", daemon=True).start()
+
+
+def _release(file: int, process: int) -> None:
+    if os.getpid() == process:  # not in a fork
+        os.ftruncate(file, 0)
+
+
+def _in_use(config: Config, holder: Holder | None) -> str:
+    who = f"process {holder.process} on {holder.host}" if holder else "another process"
+    return (
+        f"run.name={config.run.name}: {config.run.folder} is in use by {who}; wait until it ends, "
+        "or give another run.name"
+    )
+
+
+def _is_free(file: int) -> bool:
+    """Takes the kernel's lock, which forked children do not inherit. True also where there are none."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in UNSUPPORTED:
+            raise
+    return True
+
+
+def _holder(file: int) -> Holder | None:
+    """None where the last holder ended by itself, or was cut off while it wrote its name."""
+    try:
+        return msgspec.json.decode(os.pread(file, MOST_BYTES, 0), type=Holder)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _start_of(process: int) -> str:
+    """Empty if there is no such process."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    fields = re.sub(r".*\)", "", text, flags=re.DOTALL).split()  # a name may hold spaces and parentheses
+    return f"{boot} {fields[19]}" if fields[0] not in ("Z", "X") else ""
+
+
+def _keep_renewing(file: int) -> None:
+    while True:
+        time.sleep(BEAT)
+        with contextlib.suppress(OSError):  # a disk that is away for a while: only another host may notice
+            os.utime(file)
