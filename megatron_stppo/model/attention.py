@@ -16,9 +16,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
@@ -58,7 +58,7 @@ class Pieces:
         size = parallel_state.get_context_parallel_world_size()
         queries, keys, where = context.attended(lengths, parallel_state.get_context_parallel_rank(), size)
         to = {"device": device, "non_blocking": True}
-        offsets = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
+        offsets = [functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
         return cls(queries.tolist(), keys.tolist(), where.to(**to) if size > 1 else None, *offsets)
 
 
@@ -100,14 +100,16 @@ class PackedAttention(torch.nn.Module):
     def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         out = []
         lengths = (pieces.queries, pieces.keys, pieces.keys)
+        # [1, heads, tokens, D]: without a batch dimension torch takes its slow path of separate operations
         for q, k, v in zip(
-            *(x.transpose(0, 1).split(n, 1) for x, n in zip((query, key, value), lengths, strict=True)),
+            *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            last = q.shape[1] < k.shape[1]  # the queries are the last of these tokens
-            mask = {"attn_mask": causal_lower_right(q.shape[1], k.shape[1])} if last else {"is_causal": True}
-            out.append(scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **mask))
-        return torch.cat(out, dim=1).transpose(0, 1)
+            last = q.shape[2] < k.shape[2]  # the queries are the last of these tokens
+            mask = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])} if last else {"is_causal": True}
+            attend = functional.scaled_dot_product_attention
+            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, **mask))
+        return torch.cat(out, dim=2)[0].transpose(0, 1)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # aligned at the end, where the queries are

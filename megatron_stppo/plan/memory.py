@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,8 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.experts import evenly_routed, forget
+from megatron_stppo.plan.fused import on_cpu, on_gpu
 from megatron_stppo.plan.meter import Meter
-from megatron_stppo.plan.on_gpu import on_gpu
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class RankModels:
         self.meter = Meter(shape.experts_per_token)
 
     def use(self, role: build.Role) -> ModelUse:
-        with self.meter, evenly_routed(), on_gpu() if self.is_cuda else nullcontext():
+        with self.meter, evenly_routed(), on_gpu() if self.is_cuda else on_cpu():
             used = self._reference() if role == "reference" else self._trained(role)
         gc.collect()  # megatron's modules and hooks refer to each other
         return used

@@ -1,6 +1,6 @@
-"""Meta tensors take a GPU's paths: where code asks for the device, and where torch has a fused CUDA kernel.
+"""Meta tensors take the paths of the device that is planned for: its branches, and torch's fused kernels.
 
-Without this they take the CPU's: composite norms, and attention by scores.
+Without this torch computes norms and attention on meta tensors by separate operations, which keep more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,26 @@ def on_gpu() -> Iterator[None]:
     finally:
         functional.rms_norm = composite
         del tensor.is_cuda
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    composite = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = composite
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    """The operator that torch chooses on a CPU. A mask, which context parallelism needs, is not planned."""
+    assert is_causal and enable_gqa
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = kernel(query, key, value, 0.0, is_causal, scale=scale)[0]
+    return out
 
 
 class _FusedRMSNorm(torch.autograd.Function):
