@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -68,15 +69,15 @@ def train(
     from megatron_stppo.runtime.notice import Notice
 
     notice = Notice(settings.run.end_margin)  # before the imports that take long: SIGUSR1 would kill
-    launch.prepare()
-    launch.check(settings)
+    with _importing():
+        launch.prepare()
+        launch.check(settings)
+        from megatron_stppo import loop
     _record(settings)
     from megatron_stppo.runtime.deadlines import Watch
 
     watch = Watch(settings.run.folder, settings.deadlines.by_phase, launch.rank(), launch.world_size())
     with noting_the_end(settings), watch:
-        from megatron_stppo import loop
-
         loop.train(settings, resume, watch, notice)
 
 
@@ -101,11 +102,11 @@ def _replay(
 
     sources.check_replay(settings, what, source, start)
     _lock(settings)
-    launch.prepare(engine=False)
-    launch.check(settings)
+    with _importing():
+        launch.prepare(engine=False)
+        launch.check(settings)
+        from megatron_stppo.replay import replay
     _record(settings)
-    from megatron_stppo.replay import replay
-
     replay(settings, what, source, start)
 
 
@@ -128,11 +129,11 @@ def rollout(
     else:
         sources.check_source(settings, source, start)
     _lock(settings)
-    launch.prepare()
-    launch.check(settings)
+    with _importing():
+        launch.prepare()
+        launch.check(settings)
+        from megatron_stppo.play import play
     _record(settings)
-    from megatron_stppo.play import play
-
     play(settings, source, start)
 
 
@@ -150,9 +151,9 @@ def evaluate(
     _check_checkpoint(settings, checkpoint)
     from megatron_stppo.runtime import launch
 
-    launch.prepare()
-    from megatron_stppo import evaluate as stage
-
+    with _importing():
+        launch.prepare()
+        from megatron_stppo import evaluate as stage
     stage.evaluate(settings, checkpoint, output)
 
 
@@ -162,9 +163,9 @@ def cold_start(config: File, overrides: Overrides = None) -> None:
     settings = _open(config, overrides, "cold-start")
     from megatron_stppo.runtime import launch
 
-    launch.prepare(engine=False)
-    from megatron_stppo import cold_start as stage
-
+    with _importing():
+        launch.prepare(engine=False)
+        from megatron_stppo import cold_start as stage
     stage.cold_start(settings)
 
 
@@ -334,6 +335,13 @@ def _open(
 
         choose.check(config.environment)
     return config
+
+
+def _importing() -> AbstractContextManager[None]:
+    """Time the imports that take seconds: torch, megatron-core, vLLM."""
+    from megatron_stppo.runtime.console import timed
+
+    return timed("importing", is_first_rank())
 
 
 def _check_checkpoint(config: Config, checkpoint: str | None) -> None:

@@ -29,6 +29,7 @@ from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.runtime import checks, launch
+from megatron_stppo.runtime.console import timed
 from megatron_stppo.types import Task, Trajectory
 
 
@@ -153,9 +154,11 @@ def assemble(config: Config, training: bool = True) -> Parts:
     checks.check_engine(config, launch.world_size())
     make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
-    engine = _engine(config, dtype)
-    engine.sleep()  # its memory is the trainer's until the first reshard
-    learner = build_learner(config, shape, place, dtype, training)
+    with timed("engine", place.rank == 0):
+        engine = _engine(config, dtype)
+        engine.sleep()  # its memory is the trainer's until the first reshard
+    with timed("models", place.rank == 0):
+        learner = build_learner(config, shape, place, dtype, training)
     reshard = _resharder(config, place, shape, learner.policy, engine)
     restarts = Restarts(config.rollout.engine_restarts)
     failures = FailureLimit(config.environment.max_failure_rate)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -30,6 +29,7 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.spans import training_layouts
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.console import say, timed
 from megatron_stppo.runtime.metrics import progress
 from megatron_stppo.types import Batch, Task, Trajectory, Turn
 
@@ -44,21 +44,25 @@ def cold_start(config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
     place, shape = launch.start(config), read_shape(config.model.path)
+    first_rank = place.rank == 0
     steps = list(_steps(scripts, settings.batch_tokens, place.data_size))
-    model = build.data_parallel(
-        build.from_hf("actor", shape, config, place, launch.dtype(config)), config, distributed_optimizer=True
-    )
+    with timed("model", first_rank):
+        model = build.data_parallel(
+            build.from_hf("actor", shape, config, place, launch.dtype(config)),
+            config,
+            distributed_optimizer=True,
+        )
     optimizer = OptimizerConfig(
         lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
     )
     trainer = Trainer(model, optimizer, len(steps))
     packer = Packer.of(config, shape, place)
     head = PolicyHead.of(model, place, shape.vocab, chunk=config.update.logit_rows)
-    for step, batch in enumerate(progress(steps, "cold start", enabled=place.rank == 0)):
+    for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
         loss = _step(trainer, head, batch, place, packer, rate)
-        if place.rank == 0 and (step % 20 == 0 or step == len(steps) - 1):
-            Console(stderr=True).log(f"cold start {step + 1}/{len(steps)} loss {loss:.3f} nats/token")
+        if step % 20 == 0 or step == len(steps) - 1:
+            say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
     source = build.named_parameters(trainer.chunks)
     export_hf(
         settings.output,
@@ -68,6 +72,7 @@ def cold_start(config: Config) -> None:
         config.model.path,
         overwrite=True,
     )
+    say(f"done; the model is {settings.output}", first_rank)
     launch.stop()
 
 

@@ -20,6 +20,7 @@ from megatron_stppo.describe import outcomes
 from megatron_stppo.model import checkpoint as checkpoints
 from megatron_stppo.rollout.collect import Progress
 from megatron_stppo.rollout.failures import warn
+from megatron_stppo.runtime.console import say, timed
 from megatron_stppo.runtime.metrics import counting
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.types import Task
@@ -38,7 +39,10 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
         state = checkpoints.load_weights(folder, "actor", parts.policy, step)
         iteration = state["iteration"]
-    parts.serve(version=iteration)
+        say(f"weights of {folder / f'step_{iteration}'}", parts.place.rank == 0)
+    rank = parts.place.rank
+    with timed("first reshard", rank == 0):
+        parts.serve(version=iteration)
     folder = output.parent if output else config.run.folder
     log = TrajectoryLog(folder / "evaluate", parts.place.rank, parts.engine.tokenizer)
     with counting("episodes", parts.place.rank == 0) as show:
@@ -51,6 +55,8 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(row, indent=1))
+        numbers = f"the numbers are {output}, " if output is not None else ""
+        say(f"done; {numbers}the episodes are in {folder / 'evaluate'}")
     parts.close()
 
 

@@ -33,7 +33,8 @@ def noting_the_end(config: Config) -> Iterator[None]:
         if is_first_rank():
             from megatron_stppo.report import page
 
-            page.draw_at_the_end(config.run.folder)
+            if page.draw_at_the_end(config.run.folder):
+                print(f"megatron-stppo: the report is {config.run.folder / page.FILE}", file=sys.stderr)
 
     if is_first_rank():
         note.unlink(missing_ok=True)

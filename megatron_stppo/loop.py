@@ -20,7 +20,7 @@ from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.rollout.failures import warn
-from megatron_stppo.runtime import launch
+from megatron_stppo.runtime import console, launch
 from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import Requeue
 from megatron_stppo.runtime.guard import Guard
@@ -38,22 +38,25 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
-    reporting = reporters(config, launch.rank())  # a port that is taken ends the run before anything is built
+    rank, sampling, preset = launch.rank(), rollout_settings(config), config.algorithm.preset
+    reporting = reporters(config, rank)  # a port that is taken ends the run before anything is built
+    reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
     parts = assemble(config)
     saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
     guard = Guard(run, parts.place, parts.trainers, saver)
     first = _restore(parts, saver, cursor, guard) if resume else 0
-    rank, sampling = parts.place.rank, rollout_settings(config)
+    console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
     launch.log_to(run.folder, rank)
     observer = Observer(config, parts.shape, parts.place, watch, first, reporting)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
-    parts.serve(version=first)
+    with console.timed("first reshard", rank == 0):
+        parts.serve(version=first)
     if run.evaluate_every and first == 0:
         with observer.phase("evaluate"):
             row = held_out(parts)
         observer.log(0, row)
 
-    to_do = progress(range(first, run.iterations), f"{config.algorithm.preset}", rank == 0)
+    to_do = progress(range(first, run.iterations), preset, rank == 0, every=None)
     for iteration in observer.profiled(to_do):
         # rollout: multi-turn episodes against the environment
         with observer.phase("rollout"):

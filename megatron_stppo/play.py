@@ -11,6 +11,7 @@ from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.model import checkpoint
 from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime import launch
+from megatron_stppo.runtime.console import RowLines, say, timed
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 
@@ -32,11 +33,12 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
             cursor.restore(state["cursor"])
     rank = parts.place.rank
     launch.log_to(run.folder, rank)
-    metrics = Metrics(run.folder, rank)
+    metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
-    parts.serve(version)
+    with timed("first reshard", rank == 0):
+        parts.serve(version)
     settings, samples = rollout_settings(config), config.rollout.samples_per_task
-    for iteration in progress(range(version, run.iterations), "rollouts", rank == 0):
+    for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
         drawn = cursor.take(config.rollout.tasks_per_iteration)
         with metrics.phase("rollout"):
             played = parts.play(drawn, samples, settings, seed_of(run, iteration))
@@ -44,4 +46,5 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         warn(f"iteration {iteration + 1}", played, rank)
         metrics.log(iteration + 1, describe_rollouts(played, version))
     metrics.close()
+    say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
     parts.close()

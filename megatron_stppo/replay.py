@@ -23,6 +23,7 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.runtime import checks, dumps, launch, trajectory_files, trajectory_log
+from megatron_stppo.runtime.console import RowLines, say, timed
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.stages import score, update
@@ -48,7 +49,9 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     """
     source = SOURCES[what]
     shape = read_shape(config.model.path)
-    learner = build_learner(config, shape, launch.start(config), launch.dtype(config))
+    place, first_rank = launch.start(config), launch.rank() == 0
+    with timed("models", first_rank):
+        learner = build_learner(config, shape, place, launch.dtype(config))
     state = _start(learner, run, start) if start else {"iteration": 0}
     first = int(state["iteration"])
     done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
@@ -59,13 +62,14 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
         )
     rank, folder = learner.place.rank, config.run.folder
     launch.log_to(folder, rank)
-    metrics = Metrics(folder, rank)
+    name = f"replay of {what}"
+    metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
     saver = checkpoint.Saver(folder / "checkpoints", config, learner.place.layout)
     # no rollback: the checkpoints it would take are the replayed run's
     kept = config.run.model_copy(update={"rollback": False})
     guard = Guard(kept, learner.place, learner.trainers, saver)
     guard.restore(state)
-    for number in progress(done, f"replay of {what}", rank == 0):
+    for number in progress(done, name, rank == 0, every=None):
         with metrics.phase("score"):
             learner.train("score")
             batch, group_N, told = source.read(learner, run, number)
@@ -81,6 +85,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     saver.save(done[-1], learner.trainers, {"iteration": done[-1]} | guard.state())
     saver.finish()
     metrics.close()
+    say(f"done; metrics and checkpoint are in {folder}", rank == 0)
     launch.stop()
 
 

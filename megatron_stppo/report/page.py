@@ -51,13 +51,16 @@ def draw(folders: Sequence[Path], output: Path, trajectories: int = TRAJECTORIES
     return [f"{run['name']}: {note}" for run in runs for note in (*run["notes"], run["left_out"])]
 
 
-def draw_at_the_end(folder: Path) -> None:
-    """The page of a run that has ended. What keeps it from being drawn is a warning: the run has ended."""
+def draw_at_the_end(folder: Path) -> bool:
+    """Draw the page of a run that has ended; return whether that succeeded. A failure is a warning only: the
+    run has ended."""
     try:
         for note in draw([folder], folder / FILE):
             log.info("%s", note)
     except Exception as error:
         log.warning("%s: not drawn: %s: %s", folder / FILE, type(error).__name__, error)
+        return False
+    return True
 
 
 def names(folders: Sequence[Path]) -> list[str]:

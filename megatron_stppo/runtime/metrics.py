@@ -132,9 +132,9 @@ def _json_number(value: Any) -> Any:
 
 
 def progress(
-    items: Sequence[Item], description: str, enabled: bool = True, every: float = QUIET_SECONDS
+    items: Sequence[Item], description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
 ) -> Iterator[Item]:
-    """Yields the items and shows how many are done; ranks > 0 pass enabled=False."""
+    """Yields the items and shows how many are done; ranks > 0 pass enabled=False. `every`: see counting()."""
     with counting(description, enabled, every) as show:
         for done, item in enumerate(items, 1):
             yield item
@@ -143,11 +143,12 @@ def progress(
 
 @contextmanager
 def counting(
-    description: str, enabled: bool = True, every: float = QUIET_SECONDS
+    description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
 ) -> Iterator[Callable[[int, int], None]]:
-    """A function to be called with (done, total): a bar on a terminal, else a plain line now and then."""
+    """A function to be called with (done, total): a bar on a terminal, else a plain line at most once in
+    `every` seconds. None: no such line, for a caller that prints its own (console.RowLines)."""
     console = Console(stderr=True)
-    if not enabled:
+    if not enabled or (every is None and not console.is_terminal):
         yield lambda done, total: None
     elif console.is_terminal:
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -155,6 +156,7 @@ def counting(
             task = bar.add_task(description, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
+        assert every is not None
         yield _plain(description, every, console)
 
 

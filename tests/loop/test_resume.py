@@ -33,6 +33,7 @@ def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
     assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
     done = small_run.run("train", config, "run.name=resumed", "update.offload=all", FAILS, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "megatron-stppo: resumed from step_3 of 6\n" in done.stderr
     return straight[1], resumed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import stat
 import subprocess
 import sys
@@ -74,9 +75,15 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
     folder = config.parent / "runs" / name
+    for part in ("importing", "engine", "models", "first reshard"):
+        assert len(re.findall(rf"^megatron-stppo: {part} \d+\.\d s$", done.stderr, re.MULTILINE)) == 1, part
+    assert f"megatron-stppo: the report is {folder}/report.html\n" in done.stderr
     vocab = json.loads((config.parent / "model" / "config.json").read_text())["vocab_size"]
     rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
+    printed = [x for x in done.stderr.splitlines() if re.match(r"(s_ppo|so_grpo) \d/1: ", x)]
+    assert len(printed) == len(rows)
+    assert f"1/1: reward {last['reward/mean']:.3f}, exact match " in printed[-1]
     assert last["mismatch/mean_abs"] < 1e-5
     assert last["rollout/action_tokens"] > 0
     assert last["actor/skipped"] == 0

@@ -137,6 +137,13 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == ["cold start 2/4, 2 s", "cold start 4/4, 4 s"]
 
 
+def test_progress_leaves_the_lines_to_a_caller_that_prints_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert list(progress([1, 2], "st_ppo", every=None)) == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
 def test_other_ranks_show_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress([1, 2], "cold start", enabled=False, every=0.0)) == [1, 2]
     assert capsys.readouterr().err == ""

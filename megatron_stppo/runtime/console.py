@@ -1,0 +1,59 @@
+"""What a person reads on stderr while a command runs: the seconds of start-up, and one line per iteration."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+# Columns of metrics.jsonl in the order of the line, and how each is written.
+COLUMNS = {
+    "reward/mean": "reward {:.3f}",
+    "rollout/exact_match": "exact match {:.3f}",
+    "failed": "failed {:d}",
+    "rollout/tokens_per_second": "rollout {:,.0f} tokens/s",
+    "evaluate/exact_match": "held-out exact match {:.3f}",
+    "seconds": "{:.1f} s",
+}
+FAILED = ("outcome/error", "outcome/timeout")
+
+
+def say(text: str, enabled: bool = True) -> None:
+    """Print one line; ranks > 0 pass enabled=False."""
+    if enabled:
+        print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def timed(name: str, enabled: bool = True) -> Iterator[None]:
+    """Print how long the block took. Example: "megatron-stppo: engine 4.2 s"."""
+    started = time.perf_counter()
+    yield
+    say(f"{name} {time.perf_counter() - started:.1f} s", enabled)
+
+
+class RowLines:
+    """A reporter that prints each row of metrics.jsonl as one line, on a terminal and in a log alike.
+
+    Example: "st_ppo 4/6: reward 0.266, exact match 0.250, failed 0, rollout 2,707 tokens/s, 1.6 s".
+    """
+
+    def __init__(self, name: str, iterations: int) -> None:
+        """`iterations`: the number of the last one."""
+        self._name, self._iterations = name, iterations
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        print(f"{self._name} {row['iteration']}/{self._iterations}: {line(row)}", file=sys.stderr, flush=True)
+
+    def close(self) -> None: ...
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """The COLUMNS that a row has, in their order. None, a number that was not finite, is shown as nan."""
+    given = dict(row)
+    if FAILED[0] in row:
+        given["failed"] = sum(row[name] for name in FAILED)
+    shown = {name: float("nan") if given[name] is None else given[name] for name in COLUMNS if name in given}
+    return ", ".join(COLUMNS[name].format(value) for name, value in shown.items())
