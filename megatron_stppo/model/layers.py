@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
@@ -26,11 +27,37 @@ from megatron_stppo.model.mlp_spans import LayerSpec
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm under megatron's constructor; its weight's gradient is summed over sequence-parallel
-    ranks."""
+    ranks. On a CPU in float32 its backward is one formula, where torch's follows every operation."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype != torch.float32:
+            return super().forward(x)
+        out: Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Norm(torch.autograd.Function):
+    """y = n w with n = x / sqrt(mean(x^2) + eps), over the last dimension of float32 [..., H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        n = x * inverse
+        ctx.save_for_backward(n, inverse, weight)
+        return n * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        n, inverse, weight = ctx.saved_tensors
+        product = gradient * n
+        along = (product @ weight[:, None]) / len(weight)  # the part that changes the length only
+        of_x = (gradient * weight).sub_(n * along).mul_(inverse)
+        return of_x, product.flatten(0, -2).sum(0), None
 
 
 class Router(TopKRouter):

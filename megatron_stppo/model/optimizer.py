@@ -127,6 +127,8 @@ class Trainer:
             for group in wrapped.optimizer.param_groups:
                 if not plain:
                     group["step"] = updates
+                elif all(parameter.device.type == "cpu" for parameter in group["params"]):
+                    group["fused"] = True  # one loop per parameter; on CUDA it wants the steps there
                 for parameter in group["params"]:
                     state = wrapped.optimizer.state[parameter]
                     for moment in ("exp_avg", "exp_avg_sq"):
