@@ -149,8 +149,10 @@ def evaluate(
     """Measure exact match on data.evaluate."""
     settings = _open(config, overrides, "evaluate")
     _check_checkpoint(settings, checkpoint)
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.runtime import checks, launch
 
+    if output is not None:
+        checks.check_folder("--output", output.parent)
     with _importing():
         launch.prepare()
         from megatron_stppo import evaluate as stage
@@ -377,8 +379,16 @@ def _lock(config: Config) -> None:
 def _record(config: Config) -> None:
     """The resolved configuration beside what the run will write."""
     if is_first_rank():
-        config.run.folder.mkdir(parents=True, exist_ok=True)
-        (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
+        try:
+            config.run.folder.mkdir(parents=True, exist_ok=True)
+            (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
+        except OSError as error:
+            from megatron_stppo.config import ConfigError
+
+            raise ConfigError(
+                f"run.root={config.run.root}: {config.run.folder} cannot be written ({error.strerror}); name "
+                "a folder that you may write to"
+            ) from None
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import difflib
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megatron_stppo.algorithm.variants import VARIANTS
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam: a decay rate
 
 
 class ConfigError(ValueError):
@@ -30,7 +33,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = Field("run", pattern=NAME, description="the run's folder under `root`")
     root: Path = Path("runs")
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32, description="of data order, sampling and initial values")
     iterations: int = Field(100, ge=1)
     evaluate_every: int = Field(
         0, ge=0, description="iterations between evaluations; 0: only by the evaluate command"
@@ -129,7 +132,7 @@ class OptimizerConfig(Section):
         0.0, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
     )
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     grad_clip: float = Field(1.0, gt=0)
     distributed: bool = Field(
         True, description="megatron's distributed optimizer (states sharded over data parallel)"
@@ -204,7 +207,10 @@ class RolloutConfig(Section):
     max_turn_tokens: int = Field(500, ge=1)
     max_prompt_tokens: int = Field(2048, ge=1)
     max_context: int | None = Field(
-        None, description="default: max_prompt_tokens + max_turns * (turn + observation tokens)"
+        None,
+        ge=2,
+        description="tokens of a whole trajectory; default: max_prompt_tokens + (max_turns + 1) * "
+        "(max_turn_tokens + max_observation_tokens)",
     )
     max_sequences: int = Field(256, ge=1, description="sequences decoded together")
     kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on CPU")

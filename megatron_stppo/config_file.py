@@ -30,8 +30,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     try:
         raw = parse(text)
     except NOT_YAML as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"config={path}: is not YAML ({_short(reason)}); mend the file") from None
+        raise ConfigError(
+            f"config={path}: is not YAML ({_short(_reason(error))}); correct the file"
+        ) from None
     if not isinstance(raw, dict):
         raise ConfigError(
             f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
@@ -57,14 +58,16 @@ class _Plain(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"alias *{alias.anchor}, write its value out")
+            what = f"alias *{alias.anchor}, write its value out"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=alias.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.YAMLError(f"{_short(key.value)} stands there twice, remove one")
+                what = f"{_short(key.value)} is there twice, remove one"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -89,6 +92,15 @@ def parse(text: str | bytes) -> Any:
         return loader.get_single_data()
     finally:
         loader.dispose()
+
+
+def _reason(error: Exception) -> str:
+    """One line: where, from 1, and what. Example: "line 3, column 2: found a tab ..."."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    what = getattr(error, "problem", None) or "cannot be read"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
 
 
 def _short(text: str) -> str:

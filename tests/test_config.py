@@ -127,7 +127,10 @@ def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], 
         ("- 1\n", "holds list"),
         ("a: [1\n", "is not YAML"),
         ("{}\n", "model: missing"),
-        ("update: {epochs: 5}\nupdate: {minibatches: 4}\n", r"\(update stands there twice, remove one\)"),
+        (
+            "update: {epochs: 5}\nupdate: {minibatches: 4}\n",
+            r"\(line 2, column 1: update is there twice, remove one\)",
+        ),
     ],
 )
 def test_a_file_that_is_no_configuration_says_so(text: str, part: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data import jsonl
 
 CHUNK = 1024  # rows encoded together
 
@@ -63,19 +64,13 @@ def _nonempty(sequences: list[tuple[int, ...]], path: Path, max_tokens: int) -> 
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                yield _row(line, f"data.demonstrations={path} row {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.demonstrations={path}: cannot be read ({error}); give a .jsonl file"
-        ) from None
+    for where, row in jsonl.rows(path, "data.demonstrations"):
+        yield _row(row, f"data.demonstrations={where}")
 
 
-def _row(line: str, where: str) -> Row:
+def _row(row: Any, where: str) -> Row:
     try:
-        return Row.model_validate_json(line)
+        return Row.model_validate(row)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "row"

@@ -6,7 +6,6 @@ A row: {"data_source", "prompt": [{"role", "content"}], "ability", "reward_model
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data import jsonl
 from megatron_stppo.types import Message, Task
 
 ROLES = ("system", "user", "assistant")
@@ -28,10 +28,9 @@ def read(path: Path) -> tuple[Task, ...]:
         raise ConfigError(f"data={path}: {path.suffix or 'no'} suffix is not read; give .jsonl or .parquet")
     try:
         tasks = tuple(
-            _task(row, f"{path} row {number}", number - 1)
-            for number, row in enumerate(readers[path.suffix](path), 1)
+            _task(row, where, index) for index, (where, row) in enumerate(readers[path.suffix](path))
         )
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"data={path}: cannot be read ({reason}); give a .jsonl or .parquet file") from None
     if not tasks:
@@ -39,22 +38,21 @@ def read(path: Path) -> tuple[Task, ...]:
     return tasks
 
 
-def _jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):
-                raise ConfigError(f"{path} row {number}: is not JSON; mend or remove the line") from None
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    return jsonl.rows(path, "data")
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     with pq.ParquetFile(path) as file:
+        number = 0
         for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
 
 
 def _task(row: Any, where: str, number: int) -> Task:
+    """`number` is the row's index, from 0."""
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where}: is {type(row).__name__}, not an object; give the fields of the verl schema"
@@ -91,7 +89,17 @@ def _prompt(given: Any, where: str) -> tuple[Message, ...]:
             raise _wrong(where, f"{field}.role", message.get("role"), f"choose from {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise _wrong(where, f"{field}.content", message.get("content"), "give non-empty text")
+        if not message["content"].isascii():
+            _check_encodable(message["content"], where, f"{field}.content")
     return tuple(Message(message["role"], message["content"]) for message in given)
+
+
+def _check_encodable(text: str, where: str, field: str) -> None:
+    """JSON can hold half of a surrogate pair, which is no character and has no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _wrong(where, field, text[error.start], "remove the unpaired surrogate") from None
 
 
 def _targets(reward_model: Any, where: str) -> tuple[str, ...]:

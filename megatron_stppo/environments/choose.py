@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,17 +28,29 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     if config.kind == "search":
         return search.factory(config)
     name = config.kind.partition(":")[2]
+    module = _module(config.kind)
     try:
-        own = getattr(importlib.import_module(_module(config.kind)), name or "factory")
-    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
-        raise ConfigError(f"environment.kind={config.kind}: {error}; {REMEDY}") from None
-    make: Callable[[], Environment] | None = own(config) if callable(own) else None
+        own = getattr(importlib.import_module(module), name or "factory")
+        make: Callable[[], Environment] | None = own(config) if callable(own) else None
+    except ConfigError:
+        raise
+    except Exception as error:  # code of the user's may raise anything
+        raise ConfigError(
+            f"environment.kind={config.kind}: {_last_line(error)}{type(error).__name__}: {error}; {REMEDY}"
+        ) from None
     if not callable(make):
         raise ConfigError(
             f"environment.kind={config.kind}: its factory must take the section and return a function "
             f"without arguments; {REMEDY}"
         )
     return make
+
+
+def _last_line(error: Exception) -> str:
+    """Where it was raised. Example: "guess.py line 12: "."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    return f"{Path(own[-1].filename).name} line {own[-1].lineno}: " if own else ""
 
 
 def check(config: EnvironmentConfig) -> None:

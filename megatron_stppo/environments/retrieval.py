@@ -18,6 +18,7 @@ import bm25s
 import httpx
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data import jsonl
 
 MAX_QUERY = 1_000  # characters of a query that are searched for
 MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer that are read before it is refused
@@ -62,17 +63,10 @@ def words(text: str) -> list[str]:
 
 def read_corpus(path: Path) -> Iterator[dict[str, str]]:
     """Rows {"id", "contents"} of a .jsonl corpus. Raises ConfigError naming file, row (from 1) and remedy."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                row = json.loads(line)
-                if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
-                    raise ConfigError(f"{path} row {number}: give an id and contents, a text")
-                yield row
-    except OSError as error:
-        raise ConfigError(f"corpus={path}: cannot be read ({error.strerror}); give a .jsonl file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{path} row {number}: is not JSON in UTF-8; mend or remove the line") from None
+    for where, row in jsonl.rows(path, "corpus"):
+        if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
+            raise ConfigError(f"{where}: has no id, or no contents that are text; give both")
+        yield row
 
 
 class BM25Retriever:
@@ -86,11 +80,12 @@ class BM25Retriever:
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise ConfigError(
                 f"environment.retrieval.index={folder}: no BM25 index there; write one with "
-                "examples/quickstart/build.py or BM25Retriever.build"
+                f"`megatron-stppo build-index CORPUS.jsonl {folder}`"
             ) from None
         if documents == 0:
             raise ConfigError(
-                f"environment.retrieval.index={folder}: holds no document; build it from a corpus"
+                f"environment.retrieval.index={folder}: holds no document; write it again with "
+                f"`megatron-stppo build-index CORPUS.jsonl {folder}`"
             )
         self._documents = documents
 
@@ -105,7 +100,12 @@ class BM25Retriever:
             )
         index = bm25s.BM25(backend="numpy")
         index.index(tokens, show_progress=False)
-        index.save(folder, corpus=corpus, show_progress=False)
+        try:
+            index.save(folder, corpus=corpus, show_progress=False)
+        except OSError as error:
+            raise ConfigError(
+                f"index={folder}: cannot be written ({error.strerror}); name another folder"
+            ) from None
 
     def __len__(self) -> int:
         return self._documents

@@ -36,7 +36,8 @@ CHARACTERS_PER_TOKEN = 8  # generous, so that the token limit of the rollout is 
 MAX_DETAIL = 200
 # Only what could pass for one of our tags; {0,3} keeps the scan linear on hostile runs of spaces.
 _TAG = re.compile(r"<(?=\s{0,3}/?\s{0,3}(?:think|search|information|answer)\b)", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# halves of surrogate pairs, which JSON can hold, have no UTF-8 and so no tokens
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class SearchEnvironment:

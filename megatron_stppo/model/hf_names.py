@@ -5,6 +5,7 @@ A family is a row of FAMILIES: the same decoder, with or without biases, norms a
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,37 +98,63 @@ def read_shape(folder: Path) -> ModelShape:
     """Reads folder/config.json. Raises ConfigError for a missing file, or a model that is not supported."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{folder}: config.json unreadable ({error.strerror}); {REMEDY}") from None
-    except json.JSONDecodeError:
-        raise ConfigError(f"{folder}: config.json is not JSON; {REMEDY}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise ConfigError(f"{folder}: config.json is not JSON in UTF-8 ({error}); {REMEDY}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{folder}: config.json holds {type(raw).__name__}, not an object; {REMEDY}")
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(f"{folder}: model_type={name!r} is not supported; choose one of {sorted(FAMILIES)}")
     family = FAMILIES[name]
     _check_plain(folder, raw)
-    heads, rope = raw["num_attention_heads"], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    count = functools.partial(_count, folder, raw)
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    experts = "num_experts" if raw.get("num_experts") else "num_local_experts"
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{folder}: config.json's rope_scaling is {rope!r}, not an object; {REMEDY}")
     return ModelShape(
         family=name,
-        layers=raw["num_hidden_layers"],
-        hidden=raw["hidden_size"],
+        layers=count("num_hidden_layers"),
+        hidden=hidden,
         heads=heads,
-        kv_heads=raw.get("num_key_value_heads", heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        ffn=raw[family.ffn],
-        vocab=raw["vocab_size"],
+        kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", hidden // heads),
+        ffn=count(family.ffn),
+        vocab=count("vocab_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_positions=int(raw.get("max_position_embeddings", 32768)),
+        rope_theta=_rate(folder, raw if raw.get("rope_theta") else rope, "rope_theta", 10000.0),
+        norm_eps=_rate(folder, raw, "rms_norm_eps", 1e-6),
+        max_positions=count("max_position_embeddings", 32768),
         rope_factor=_rope_factor(folder, rope),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        experts=(raw.get("num_experts") or raw["num_local_experts"]) if family.experts else 0,
-        experts_per_token=raw["num_experts_per_tok"] if family.experts else 0,
+        experts=count(experts) if family.experts else 0,
+        experts_per_token=count("num_experts_per_tok") if family.experts else 0,
         renormalised=raw.get("norm_topk_prob", family.renormalised),
     )
+
+
+def _count(folder: Path, raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number from 1; null counts as missing. Raises ConfigError for anything else."""
+    value = raw.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        shown = "missing" if value is None else f"{value!r}, not a whole number from 1"
+        raise ConfigError(f"{folder}: config.json's {name} is {shown}; fetch the file again")
+    return value
+
+
+def _rate(folder: Path, raw: dict[str, Any], name: str, default: float) -> float:
+    """A number above 0. Raises ConfigError for anything else."""
+    value = raw.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{folder}: config.json's {name} is {value!r}, not above 0; fetch the file again")
+    return float(value)
 
 
 def _check_plain(folder: Path, raw: dict[str, Any]) -> None:

@@ -63,7 +63,8 @@ def collect(
     of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
     tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
     Raises EngineFailure on every rank when only engines failed, RolloutError when anything else did on one of
-    them; ConfigError for a tokenizer without a chat template.
+    them; ConfigError for a tokenizer without a chat template and for an environment that returns what it must
+    not.
     """
     if tokenizer.chat_template is None:
         raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
@@ -77,13 +78,15 @@ def collect(
     try:
         rollout.run(make_environment)
     except Exception as error:  # raised again below, when the other replicas know
-        log.error("rollout failed", exc_info=True)  # now: they may never come to hear of it
+        if not isinstance(error, ConfigError):  # which is one line
+            log.error("rollout failed", exc_info=True)  # now: they may never come to hear of it
         trouble = error
     finally:
         engine.abort_all()
     report = _Report(
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
         place=trouble.place if isinstance(trouble, EngineFailure) else "",
+        misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
     )
     _agree(report, trouble)
     return [episode.trajectory() for episode in episodes]
@@ -101,11 +104,15 @@ class _Report:
 
     trouble: str
     place: str  # of an engine's failure, else ""
+    misuse: str = ""  # what a ConfigError says
 
 
 def _agree(report: _Report, trouble: BaseException | None) -> None:
     """Every rank raises, or none does: a rank that went on alone would wait for the others for ever."""
     reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
+    misuse = next((report.misuse for report in reports if report.misuse), "")
+    if misuse:
+        raise ConfigError(misuse) from None
     troubled = {rank: report for rank, report in enumerate(reports) if report.trouble}
     if troubled:
         said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
@@ -189,6 +196,8 @@ class _Rollout:
     def _advance(self, answer: Answer) -> None:
         """An answer ends its episode or leads to its next turn."""
         self._asked -= 1
+        if answer.misuse:
+            raise ConfigError(answer.misuse)
         episode = self._episodes[answer.index]
         if answer.failure is not None:
             episode.end(answer.failure, answer.detail)

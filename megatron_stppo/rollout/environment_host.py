@@ -2,6 +2,7 @@
 
 At most `concurrency` calls are under way; each has `deadline` seconds from its start. What an environment
 raises, or a deadline that passes, becomes the outcome of its episode, is logged and never stops the others.
+A return value of the wrong type (environments/contract.py) ends the run.
 Lives on the group's first rank only; what it answers is plain data that the other ranks are sent.
 """
 
@@ -17,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_stppo.config import ConfigError
+from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import Environment, StepResult
 from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.types import Message, Task
@@ -41,6 +44,7 @@ class Answer:
     result: StepResult | None = None
     failure: Literal["error", "timeout"] | None = None
     detail: str = ""
+    misuse: str = ""  # what is wrong with the environment itself; it ends the run
 
 
 class EnvironmentHost:
@@ -74,14 +78,14 @@ class EnvironmentHost:
         async def call() -> Answer:
             environment = self._make()
             self._environments[index] = environment
-            messages = await environment.reset(task, seed)
-            return Answer(index, messages=tuple(messages), stop_strings=tuple(environment.stop_strings))
+            messages = await contract.reset(environment, task, seed)
+            return Answer(index, messages=messages, stop_strings=contract.stop_strings(environment))
 
         self._submit(index, call)
 
     def step(self, index: int, action: str) -> None:
         async def call() -> Answer:
-            return Answer(index, result=await self._environments[index].step(action))
+            return Answer(index, result=await contract.step(self._environments[index], action))
 
         self._submit(index, call)
 
@@ -131,7 +135,12 @@ class EnvironmentHost:
                 detail = str(error) or f"no answer within {self._deadline:g} s"
                 log.warning("episode %d: environment timed out: %s", index, printable(detail))
                 answer = Answer(index, failure="timeout", detail=one_line(detail))
-            except Exception as error:  # an environment's failure is an outcome, not the end of the run
+            except ConfigError as error:
+                answer = Answer(index, misuse=printable(error).replace("\n", " "))
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if self._stop.is_set():
+                    raise  # the call was cancelled by us, not by the environment
+                # an environment's failure is an outcome, not the end of the run
                 log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
                 answer = Answer(index, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
         self._answers.put((ticket, answer))
@@ -142,7 +151,7 @@ class EnvironmentHost:
             return
         try:
             async with asyncio.timeout(self._deadline):
-                await environment.close()
+                await contract.close(environment)
         except Exception:  # the episode is over; its result stands
             log.error("episode %d: closing failed\n%s", index, printable(traceback.format_exc()))
 

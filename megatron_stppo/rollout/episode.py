@@ -100,10 +100,8 @@ class Episode:
         self.valid_actions += result.valid
         if result.done:
             self._replace_last(observation_ids=(), reward=result.reward)
-            if result.outcome is None:
-                self.end("error", "the environment was done without an outcome")
-            else:
-                self.end(result.outcome, result.detail)
+            assert result.outcome is not None, "environments/contract.py lets no other result through"
+            self.end(result.outcome, result.detail)
             return
         ids = self._observe(result.observation)
         fits = len(ids) < self._room

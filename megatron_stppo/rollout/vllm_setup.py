@@ -34,7 +34,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from megatron_stppo.rollout import cpu_experts  # noqa: E402
+from megatron_stppo.rollout import cpu_cache, cpu_experts  # noqa: E402
 from megatron_stppo.rollout.cpu_worker import TOKEN  # noqa: E402
 
 PINNED_VLLM = "0.32.0"
@@ -56,8 +56,12 @@ def build_vllm(
     Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
     """
     _check_version()
-    _check_sizes(AutoConfig.from_pretrained(model_path, trust_remote_code=False), tensor, max_context)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    _check_sizes(config, tensor, max_context)
     if on_cpu():
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cache = max_context, _bytes_per_token(config, tensor, dtype), ranks, cpu_cache.machine_memory()
+        cpu_cache.check(kv_cache_gib, *cache)
         _keep_weights_plain()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
@@ -181,6 +185,14 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
             f"rollout.max_context={max_context} exceeds the model's max_position_embeddings={positions}; "
             "lower rollout.max_prompt_tokens, rollout.max_turn_tokens or environment.max_turns"
         )
+
+
+def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
+    """Of the key-value cache of one rank."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = torch.finfo(getattr(torch, dtype)).bits // 8
+    return 2 * config.num_hidden_layers * max(1, heads // tensor) * size * itemsize
 
 
 def _keep_weights_plain() -> None:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import json
 import os
-from dataclasses import asdict
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import check_experts
 from megatron_stppo.model.spans import check_layout, check_stages
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.runtime import megatron_fields, reporters
+from megatron_stppo.runtime import megatron_fields, model_folder, reporters
 
 # The files of data.* that a command reads.
 DATA = {
@@ -34,25 +30,28 @@ DATA = {
     "plan": (),
 }
 ROLLS_OUT = ("train", "rollout", "evaluate")
+WRITES_RUN = (*ROLLS_OUT, "replay")
 # What a run's folder holds once the run has something to lose.
 WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
     """Everything below, for one command: a key of DATA."""
-    _model(config)
+    model_folder.check_model(config)
     if command != "plan":
-        _tokenizer(config)
+        model_folder.check_tokenizer(config)
+    if command in WRITES_RUN:
+        check_folder("run.root", config.run.folder)
     for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
-    if command == "cold-start" and config.cold_start.output is None:
-        raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
+    if command == "cold-start":
+        _cold_start_output(config)
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
         _context(config)
     if command in ROLLS_OUT:
-        _chat_template(config)
+        model_folder.check_chat_template(config)
     if command in ("train", "plan"):
         _batches(config, layout)
     if command == "train":
@@ -64,6 +63,35 @@ def data_files(config: Config, command: str) -> tuple[str, ...]:
     """The fields of data: that the command reads. Example: ("train", "evaluate")."""
     during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
     return DATA[command] + during
+
+
+def check_folder(field: str, folder: Path) -> None:
+    """Raises ConfigError unless `folder` is a writable folder or can be made. Nothing is written."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        problem = f"{there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"no permission to write to {there}"
+    else:
+        return
+    raise ConfigError(f"{field}={folder}: cannot be written, {problem}; name a folder that you may write to")
+
+
+def _cold_start_output(config: Config) -> None:
+    """The output replaces what is there: an earlier model, and nothing else."""
+    output = config.cold_start.output
+    if output is None:
+        raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
+    check_folder("cold_start.output", output)
+    if output.exists() and output.resolve() == config.model.path.resolve():
+        raise ConfigError(f"cold_start.output={output}: is model.path; name another folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(
+            f"cold_start.output={output}: holds something else than a model, and would be replaced; name "
+            "another folder"
+        )
 
 
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:
@@ -136,45 +164,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _model(config: Config) -> None:
-    for field, folder in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
-        if folder is None:
-            continue
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
-                "tokenizer.json, *.safetensors)"
-            )
-        read_shape(folder)
-    if config.model.critic_path is not None:
-        _same_network(config.model.path, config.model.critic_path)
-
-
-def _same_network(actor: Path, critic: Path) -> None:
-    """A critic is built in the actor's shape; a rotary base of its own, say, would be lost without a word."""
-    wanted, given = asdict(read_shape(actor)), asdict(read_shape(critic))
-    for name in sorted(wanted.keys() - {"tied", "max_positions"}):
-        if given[name] != wanted[name]:
-            raise ConfigError(
-                f"model.critic_path={critic}: its {name}={given[name]!r}, model.path's is {wanted[name]!r}; "
-                "give a checkpoint of the same architecture, or leave it out"
-            )
-
-
-def _tokenizer(config: Config) -> None:
-    path = config.model.path / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
-    try:
-        Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises no narrower type
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
-            "copy it again from the model's source"
-        ) from None
-
-
 def _data_file(field: str, path: Path | None) -> None:
     if path is None:
         raise ConfigError(f"{field}: missing; give a .jsonl or .parquet file")
@@ -185,20 +174,28 @@ def _data_file(field: str, path: Path | None) -> None:
 
 
 def _context(config: Config) -> None:
+    """The model must hold the longest trajectory, and the longest prompt must leave room for a turn."""
+    r, e = config.rollout, config.environment
     longest = read_shape(config.model.path).max_positions
     if config.max_context > longest:
-        raise ConfigError(
-            f"rollout.max_context={config.max_context} exceeds model.max_position_embeddings={longest}; "
-            "lower it, or the token limits that it is the sum of"
+        parts = (
+            f"rollout.max_context={r.max_context}"
+            if r.max_context is not None
+            else f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} "
+            f"+ 1) * (rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
+            f"{e.max_observation_tokens}) = {config.max_context}"
         )
-
-
-def _chat_template(config: Config) -> None:
-    folder = config.model.path
-    settings = folder / "tokenizer_config.json"
-    inline = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
-    if not inline and not (folder / "chat_template.jinja").is_file():
-        raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")
+        raise ConfigError(
+            f"{parts} exceeds the model's max_position_embeddings={longest}; lower one of these fields"
+            + ("" if r.max_context is not None else f", or set rollout.max_context={longest}")
+        )
+    needed = r.max_prompt_tokens + r.max_turn_tokens
+    if config.max_context < needed:
+        raise ConfigError(
+            f"rollout.max_context={r.max_context} is less than rollout.max_prompt_tokens="
+            f"{r.max_prompt_tokens} + rollout.max_turn_tokens={r.max_turn_tokens}; raise it to {needed} "
+            "or more, or lower these two"
+        )
 
 
 def check_parallel(config: Config, world_size: int) -> Layout:

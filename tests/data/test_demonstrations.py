@@ -66,7 +66,7 @@ def test_rows_keep_their_order_and_stop_before_the_budget_is_exceeded(tmp_path, 
 @pytest.mark.parametrize(
     ("row", "field"),
     [
-        ("{", "row"),
+        ("{", "is not JSON (Expecting property name enclosed in double quotes, column 2)"),
         ({**ROW, "prompt": []}, "prompt"),
         ({**ROW, "segments": []}, "segments"),
         ({**ROW, "segments": [{"text": "x", "kind": "thought"}]}, "segments.0.kind"),
@@ -76,7 +76,7 @@ def test_rows_keep_their_order_and_stop_before_the_budget_is_exceeded(tmp_path, 
 def test_a_malformed_row_names_file_row_and_field(tmp_path, tokenizer, row, field):
     with pytest.raises(ConfigError) as caught:
         read(written(tmp_path / "d.jsonl", ROW, row), tokenizer, 1000)
-    assert f"d.jsonl row 2: {field}: " in str(caught.value) and "\n" not in str(caught.value)
+    assert f"d.jsonl row 2: {field}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_no_rows_and_no_file_are_one_clear_line(tmp_path, tokenizer):

@@ -64,7 +64,10 @@ def test_every_example_fits_its_gpus(name: str) -> None:
 
 def test_a_run_that_does_not_fit_exits_2_and_json_says_the_same(model: Path) -> None:
     config = model / "run.yaml"
-    config.write_text(f"model: {{path: {model}}}\nrollout: {{max_context: 256, tasks_per_iteration: 8}}\n")
+    config.write_text(
+        f"model: {{path: {model}}}\n"
+        "rollout: {max_context: 256, max_prompt_tokens: 128, max_turn_tokens: 64, tasks_per_iteration: 8}\n"
+    )
     result = run(str(config), "rollout.gpu_memory_utilization=0.0001", "--gpus", "2", "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 2

@@ -119,10 +119,3 @@ def test_end_of_text_token_is_kept_as_an_id_and_is_no_text(tokenizer: PreTrained
     episode.add_turn(finished)
     assert episode.action(finished) == "Paris"
     assert episode.turns[0].token_ids[-1] == tokenizer.eos_token_id
-
-
-def test_environment_that_is_done_without_an_outcome_is_in_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    episode = started(tokenizer)
-    episode.add_turn(turn(5))
-    episode.answer(StepResult("", 1.0, True, True, False))
-    assert episode.outcome == "error"

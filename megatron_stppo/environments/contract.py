@@ -1,0 +1,119 @@
+"""Calls an environment and checks what it returns: an environment is code of the user's, of any type.
+
+A return value of the wrong type would fail far from its cause, or not at all, and the same way in every
+attempt. So it is a ConfigError, which ends the run with exit code 2. What an environment raises is passed on:
+that is an outcome of its episode. A reward that is not finite is passed on too: the update refuses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Awaitable
+from typing import Any, get_args
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.types import Message, Outcome, Task
+
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+MAX_SHOWN = 60  # characters of a wrong value in a message
+
+
+async def reset(environment: Environment, task: Task, seed: int) -> tuple[Message, ...]:
+    """The messages that `environment.reset` returns. Raises ConfigError if they are no messages with text."""
+    where = f"{type(environment).__name__}.reset()"
+    messages = await _awaitable(environment, "reset", task, seed)
+    if not isinstance(messages, list | tuple) or not messages:
+        raise _wrong(where, "returned", messages, "return a list of at least one types.Message")
+    for position, message in enumerate(messages):
+        at = f"{where}[{position}]"
+        if not isinstance(message, Message):
+            raise _wrong(at, "returned", message, 'return a types.Message, such as Message("user", "..")')
+        _check_text(at, "role", message.role)
+        _check_text(at, "content", message.content)
+    return tuple(messages)
+
+
+def stop_strings(environment: Environment) -> tuple[str, ...]:
+    """The strings that end a turn. Raises ConfigError unless they are a tuple of non-empty strings."""
+    name, given = type(environment).__name__, getattr(environment, "stop_strings", None)
+    remedy = 'give a tuple, such as ("</answer>",), or ()'
+    if not isinstance(given, tuple | list):  # of a plain string every character would end a turn
+        raise _wrong(name, "stop_strings", given, remedy)
+    for stop in given:
+        if not isinstance(stop, str) or not stop:
+            raise _wrong(name, "stop_strings holds", stop, "give non-empty strings")
+    return tuple(given)
+
+
+async def step(environment: Environment, action: str) -> StepResult:
+    """What `environment.step` returns, its numbers as Python's own. Raises ConfigError if it is not a
+    StepResult whose fields have their types."""
+    where = f"{type(environment).__name__}.step()"
+    result = await _awaitable(environment, "step", action)
+    if not isinstance(result, StepResult):
+        raise _wrong(where, "returned", result, "return an environments.base.StepResult")
+    _check_text(where, "observation", result.observation)
+    _check_text(where, "detail", result.detail)
+    reward, flags = _number(where, result.reward), {}
+    for name in ("done", "valid", "searched"):
+        flags[name] = _flag(where, name, getattr(result, name))
+    if flags["done"] and result.outcome not in OUTCOMES:
+        raise _wrong(where, "returned done=True with outcome", result.outcome, _choose())
+    if not flags["done"] and result.outcome is not None:
+        raise _wrong(where, "returned done=False with outcome", result.outcome, "set it when done only")
+    return StepResult(result.observation, reward, **flags, outcome=result.outcome, detail=result.detail)
+
+
+async def close(environment: Environment) -> None:
+    """Raises ConfigError if `close` is not there or not a coroutine function."""
+    await _awaitable(environment, "close")
+
+
+async def _awaitable(environment: Environment, name: str, *arguments: object) -> Any:
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(environment).__name__}.{name}: is missing; write `async def {name}`")
+    returned: Awaitable[Any] = method(*arguments)
+    if not inspect.isawaitable(returned):
+        raise ConfigError(
+            f"{type(environment).__name__}.{name}(): cannot be awaited; write `async def {name}`"
+        )
+    return await returned
+
+
+def _check_text(where: str, name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _wrong(where, f"returned {name}", value, "return a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _wrong(
+            where, f"returned {name} with", value[error.start], "remove unpaired surrogates"
+        ) from None
+
+
+def _number(where: str, value: object) -> float:
+    # numpy's numbers are registered with the abstract classes; torch's tensors are not numbers
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) or getattr(value, "shape", None) == ():
+        return float(value)  # type: ignore[arg-type]
+    raise _wrong(where, "returned reward", value, "return a number")
+
+
+def _flag(where: str, name: str, value: object) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's
+        return bool(value)
+    raise _wrong(where, f"returned {name}", value, "return True or False")
+
+
+def _choose() -> str:
+    return f"choose from {', '.join(OUTCOMES)}"
+
+
+def _wrong(where: str, what: str, value: object, remedy: str) -> ConfigError:
+    shown = repr(value).encode("ascii", "backslashreplace").decode()
+    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}.."
+    return ConfigError(f"{where}: {what} {shown}; {remedy}")

@@ -1,0 +1,119 @@
+"""What an environment may return, and what is said of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.environments import contract
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.types import Message, Task
+
+TASK = Task("test", (Message("user", "Say e."),), ("e",), "train", 0)
+RIGHT = StepResult("", 1.0, True, True, False, "ok", "e")
+
+
+class Player:
+    stop_strings: Any = ("e",)
+
+    def __init__(self, messages: Any = TASK.prompt, result: Any = RIGHT) -> None:
+        self._messages, self._result = messages, result
+
+    async def reset(self, task: Task, seed: int) -> Any:
+        return self._messages
+
+    async def step(self, action: str) -> Any:
+        return self._result
+
+    async def close(self) -> None: ...
+
+
+def said(call: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(call)
+    assert len(str(raised.value).splitlines()) == 1
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "returned None; return an environments.base.StepResult"),
+        (("", 1.0, True), "returned ('', 1.0, True); return an environments.base.StepResult"),
+        (
+            StepResult("", 1.0, True, True, False, "won"),
+            "outcome 'won'; choose from ok, wrong, truncated, error",
+        ),  # type: ignore[arg-type]
+        (StepResult("", 1.0, True, True, False), "returned done=True with outcome None; choose from ok"),
+        (
+            StepResult("", 0.0, False, True, False, "ok"),
+            "done=False with outcome 'ok'; set it when done only",
+        ),
+        (StepResult("", "1", True, True, False, "ok"), "returned reward '1'; return a number"),  # type: ignore[arg-type]
+        (StepResult("", None, True, True, False, "ok"), "returned reward None; return a number"),  # type: ignore[arg-type]
+        (StepResult("", 1.0, 1, True, False, "ok"), "returned done 1; return True or False"),  # type: ignore[arg-type]
+        (StepResult("", 1.0, True, None, False, "ok"), "returned valid None; return True or False"),  # type: ignore[arg-type]
+        (StepResult(None, 0.0, False, True, False), "returned observation None; return a string"),  # type: ignore[arg-type]
+        (StepResult(b"x", 0.0, False, True, False), "returned observation b'x'; return a string"),  # type: ignore[arg-type]
+        (StepResult("a\ud800", 0.0, False, True, False), "with '\\ud800'; remove unpaired surrogates"),
+        (StepResult("", 1.0, True, True, False, "ok", None), "returned detail None; return a string"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_result_of_another_type_is_one_line_with_the_remedy(result: Any, message: str) -> None:
+    text = said(contract.step(Player(result=result), "e"))
+    assert text.startswith("Player.step(): returned ") and message in text
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "Player.reset(): returned None; return a list of at least one types.Message"),
+        ([], "Player.reset(): returned []; return a list"),
+        ("hello", "Player.reset(): returned 'hello'; return a list"),
+        ([{"role": "user", "content": "hi"}], "Player.reset()[0]: returned {'role': 'user'"),
+        ([Message("user", "a"), Message("user", None)], "Player.reset()[1]: returned content None"),  # type: ignore[arg-type]
+        ([Message("user", "\udc00")], "returned content with '\\udc00'; remove unpaired surrogates"),
+    ],
+)
+def test_messages_of_another_type_are_one_line_with_the_remedy(messages: Any, message: str) -> None:
+    assert message in said(contract.reset(Player(messages), TASK, 0))
+
+
+@pytest.mark.parametrize("stop", ["</answer>", None, 5, ("a", ""), (5,)])
+def test_stop_strings_are_a_tuple_of_strings(stop: Any) -> None:
+    player = Player()
+    player.stop_strings = stop
+    with pytest.raises(ConfigError, match=r"^Player: stop_strings"):
+        contract.stop_strings(player)
+
+
+def test_a_method_that_is_missing_or_not_async_is_named() -> None:
+    class Plain(Player):
+        def step(self, action: str) -> StepResult:  # type: ignore[override]
+            return RIGHT
+
+        reset = None  # type: ignore[assignment]
+
+    assert said(contract.step(Plain(), "e")) == "Plain.step(): cannot be awaited; write `async def step`"
+    assert said(contract.reset(Plain(), TASK, 0)) == "Plain.reset: is missing; write `async def reset`"
+
+
+def test_numbers_of_numpy_and_torch_become_pythons_own() -> None:
+    given = StepResult("", np.float32(0.5), np.bool_(True), np.bool_(True), False, "ok")  # type: ignore[arg-type]
+    taken = asyncio.run(contract.step(Player(result=given), "e"))
+    assert taken == StepResult("", 0.5, True, True, False, "ok")
+    assert (type(taken.reward), type(taken.done)) == (float, bool)
+    for reward in (torch.tensor(0.5), True, 2):
+        given = StepResult("", reward, True, True, False, "ok")  # type: ignore[arg-type]
+        assert asyncio.run(contract.step(Player(result=given), "e")).reward == float(reward)
+
+
+def test_a_reward_that_is_not_finite_is_left_to_the_update_which_reports_it() -> None:
+    given = StepResult("", math.nan, True, True, False, "ok")
+    assert math.isnan(asyncio.run(contract.step(Player(result=given), "e")).reward)

@@ -1,0 +1,247 @@
+"""Inputs that a user gets wrong, through the door: exit code 2 and one line with field, value and remedy.
+
+None of them gets as far as torch. A crash (1) would be requeued by a scheduler, for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, models
+
+from megatron_stppo import __main__ as door
+from megatron_stppo.environments.retrieval import BM25Retriever
+
+SHAPE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 1024,
+    "max_position_embeddings": 256,
+}
+ROW = {
+    "data_source": "test",
+    "prompt": [{"role": "user", "content": "Which city?"}],
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["Paris"]}},
+}
+LATIN = '{"id": 1, "contents": "caf\u00e9"}\n'.encode("latin-1")
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
+    BM25Retriever.build([{"id": "1", "contents": "Paris is a city."}], tmp_path / "index")
+    config = {
+        "run": {"name": "r", "root": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "tasks.jsonl"), "evaluate": str(tmp_path / "tasks.jsonl")},
+        "environment": {
+            "max_turns": 1,
+            "max_observation_tokens": 24,
+            "retrieval": {"index": str(tmp_path / "index")},
+        },
+        "rollout": {"max_turn_tokens": 8, "max_prompt_tokens": 64, "tasks_per_iteration": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """The one line that a command says before it exits with 2."""
+
+    def run(*arguments: Any) -> str:
+        monkeypatch.setattr(sys, "argv", ["megatron-stppo", *map(str, arguments)])
+        for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(SystemExit) as left:
+            door.main()
+        message = capsys.readouterr().err
+        assert left.value.code == 2, message
+        assert len(message.splitlines()) == 1 and message.startswith("megatron-stppo: "), message
+        return message.removeprefix("megatron-stppo: ").rstrip("\n")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("run.seed=-1", "run.seed=-1: Input should be greater than or equal to 0"),
+        ("run.seed=4294967296", "run.seed=4294967296: Input should be less than 4294967296"),
+        ("update.actor.betas=[1.5,0.9]", "update.actor.betas.0=1.5: Input should be less than 1"),
+        (
+            "update.critic.betas=[0.9,-0.1]",
+            "update.critic.betas.1=-0.1: Input should be greater than or equal to 0",
+        ),
+        ("rollout.max_context=0", "rollout.max_context=0: Input should be greater than or equal to 2"),
+        (
+            "rollout.max_context=10",
+            "rollout.max_context=10 is less than rollout.max_prompt_tokens=64 + rollout.max_turn_tokens=8; "
+            "raise it to 72 or more, or lower these two",
+        ),
+        (
+            "rollout.max_turn_tokens=500",
+            "rollout.max_prompt_tokens=64 + (environment.max_turns=1 + 1) * (rollout.max_turn_tokens=500 + "
+            "environment.max_observation_tokens=24) = 1112 exceeds the model's max_position_embeddings=256; "
+            "lower one of these fields, or set rollout.max_context=256",
+        ),
+    ],
+)
+def test_a_number_out_of_its_bounds(root: Path, said: Said, override: str, line: str) -> None:
+    assert said("train", root / "run.yaml", override) == line
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "evaluate"])
+@pytest.mark.parametrize("where", ["tasks.jsonl", "tasks.jsonl/deeper"])
+def test_a_run_folder_that_cannot_be_written(root: Path, said: Said, command: str, where: str) -> None:
+    message = said(command, root / "run.yaml", f"run.root={root / where}")
+    assert message == (
+        f"run.root={root / where}/r: cannot be written, {root}/tasks.jsonl is not a folder; name a folder "
+        "that you may write to"
+    )
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(root: Path, said: Said) -> None:
+    message = said("evaluate", root / "run.yaml", "--output", root / "tasks.jsonl" / "result.json")
+    assert message.startswith(f"--output={root}/tasks.jsonl: cannot be written, ")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda m: (m / "config.json").write_bytes(b'{"a": "\xe9"}'), "config.json is not JSON in UTF-8"),
+        (lambda m: (m / "config.json").write_text("[]"), "config.json holds list, not an object"),
+        (lambda m: edit(m, num_hidden_layers=None), "config.json's num_hidden_layers is missing"),
+        (lambda m: edit(m, hidden_size="64"), "config.json's hidden_size is '64', not a whole number from 1"),
+        (
+            lambda m: edit(m, num_attention_heads=0),
+            "config.json's num_attention_heads is 0, not a whole number",
+        ),
+        (lambda m: edit(m, rms_norm_eps="x"), "config.json's rms_norm_eps is 'x', not above 0"),
+        (lambda m: edit(m, rope_scaling="linear"), "config.json's rope_scaling is 'linear', not an object"),
+        (lambda m: (m / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: cannot be read"),
+        (lambda m: (m / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds list"),
+    ],
+)
+def test_a_model_folder_with_a_broken_file(
+    root: Path, said: Said, change: Callable[[Path], None], part: str
+) -> None:
+    change(root / "model")
+    assert part in said("train", root / "run.yaml")
+
+
+def edit(model: Path, **changes: Any) -> None:
+    given = {name: value for name, value in (SHAPE | changes).items() if value is not None}
+    (model / "config.json").write_text(json.dumps(given))
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_tokenizer_that_is_larger_than_the_vocabulary(root: Path, said: Said, command: str) -> None:
+    remedy = "config.json's vocab_size=1024 allows ids below it; give the tokenizer of this model"
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1024}, unk_token="a"))
+    tokenizer.save(str(root / "model" / "tokenizer.json"))
+    assert said(command, root / "run.yaml").endswith(f"its tokenizer has the token id 1024, {remedy}")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(root / "model" / "tokenizer.json"))
+    added = {"added_tokens_decoder": {"1030": {"content": "<pad>"}}}
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps(added))
+    assert said(command, root / "run.yaml").endswith(f"its tokenizer has the token id 1030, {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"\xff\xfe\x00", "row 1: is not UTF-8 (byte 0xff at position 1); save the file as UTF-8"),
+        (json.dumps(ROW).encode() + b"\n" + LATIN, "row 2: is not UTF-8 (byte 0xe9 at position 27)"),
+        (b"\xef\xbb\xbf{}\n", "row 1: begins with a byte order mark"),
+        (json.dumps(ROW).encode() + b"\n\n", "row 2: is empty; remove the line"),
+        (b'{"a": 1,}\n', "row 1: is not JSON (Expecting property name enclosed in double quotes, column 9)"),
+        (b'[\n{"a": 1}\n]\n', "row 1: is not JSON (Expecting value, column 2); give one object per line"),
+        (b"5\n", "row 1: is int, not an object"),
+        (
+            json.dumps(ROW | {"prompt": [{"role": "user", "content": "\ud800"}]}).encode(),
+            "unpaired surrogate",
+        ),
+    ],
+)
+def test_tasks_that_cannot_be_read_are_named_by_their_row(
+    root: Path, said: Said, content: bytes, part: str
+) -> None:
+    (root / "tasks.jsonl").write_bytes(content)
+    message = said("train", root / "run.yaml")
+    assert message.startswith(f"{root}/tasks.jsonl row ") and part in message
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"\xff\xfe\x00\x80", "row 1: is not UTF-8 (byte 0xff at position 1)"),
+        (LATIN, "row 1: is not UTF-8 (byte 0xe9 at position 27)"),
+        (b'{"id": 1}\n', "row 1: has no id, or no contents that are text; give both"),
+        (b'{"id": 1, "contents": "..."}\n', "holds no document; give rows with an id and non-empty contents"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read(root: Path, said: Said, content: bytes, part: str) -> None:
+    (root / "corpus.jsonl").write_bytes(content)
+    assert part in said("build-index", root / "corpus.jsonl", root / "new")
+    assert not (root / "new").exists()
+
+
+def test_an_index_that_cannot_be_written(root: Path, said: Said) -> None:
+    (root / "corpus.jsonl").write_text('{"id": 1, "contents": "Paris"}\n')
+    message = said("build-index", root / "corpus.jsonl", root / "corpus.jsonl" / "index")
+    assert (
+        message
+        == f"index={root}/corpus.jsonl/index: cannot be written (Not a directory); name another folder"
+    )
+
+
+def test_a_missing_index_names_the_command_that_writes_one(root: Path, said: Said) -> None:
+    message = said("train", root / "run.yaml", f"environment.retrieval.index={root}/none")
+    assert message == (
+        f"environment.retrieval.index={root}/none: no BM25 index there; write one with `megatron-stppo "
+        f"build-index CORPUS.jsonl {root}/none`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("run:\n  name: a\n iterations: 3\n", "line 3, column 2: expected <block end>, but found"),
+        ("run:\n\tname: a\n", "line 2, column 1: found character '\\t' that cannot start any token"),
+        ("run:\n  name: a\n  name: b\n", "line 3, column 3: name is there twice, remove one"),
+        ("run: &a {}\nupdate: *a\n", "line 2, column 9: alias *a, write its value out"),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_named_by_its_line(
+    root: Path, said: Said, text: str, reason: str
+) -> None:
+    (root / "run.yaml").write_text(text)
+    message = said("train", root / "run.yaml")
+    assert message.startswith(f"config={root}/run.yaml: is not YAML ({reason}")
+    assert message.endswith("; correct the file")
+
+
+def test_a_cold_start_replaces_a_model_only(root: Path, said: Said) -> None:
+    (root / "scripts.jsonl").write_text("{}\n")
+    (root / "photos").mkdir()
+    (root / "photos" / "cat.png").write_text("")
+    command = ("cold-start", root / "run.yaml", f"data.demonstrations={root}/scripts.jsonl")
+    assert "holds something else than a model" in said(*command, f"cold_start.output={root}/photos")
+    assert "is model.path; name another folder" in said(*command, f"cold_start.output={root}/model")
+    assert "is not a folder" in said(*command, f"cold_start.output={root}/tasks.jsonl")
