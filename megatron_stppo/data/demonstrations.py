@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
+from megatron_stppo.data.chat import encode_chats
+from megatron_stppo.types import Message
 
 CHUNK = 1024  # rows encoded together
 
@@ -81,13 +83,8 @@ def _row(row: Any, where: str) -> Row:
 
 def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
     """Token ids of each row: its prompt, then its segments."""
-    prompts = [
-        tokenizer.apply_chat_template(
-            [message.model_dump() for message in row.prompt], add_generation_prompt=True, tokenize=False
-        )
-        for row in rows
-    ]
-    heads = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    prompts = [[Message(message.role, message.content) for message in row.prompt] for row in rows]
+    heads = encode_chats(tokenizer, prompts)
     texts = [segment.text for row in rows for segment in row.segments]
     pieces: Iterator[Any] = iter(
         tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -3,7 +3,8 @@
 Every rank of an engine group keeps the same Episode objects and feeds them the same answers, so they agree on
 every token without exchanging any.
 
-- The prompt is the chat template over the environment's messages. After that nothing is re-tokenised: turns
+- The prompt is the chat template over the environment's messages (data/chat.py: special tokens in a message
+  are plain text). After that nothing is re-tokenised: turns
   are the engine's ids, an observation is encoded once, special tokens in it as plain text.
 - A turn that the token limit cut goes to the environment as it stands (it rarely parses: an invalid action).
   When it was the context that ran out, the episode ends as truncated instead, and so it does when an
@@ -17,6 +18,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_stppo.data.chat import encode_chat, encode_plain
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.generation import Finished
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
@@ -55,10 +57,7 @@ class Episode:
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenises the prompt; one that is too long ends the episode as an error of the data."""
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        ids = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = encode_chat(self.tokenizer, messages)
         self.stop_strings = stop_strings
         self.prompt_ids, self.context = tuple(ids), list(ids)
         prompt, context = self.limits.max_prompt_tokens, self.limits.max_context
@@ -143,9 +142,3 @@ class Episode:
         self.turns[-1] = Turn(
             turn.token_ids, turn.rollout_logprob, observation_ids, reward, turn.policy_version
         )
-
-
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text from outside: "<|im_end|>" in it becomes the letters, never the control token."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids

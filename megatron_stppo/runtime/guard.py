@@ -46,13 +46,14 @@ class Guard:
         spikes = [str(spike) for spike in self._spikes.look(row)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
         spiked = all_agree(bool(spikes))
-        reasons = [*refused, *(_where_not_finite(batch) if refused else ()), *spikes]
+        where = _where_not_finite(batch) if refused else []
+        reasons = [*refused, *where, *spikes]
         for reason in reasons:
             self._warn(iteration, reason)
         if {"none": False, "faults": spiked or bool(refused), "all": True}[self._run.dump]:
             given = (self._run.folder, iteration, batch, group_N, self._place)
             dumps.write(*given, reasons, self._run.keep_dumps)
-        self._spend_budget()
+        self._spend_budget(where)
         found = {"fault/spikes": float(len(spikes))}
         return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
 
@@ -63,11 +64,13 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._spikes.restore(state.get("spikes", {}))
 
-    def _spend_budget(self) -> None:
+    def _spend_budget(self, where: list[str]) -> None:
+        """`where` says which of the last batch's numbers are not finite."""
         skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
         if skipped > budget:
+            cause = f"; the last batch: {where[0]}" if where else ""
             raise DoNotRestart(
-                f"{skipped} steps were not finite, run.nonfinite_budget={budget}; lower the rates"
+                f"{skipped} steps were not finite, run.nonfinite_budget={budget}{cause}; {remedy(where)}"
             )
 
     def _roll_back(self, iteration: int) -> dict[str, float]:
@@ -89,6 +92,13 @@ class Guard:
     def _warn(self, iteration: int, text: str) -> None:
         if self._place.rank == 0:
             log.warning("iteration %d: %s", iteration, text)
+
+
+def remedy(where: list[str]) -> str:
+    """What a user changes, by what is not finite in the batch. Example: remedy(["reward_T: 1 of 40 .."])."""
+    if any(text.startswith("reward_T") for text in where):
+        return "the environment returned these rewards, correct it to return finite numbers"
+    return "lower update.actor.lr and update.critic.lr"
 
 
 def _where_not_finite(batch: Batch) -> list[str]:

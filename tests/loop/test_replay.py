@@ -199,7 +199,9 @@ def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budge
     given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", f"--from={replayed}")
     done = command(config.parent, 1, "train", str(config), "--replay", "batches", *given, path=no_engine)
     assert done.returncode == 93, done.stderr[-3000:]
-    assert "2 steps were not finite, run.nonfinite_budget=1" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron-stppo: 2 steps")]
+    assert "2 steps were not finite, run.nonfinite_budget=1; the last batch: reward_T: 1 of" in line
+    assert line.endswith("the environment returned these rewards, correct it to return finite numbers")
     (row,), expected = rows(config.parent / "runs/again"), rows(replayed)[0]
     for key in ("actor/objective", "actor/gradient_norm", "critic/loss", "critic/gradient_norm"):
         assert row[key] == pytest.approx(expected[key], rel=1e-4), key

@@ -75,11 +75,13 @@ def observe_pair(folder: Path) -> list[list[Trajectory]]:
     return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))]
 
 
-def observe_replicas(folder: Path) -> tuple[list[Trajectory], tuple[str, str]]:
+def observe_replicas(folder: Path) -> tuple[list[Trajectory], str, tuple[str, str]]:
     play, half = start(folder, 1), dist.get_rank() * 3
     mine = play(TASKS[half : half + 3], first_index=half)
+    wrong = [task(0, "return nothing" if dist.get_rank() else "play")]
+    misuse, _ = refused(lambda _: play(wrong))
     fail_in_step(9 if dist.get_rank() else 0)
-    return mine, refused(play)
+    return mine, misuse, refused(play)
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +180,10 @@ def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
     ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240, engine=True)
-    (first, broken), (second, broken_too) = ranks
+    (first, misuse, broken), (second, misuse_too, broken_too) = ranks
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]
+    assert misuse == misuse_too and misuse.startswith("ConfigError: Game.step(): returned None; return an")
     assert broken == broken_too, "one engine's failure is an EngineFailure on every rank"
     assert broken[0].startswith("EngineFailure: rollout failed on rank 1: ")
     assert broken[1].startswith("rank 1: MemoryError at ")

@@ -79,6 +79,31 @@ def test_exception_is_an_error_logged_with_its_traceback_and_without_control_cod
     assert "\x1b" not in caplog.text
 
 
+@pytest.mark.parametrize(("behave", "kind"), [("cancel", "CancelledError"), ("exit", "SystemExit")])
+def test_an_environment_that_cancels_itself_or_exits_is_an_error_and_not_waited_for(
+    behave: str, kind: str
+) -> None:
+    with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
+        for index, way in enumerate((behave, "play")):
+            host.reset(index, task(index, way), seed=0)
+        host.take(2)
+        for index in range(2):
+            host.step(index, "a")
+        ended, other = host.take(2)
+    assert ended.failure == "error" and ended.detail.startswith(f"{kind}: ")
+    assert other.result is not None
+
+
+def test_a_result_of_the_wrong_type_is_misuse_and_no_outcome() -> None:
+    with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
+        host.reset(0, task(0, "return nothing"), seed=0)
+        host.take(1)
+        host.step(0, "a")
+        [answer] = host.take(1)
+    assert (answer.failure, answer.result) == (None, None)
+    assert answer.misuse == "Game.step(): returned None; return an environments.base.StepResult"
+
+
 def test_concurrency_bounds_the_calls_under_way() -> None:
     Watched.under_way = Watched.most = 0
     with EnvironmentHost(Watched, concurrency=3, deadline=5) as host:

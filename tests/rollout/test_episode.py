@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
+from megatron_stppo.data.chat import encode_plain
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.rollout.episode import Episode, Limits, encode_plain
+from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.generation import Finished, Reason
 from megatron_stppo.types import Message
 from tests.rollout.tiny import END, task

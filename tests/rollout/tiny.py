@@ -127,6 +127,12 @@ class Game:
         await asyncio.sleep(0.002 * (len(action) % 3))
         if self.behave == "hang":
             await asyncio.sleep(60)
+        if self.behave == "return nothing":
+            return None  # type: ignore[return-value]
+        if self.behave == "cancel":
+            raise asyncio.CancelledError  # of a task of its own that it awaited
+        if self.behave == "exit":
+            raise SystemExit(3)
         if self.behave == "raise":
             raise RuntimeError("the board fell over \x1b[31m")
         if len(self.actions) == 3:

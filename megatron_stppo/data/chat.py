@@ -1,0 +1,154 @@
+"""A chat as token ids: the template's special tokens are control tokens, those in a message are text.
+
+"<|im_end|>" in a task or in an environment's message would otherwise end the message, and what follows could
+pose as a message of another role.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.types import Message
+
+# Private characters, which no message should hold; an occurrence of a special token is replaced by a mark.
+OPEN, CLOSE = "\ue000", "\ue001"
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text from outside: "<|im_end|>" in it becomes the letters, never the control token."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+    """Token ids of the chat template over each chat's messages, with the assistant's opening.
+
+    Equal to tokenizer.apply_chat_template, unless a message holds a special token's text. That text, and what
+    stands beside it up to the template's next special tokens, is encoded by encode_plain. Raises ConfigError
+    for messages that the template refuses.
+    """
+    special, may_normalise = _special_tokens(tokenizer)
+    rendered, marks = [], []
+    for messages in chats:
+        marked, texts = _mark(messages, special)
+        if may_normalise:
+            marked = _mark_whole(tokenizer, messages, marked, texts, special)
+        rendered.append(_render(tokenizer, marked))
+        marks.append(texts)
+    every: list[list[int]] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return [
+        _encode_marked(tokenizer, text, texts, special) if texts else ids
+        for text, texts, ids in zip(rendered, marks, every, strict=True)
+    ]
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """encode_chats for one chat."""
+    return encode_chats(tokenizer, [messages])[0]
+
+
+@functools.lru_cache(maxsize=2)
+def _special_tokens(tokenizer: Any) -> tuple[dict[str, int], bool]:
+    """({text: id} of the control tokens, whether one is looked for in normalised text). Added tokens that are
+    not special, such as <tool_call>, are text."""
+    special = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    normalised = any(token.normalized for token in special.values())
+    return {str(token): number for number, token in special.items()}, normalised
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(
+            f"model.path: its chat template refuses messages of the roles {roles} ({error}); change the "
+            "prompt, or the template"
+        ) from None
+    return text
+
+
+def _mark(
+    messages: Sequence[Message], special: dict[str, int]
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """The messages with a mark in the place of each special token's text; {mark: that text}.
+
+    The rest of a content stays: a template may strip it, or look for a prefix.
+    """
+    texts: dict[str, str] = {}
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    opening = _opening(messages)
+    marked = [
+        {
+            "role": message.role,
+            "content": pattern.sub(lambda found: _new(opening, found.group(), texts), message.content),
+        }
+        for message in messages
+    ]
+    return marked, texts
+
+
+def _mark_whole(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    marked: list[dict[str, str]],
+    texts: dict[str, str],
+    special: dict[str, int],
+) -> list[dict[str, str]]:
+    """A mark in the place of every content that has a special token once the tokenizer normalises it."""
+    opening, out = _opening(messages), []
+    for message, given in zip(messages, marked, strict=True):
+        encoded = tokenizer(given["content"], add_special_tokens=False)["input_ids"]
+        held = not set(special.values()).isdisjoint(encoded)
+        out.append(given | {"content": _new(opening, message.content, texts)} if held else given)
+    return out
+
+
+def _opening(messages: Sequence[Message]) -> str:
+    """What no content holds."""
+    given, opening = "".join(message.content for message in messages), OPEN
+    while opening in given:
+        opening += OPEN
+    return opening
+
+
+def _new(opening: str, text: str, texts: dict[str, str]) -> str:
+    mark = f"{opening}{len(texts)}{CLOSE}"
+    texts[mark] = text
+    return mark
+
+
+def _spans(encoded: Any, text: str, special: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(index of the token, start, end) of the special tokens that stand in the text: an unknown word may have
+    a special id too."""
+    ids, offsets, numbers = encoded["input_ids"], encoded["offset_mapping"], set(special.values())
+    return [
+        (index, start, end)
+        for index, (number, (start, end)) in enumerate(zip(ids, offsets, strict=True))
+        if number in numbers and special.get(text[start:end].strip()) == number
+    ]
+
+
+def _encode_marked(tokenizer: Any, text: str, texts: dict[str, str], special: dict[str, int]) -> list[int]:
+    """Between two special tokens of the template nothing is changed where there is no mark."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = encoded["input_ids"]
+    out: list[int] = []
+    after, begin = 0, 0  # the token and the character after the last special token
+    for index, start, end in [*_spans(encoded, text, special), (len(ids), len(text), len(text))]:
+        piece = text[begin:start]
+        if any(mark in piece for mark in texts):
+            for mark, original in texts.items():
+                piece = piece.replace(mark, original)
+            out += encode_plain(tokenizer, piece)
+        else:
+            out += ids[after:index]
+        out += ids[index : index + 1]
+        after, begin = index + 1, end
+    return out
