@@ -16,13 +16,26 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megatron_stppo import __version__
 from megatron_stppo.exits import exit_code, is_first_rank, noting_the_end, say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
+
+def _examples(*lines: str) -> str:
+    """The end of a help text; each line as it is written."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 app = typer.Typer(
     help="ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
+    epilog=_examples(
+        "megatron-stppo init my-project            a new project that trains at once on a CPU",
+        "megatron-stppo train config.yaml          one process",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo train config.yaml",
+        "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # its tracebacks print local variables, secrets among them
@@ -45,7 +58,31 @@ Sets = Annotated[
 ]
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatron-stppo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit"),
+    ] = False,
+) -> None:
+    """The options of the program itself."""
+
+
+@app.command(
+    epilog=_examples(
+        "megatron-stppo train config.yaml",
+        "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
+        "megatron-stppo train config.yaml --resume",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo train config.yaml",
+        "megatron-stppo train config.yaml run.name=again --replay rollouts --from runs/first",
+    )
+)
 def train(
     config: File,
     overrides: Overrides = None,
@@ -110,7 +147,12 @@ def _replay(
     replay(settings, what, source, start)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "megatron-stppo rollout config.yaml run.name=played run.iterations=1",
+        "megatron-stppo rollout config.yaml run.name=played run.iterations=21 --from runs/first",
+    )
+)
 def rollout(
     config: File,
     overrides: Overrides = None,
@@ -137,7 +179,13 @@ def rollout(
     play(settings, source, start)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "megatron-stppo evaluate config.yaml",
+        "megatron-stppo evaluate config.yaml --checkpoint latest --output after.json",
+        "megatron-stppo evaluate config.yaml data.evaluate=other.jsonl evaluate.samples=4",
+    )
+)
 def evaluate(
     config: File,
     overrides: Overrides = None,
@@ -159,7 +207,10 @@ def evaluate(
     stage.evaluate(settings, checkpoint, output)
 
 
-@app.command("cold-start")
+@app.command(
+    "cold-start",
+    epilog=_examples("megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start"),
+)
 def cold_start(config: File, overrides: Overrides = None) -> None:
     """Teach a model the format from scripted trajectories (data.demonstrations)."""
     settings = _open(config, overrides, "cold-start")
@@ -171,7 +222,13 @@ def cold_start(config: File, overrides: Overrides = None) -> None:
     stage.cold_start(settings)
 
 
-@convert_app.command("to-hf")
+@convert_app.command(
+    "to-hf",
+    epilog=_examples(
+        "megatron-stppo convert to-hf config.yaml latest trained",
+        "megatron-stppo convert to-hf config.yaml step_20 trained run.name=second",
+    ),
+)
 def to_hf(
     config: File,
     checkpoint: Annotated[str, typer.Argument(help="step_N or latest, of the run in CONFIG.yaml")],
@@ -191,7 +248,13 @@ def to_hf(
     convert.to_hf(settings, checkpoint, output)
 
 
-@convert_app.command("to-megatron")
+@convert_app.command(
+    "to-megatron",
+    epilog=_examples(
+        "megatron-stppo convert to-megatron config.yaml runs/second/checkpoints",
+        "megatron-stppo train config.yaml run.name=second --resume",
+    ),
+)
 def to_megatron(
     config: File,
     output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
@@ -208,7 +271,7 @@ def to_megatron(
     convert.to_megatron(settings, output)
 
 
-@app.command("build-index")
+@app.command("build-index", epilog=_examples("megatron-stppo build-index corpus.jsonl index"))
 def build_index(
     corpus: Annotated[Path, typer.Argument(help='.jsonl rows {"id", "contents"}; contents: "Title"\\ntext')],
     index: Annotated[Path, typer.Argument(help="new folder for the BM25 index")],
@@ -223,7 +286,13 @@ def build_index(
     typer.echo(f"{len(BM25Retriever(index))} documents in {index}", err=True)
 
 
-@app.command("serve-retriever")
+@app.command(
+    "serve-retriever",
+    epilog=_examples(
+        "megatron-stppo serve-retriever index --port 8000",
+        "RETRIEVER_TOKEN=... megatron-stppo serve-retriever index --host 0.0.0.0 --token-env RETRIEVER_TOKEN",
+    ),
+)
 def serve_retriever(
     index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],
     host: Annotated[str, typer.Option(help="anything but the loopback needs --token-env")] = "127.0.0.1",
@@ -242,7 +311,12 @@ def serve_retriever(
     retrieval_server.serve(index, host, port, token)
 
 
-@app.command("check-invariance")
+@app.command(
+    "check-invariance",
+    epilog=_examples(
+        "torchrun --standalone --nproc-per-node 4 -m megatron_stppo check-invariance config.yaml"
+    ),
+)
 def check_invariance(
     config: File,
     overrides: Overrides = None,
@@ -258,7 +332,12 @@ def check_invariance(
     raise typer.Exit(int(check(settings, output) > 0))
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "megatron-stppo plan config.yaml --gpus 64",
+        "megatron-stppo plan config.yaml --gpus 64 parallel.tensor=8 --json",
+    )
+)
 def plan(
     config: File,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run; none is needed here")],
@@ -282,7 +361,12 @@ def plan(
         raise ConfigError("\n".join(found.broken))
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "megatron-stppo report runs/first",
+        "megatron-stppo report runs/first runs/second --output compared.html",
+    )
+)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False)],
     output: Annotated[
@@ -308,6 +392,24 @@ def doctor() -> None:
     from megatron_stppo.runtime import doctor as report
 
     raise typer.Exit(report.doctor())
+
+
+@app.command(epilog=_examples("megatron-stppo init my-project"))
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="new or empty folder")],
+) -> None:
+    """Write a new project: configuration, environment, data, tests and a model that trains on a CPU."""
+    from megatron_stppo import init as project
+
+    names = project.write(folder)
+    typer.echo(f"wrote {', '.join(names)} to {folder}; now:\n")
+    typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
+    typer.echo("    PYTHONPATH=. megatron-stppo train config.yaml\n\nREADME.md says what to change first.")
+
+
+for _command in (*app.registered_commands, *convert_app.registered_commands):
+    # Without a short_help the list of commands cuts their first sentence where the line ends.
+    _command.short_help = (_command.callback.__doc__ or "").strip()
 
 
 def _open(
@@ -394,7 +496,7 @@ def _record(config: Config) -> None:
 def main() -> None:
     """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
     try:
-        app()
+        app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
     except Exception as error:
         code = exit_code(error)
         if code is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -53,6 +56,35 @@ def test_help_takes_less_than_half_a_second() -> None:
 def test_help_does_not_import_torch() -> None:
     code = "import sys, megatron_stppo.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
+    overview = run("--help", COLUMNS="80").stdout.partition("Commands:")[2]
+    assert "..." not in overview
+    commands = re.findall(r"^  ([a-z][a-z-]+)  ", overview, re.MULTILINE)
+    assert {"train", "init", "convert"} <= set(commands)
+    of_convert = run("convert", "--help", COLUMNS="80").stdout
+    assert "..." not in of_convert.partition("Commands:")[2]
+    group: Any = typer.main.get_command(door.app)
+    for name, command in group.commands.items() | group.commands["convert"].commands.items():
+        if name not in ("convert", "doctor"):  # which have neither arguments nor options
+            assert re.search(rf"megatron[-_]stppo (convert )?{name} ", command.epilog), name
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"], ["trian"]])
+def test_the_module_and_the_console_script_say_the_same(arguments: list[str]) -> None:
+    script = Path(sys.executable).with_name("megatron-stppo")
+    as_script = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=120)
+    as_module = run(*arguments)
+    assert (as_script.returncode, as_script.stdout, as_script.stderr) == (
+        as_module.returncode,
+        as_module.stdout,
+        as_module.stderr,
+    )
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"megatron-stppo {importlib.metadata.version('megatron-stppo')}\n"
 
 
 @pytest.mark.parametrize("command", [[], ["trian"], ["train"], ["train", QUICKSTART, "--no-such-option"]])

@@ -17,7 +17,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import search
 from megatron_stppo.environments.base import Environment
 
-REMEDY = "give search, or MODULE:FACTORY, found on PYTHONPATH"
+REMEDY = "give search, or MODULE:FACTORY, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:

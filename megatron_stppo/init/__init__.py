@@ -1,0 +1,31 @@
+"""A new project: a folder with everything that a first run needs, which a user then changes file by file."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from megatron_stppo.config import ConfigError
+
+TEMPLATE = "template"
+
+
+def write(folder: Path) -> list[str]:
+    """Copy the template's files into `folder`, which is made; return their names, sorted.
+
+    Raises ConfigError if the folder holds anything, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"FOLDER={folder}: is not an empty folder; name a new one")
+    files = {
+        item.name: item.read_text(encoding="utf-8")
+        for item in (resources.files(__package__) / TEMPLATE).iterdir()
+        if item.is_file()  # not __pycache__
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"FOLDER={folder}: {error.strerror}; name a folder that can be written") from None
+    return sorted(files)
