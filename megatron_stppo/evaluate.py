@@ -22,6 +22,7 @@ from megatron_stppo.rollout.collect import Progress
 from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime.console import say, timed
 from megatron_stppo.runtime.metrics import counting
+from megatron_stppo.runtime.trajectory_files import new_folder
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.types import Task
 
@@ -31,7 +32,9 @@ HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
 def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
     """Plays data.evaluate with model.path itself, or with checkpoint "step_N" or "latest"; prints a table.
 
-    `output` names a JSON file for the numbers; the trajectories go to a folder beside it. Raises ConfigError.
+    The numbers (result.json) and the episodes (trajectories/) go to a new folder of the run: evaluate/step_N
+    or evaluate/model, or step_N-2 and so on where there is one. `output` names one more JSON file for the
+    numbers. Raises ConfigError.
     """
     parts = assemble(config, training=False)
     iteration = 0
@@ -43,8 +46,10 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     rank = parts.place.rank
     with timed("first reshard", rank == 0):
         parts.serve(version=iteration)
-    folder = output.parent if output else config.run.folder
-    log = TrajectoryLog(folder / "evaluate", parts.place.rank, parts.engine.tokenizer)
+    folder = config.run.folder / "evaluate"
+    if rank == 0:
+        folder = new_folder(folder, "model" if checkpoint is None else f"step_{iteration}")
+    log = TrajectoryLog(folder, rank, parts.engine.tokenizer)
     with counting("episodes", parts.place.rank == 0) as show:
         row = held_out(parts, log, iteration, show)
     if parts.place.rank == 0:
@@ -52,11 +57,11 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         for name, value in row.items():
             table.add_row(name, f"{value:.3f}")
         Console().print(table)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(row, indent=1))
-        numbers = f"the numbers are {output}, " if output is not None else ""
-        say(f"done; {numbers}the episodes are in {folder / 'evaluate'}")
+        files = [folder / "result.json", *([output] if output is not None else [])]
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(row, indent=1))
+        say(f"done; the numbers are {files[-1]}, the episodes are in {folder}")
     parts.close()
 
 

@@ -22,3 +22,16 @@ def recorded(run: Path) -> list[int]:
     """Iterations whose trajectories are there, in order, each once."""
     found = (FILE.fullmatch(path.name) for path in (run / FOLDER).glob("iteration-*"))
     return sorted({int(match[1]) for match in found if match})
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make and return parent/name, or the first of name-2, name-3, .. that is not there: the episodes of an
+    earlier evaluation stay."""
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1

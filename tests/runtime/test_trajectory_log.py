@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.finite import columns
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.runtime.trajectory_files import recorded, turns_path
+from megatron_stppo.runtime.trajectory_files import new_folder, recorded, turns_path
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.types import Message, Task, Trajectory, Turn
 
@@ -107,3 +107,9 @@ def test_what_the_update_made_of_turns_lies_beside_and_goes_when_the_iteration_i
     assert recorded(tmp_path) == [1]
     log.write(1, [EPISODE])
     assert not beside.exists()
+
+
+def test_every_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    names = [new_folder(tmp_path / "evaluate", "step_4").name for _ in range(3)]
+    assert names == ["step_4", "step_4-2", "step_4-3"]
+    assert new_folder(tmp_path / "evaluate", "model").name == "model"
