@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.exits import exit_code, is_first_rank, noting_the_end, say
+from megatron_stppo.exits import exit_code, is_first_rank, noting_the_end, report_to_torchrun, say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -170,6 +170,7 @@ def rollout(
         checks.check_new(settings)
     else:
         sources.check_source(settings, source, start)
+        sources.check_left(settings, source, start)
     _lock(settings)
     with _importing():
         launch.prepare()
@@ -194,7 +195,7 @@ def evaluate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
-    """Measure exact match on data.evaluate."""
+    """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
     settings = _open(config, overrides, "evaluate")
     _check_checkpoint(settings, checkpoint)
     from megatron_stppo.runtime import checks, launch
@@ -307,8 +308,10 @@ def serve_retriever(
     token = listener_token(host, token_env)
     from megatron_stppo.environments import retrieval_server
 
-    typer.echo(f"POST http://{host}:{port}/retrieve, Ctrl-C ends it", err=True)
-    retrieval_server.serve(index, host, port, token)
+    def announce() -> None:
+        typer.echo(f"POST http://{host}:{port}/retrieve, Ctrl-C ends it", err=True)
+
+    retrieval_server.serve(index, host, port, token, announce)
 
 
 @app.command(
@@ -467,7 +470,14 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
         from megatron_stppo.data import tasks
 
         for field in fields:
-            tasks.read(getattr(config.data, field))
+            given, drawn = tasks.read(getattr(config.data, field)), config.rollout.tasks_per_iteration
+            if field == "train" and len(given) < drawn and is_first_rank():
+                typer.echo(
+                    f"megatron-stppo: data.train={config.data.train}: holds {len(given)} tasks, fewer than "
+                    f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add "
+                    f"tasks, or set rollout.tasks_per_iteration={len(given)} and more samples_per_task",
+                    err=True,
+                )
 
 
 def _lock(config: Config) -> None:
@@ -499,6 +509,7 @@ def main() -> None:
         app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
     except Exception as error:
         code = exit_code(error)
+        report_to_torchrun(f"{type(error).__name__}: {error}" if code is None else f"megatron-stppo: {error}")
         if code is None:
             raise
         say(error)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -80,6 +82,17 @@ def say(error: Exception) -> None:
         print(f"megatron-stppo: {error}", file=sys.stderr)
     elif _given("LOCAL_RANK", "SLURM_LOCALID") == "0":
         print(f"megatron-stppo: rank {_given('RANK', 'SLURM_PROCID')}: {error}", file=sys.stderr)
+
+
+def report_to_torchrun(message: str) -> None:
+    """Torchrun prints a traceback of its own after its ranks have ended, and below it what they left in this
+    file: so the reason is the last thing that a user reads."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):  # the rank's own line is on stderr
+            Path(path).write_text(
+                json.dumps({"message": message, "timestamp": str(int(time.time()))}), encoding="utf-8"
+            )
 
 
 def is_first_rank() -> bool:

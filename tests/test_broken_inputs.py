@@ -6,6 +6,8 @@ None of them gets as far as torch. A crash (1) would be requeued by a scheduler,
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import yaml
 from tokenizers import Tokenizer, models
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.config_file import load
 from megatron_stppo.environments.retrieval import BM25Retriever
 
 SHAPE = {
@@ -44,7 +47,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "tasks.jsonl").write_text((json.dumps(ROW) + "\n") * 4)
     BM25Retriever.build([{"id": "1", "contents": "Paris is a city."}], tmp_path / "index")
     config = {
         "run": {"name": "r", "root": str(tmp_path / "runs")},
@@ -245,3 +248,48 @@ def test_a_cold_start_replaces_a_model_only(root: Path, said: Said) -> None:
     assert "holds something else than a model" in said(*command, f"cold_start.output={root}/photos")
     assert "is model.path; name another folder" in said(*command, f"cold_start.output={root}/model")
     assert "is not a folder" in said(*command, f"cold_start.output={root}/tasks.jsonl")
+
+
+def test_the_retrievers_address_is_announced_only_when_it_listens(root: Path, said: Said) -> None:
+    assert said("serve-retriever", root / "none").startswith("environment.retrieval.index=")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = said("serve-retriever", root / "index", "--port", port)
+    assert message == (
+        f"--host=127.0.0.1 --port={port}: cannot listen there (Address already in use); give another --port, "
+        "or a --host of this machine"
+    )
+
+
+def test_a_rollout_with_nothing_left_to_play(root: Path, said: Said) -> None:
+    for step in (3, 4):
+        (root / "runs" / "other" / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    command = ("rollout", root / "run.yaml", "--from", root / "runs" / "other")
+    assert said(*command, "run.iterations=4").startswith(
+        f"run.iterations=4: --start=latest of {root}/runs/other has 4 behind it, nothing is left to play; "
+        "give run.iterations=5 or more"
+    )
+    assert "--start=step_3" in said(*command, "--start", "step_3", "run.iterations=2")
+
+
+def test_fewer_tasks_than_an_iteration_draws_are_warned_about(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
+    door._read_tasks(load(root / "run.yaml"), ("train",))
+    assert capsys.readouterr().err == (
+        f"megatron-stppo: data.train={root}/tasks.jsonl: holds 1 tasks, fewer than "
+        "rollout.tasks_per_iteration=4: every iteration plays a task several times; add tasks, or set "
+        "rollout.tasks_per_iteration=1 and more samples_per_task\n"
+    )
+    door._read_tasks(load(root / "run.yaml", ["rollout.tasks_per_iteration=1"]), ("train",))
+    assert capsys.readouterr().err == ""
+
+
+def test_under_torchrun_the_reason_is_the_last_thing_that_is_said(root: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_stppo", "train", str(root / "run.yaml"), "update.epoch=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    last = [line for line in done.stderr.splitlines() if line.strip()][-2:]
+    assert "megatron-stppo: update.epoch=2: no such field; did you mean update.epochs?" in last[0]
+    assert not last[1].strip("="), "the frame of torchrun's report"

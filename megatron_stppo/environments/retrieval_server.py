@@ -6,6 +6,10 @@ Bound to the loopback unless told otherwise; with a token every request must car
 from __future__ import annotations
 
 import hmac
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +18,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.concurrency import run_in_threadpool
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 
 MAX_BODY = 1024 * 1024
@@ -55,9 +60,26 @@ def create_app(index: Path, token: str | None = None) -> FastAPI:
     return app
 
 
-def serve(index: Path, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
-    """Serves until interrupted. Raises ConfigError for a missing or empty index."""
-    uvicorn.run(create_app(index, token), host=host, port=port, log_level="warning", access_log=False)
+def serve(index: Path, host: str, port: int, token: str | None, announce: Callable[[], None]) -> None:
+    """Serves until interrupted; calls `announce` once clients can connect. Raises ConfigError for a missing
+    or empty index, and for an address that cannot be listened on."""
+    app = create_app(index, token)
+    try:
+        listener = socket.create_server((host, port), family=_family(host, port))
+    except OSError as error:
+        # the error of a name that cannot be resolved has a number of its own
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"--host={host} --port={port}: cannot listen there ({reason}); give another --port, or a --host "
+            "of this machine"
+        ) from None
+    announce()
+    with listener, suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
 
 def _authorise(request: Request, token: str | None) -> None:

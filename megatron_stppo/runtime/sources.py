@@ -22,6 +22,17 @@ def check_replay(config: Config, what: str, source: Path, start: str | None) -> 
         raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
 
 
+def check_left(config: Config, source: Path, start: str) -> None:
+    """Raises ConfigError if the checkpoint `start` of `source` has all of run.iterations behind it."""
+    steps = [int(path.name.removeprefix("step_")) for path in (source / "checkpoints").glob("step_[0-9]*")]
+    done = max(steps) if start == "latest" else int(start.removeprefix("step_"))
+    if done >= config.run.iterations:
+        raise ConfigError(
+            f"run.iterations={config.run.iterations}: --start={start} of {source} has {done} behind it, "
+            f"nothing is left to play; give run.iterations={done + 1} or more"
+        )
+
+
 def check_source(config: Config, source: Path, start: str | None) -> None:
     """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
     if not source.is_dir():
