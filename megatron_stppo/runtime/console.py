@@ -13,7 +13,7 @@ COLUMNS = {
     "reward/mean": "reward {:.3f}",
     "rollout/exact_match": "exact match {:.3f}",
     "failed": "failed {:d}",
-    "rollout/tokens_per_second": "rollout {:,.0f} tokens/s",
+    "rollout/tokens_per_second": "{:,.0f} tokens/s",
     "evaluate/exact_match": "held-out exact match {:.3f}",
     "seconds": "{:.1f} s",
 }
@@ -37,7 +37,7 @@ def timed(name: str, enabled: bool = True) -> Iterator[None]:
 class RowLines:
     """A reporter that prints each row of metrics.jsonl as one line, on a terminal and in a log alike.
 
-    Example: "st_ppo 4/6: reward 0.266, exact match 0.250, failed 0, rollout 2,707 tokens/s, 1.6 s".
+    Example: "st_ppo 4/6: reward 0.266, exact match 0.250, failed 0, 2,707 tokens/s, 1.6 s".
     """
 
     def __init__(self, name: str, iterations: int) -> None:

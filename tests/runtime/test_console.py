@@ -28,7 +28,7 @@ def test_an_iteration_is_one_line_of_reward_exact_match_failures_and_speed(
     metrics.close()
     seconds = json.loads((tmp_path / "metrics.jsonl").read_text())["seconds"]
     assert capsys.readouterr().err == (
-        f"st_ppo 4/6: reward 0.266, exact match 0.250, failed 3, rollout 2,707 tokens/s, {seconds:.1f} s\n"
+        f"st_ppo 4/6: reward 0.266, exact match 0.250, failed 3, 2,707 tokens/s, {seconds:.1f} s\n"
     )
 
 
