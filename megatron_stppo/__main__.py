@@ -272,6 +272,39 @@ def to_megatron(
     convert.to_megatron(settings, output)
 
 
+@app.command(
+    "check-environment",
+    epilog=_examples("PYTHONPATH=. megatron-stppo check-environment guess:factory config.yaml"),
+)
+def check_environment(
+    kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="as environment.kind names it")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.yaml]", help="its section environment and the tasks of data.train"),
+    ] = None,
+    overrides: Overrides = None,
+    action: Annotated[
+        list[str] | None,
+        typer.Option(help="what the policy writes in an episode; may be repeated; default: a script"),
+    ] = None,
+) -> None:
+    """Play scripted episodes with your environment, without a model; exit 2 if something is wrong with it."""
+    from megatron_stppo.check_environment import check
+    from megatron_stppo.config import ConfigError, EnvironmentConfig
+    from megatron_stppo.config_file import load
+    from megatron_stppo.data import tasks
+
+    settings = load(config, overrides) if config is not None else None
+    section = settings.environment if settings is not None else EnvironmentConfig()
+    train = settings.data.train if settings is not None else None
+    given = tasks.read(train)[:8] if train is not None else ()
+    found = check(section.model_copy(update={"kind": kind}), given, action or ())
+    if found.problems:
+        raise ConfigError("\nmegatron-stppo: ".join(found.problems))
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items())) or "none ended"
+    typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}", err=True)
+
+
 @app.command("build-index", epilog=_examples("megatron-stppo build-index corpus.jsonl index"))
 def build_index(
     corpus: Annotated[Path, typer.Argument(help='.jsonl rows {"id", "contents"}; contents: "Title"\\ntext')],

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("environments",),
     ("rollout", "score", "advantage", "update", "reshard"),
-    ("convert", "describe", "init", "learner", "plan", "report"),
+    ("check_environment", "convert", "describe", "init", "learner", "plan", "report"),
     ("assemble", "invariance", "stages"),
     ("evaluate",),
     ("loop", "cold_start", "play", "replay"),

@@ -1,0 +1,218 @@
+"""Plays scripted episodes with an environment, without a model, and names what is wrong with it.
+
+The rules are those of a rollout: environments/contract.py checks every return value, `environment.deadline`
+limits every call, and a call that does not await stops all episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.environments import choose, contract
+from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.types import Message, Task
+
+TICK = 0.01  # seconds
+STALL = 0.5  # seconds without an await that are reported
+PATIENCE = 2.0  # seconds beyond the deadline after which a call that never awaits is interrupted
+TASK = Task("check-environment", (Message("user", "What is the answer?"),), ("42",), "train", 0)
+Episode = tuple[Any, ...]  # what the environment answered, to be compared
+
+
+@dataclass
+class Found:
+    """What the scripted episodes showed. Example: Found(["Guess.step(): returned None; .."], 3, 7)."""
+
+    problems: list[str] = field(default_factory=list)
+    episodes: int = 0
+    turns: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, problem: str) -> None:
+        line = " ".join(problem.split())
+        if line not in self.problems:
+            self.problems.append(line)
+
+
+def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Sequence[str] = ()) -> Found:
+    """Plays every action of `actions` (default: those of `script`) in an episode of its own, with the given
+    tasks in turn (default: a made-up one), until the environment is done or has had all its turns."""
+    found = Found()
+    try:
+        choose.check(section)
+        make = choose.factory(section)
+    except ConfigError as error:
+        found.add(str(error))
+        return found
+    signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        asyncio.run(_check(section, make, tasks or (TASK,), actions, found))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return found
+
+
+def script(task: Task, stops: Sequence[str]) -> list[str]:
+    """What a policy might write: nothing, prose, the right answer, a search, special tokens, a long text."""
+    right = task.targets[0]
+    endings = [f"a guess{stop}" for stop in stops]
+    tags = [f"<answer>{right}</answer>", f"<search>{right}</search>", "<answer>unclosed"]
+    return ["", "I do not know.", right, *tags, *endings, "<|im_end|>\x00\u202e", "word " * 2_000]
+
+
+async def _check(
+    section: EnvironmentConfig,
+    make: Callable[[], Environment],
+    tasks: Sequence[Task],
+    actions: Sequence[str],
+    found: Found,
+) -> None:
+    player = _Player(section, found)
+    first, second = player.make(make), player.make(make)
+    if first is None or second is None:
+        return
+    if first is second:
+        found.add(
+            f"environment.kind={section.kind}: the factory's function returned the same object twice; return "
+            "a new one for every episode"
+        )
+    await player.play(first, tasks[0], ["hello"])
+    stops = player.stops
+    for number, action in enumerate(actions or script(tasks[0], stops)):
+        task = tasks[number % len(tasks)]
+        alone = await player.play(player.make(make), task, [action])
+        beside = await player.beside(player.make(make), player.make(make), task, tasks[-1], action)
+        if alone is not None and beside is not None and repr(alone) != repr(beside):  # NaN equals nothing
+            found.add(
+                f"{type(first).__name__}: the same task, seed and actions gave another result beside a "
+                "second episode; keep all state in the object, and draw random numbers from `seed`"
+            )
+
+
+class _Player:
+    """Calls environments as a rollout does, one call at a time, and notes what is wrong."""
+
+    def __init__(self, section: EnvironmentConfig, found: Found) -> None:
+        self._section, self._found = section, found
+        self.stops: tuple[str, ...] = ()
+
+    def make(self, make: Callable[[], Environment]) -> Environment | None:
+        try:
+            return make()
+        except Exception as error:  # code of the user's may raise anything
+            self._found.add(
+                f"environment.kind={self._section.kind}: making an episode's environment raised "
+                f"{type(error).__name__}: {error}; correct its __init__"
+            )
+            return None
+
+    async def play(
+        self, environment: Environment | None, task: Task, actions: Sequence[str], after: Any = None
+    ) -> Episode | None:
+        """What reset and every step returned; None where a call failed. `after` is awaited between calls."""
+        if environment is None:
+            return None
+        self._found.episodes += 1
+        answers: list[Any] = [await self._call(environment, "reset", contract.reset(environment, task, 7))]
+        if answers[0] is not None:
+            try:
+                self.stops = contract.stop_strings(environment)
+            except ConfigError as error:
+                self._found.add(str(error))
+        most, result = self._section.max_turns + 1, None
+        for turn in range(most):
+            if answers[-1] is None:
+                break
+            if after is not None:
+                await after(turn)
+            call = contract.step(environment, actions[turn % len(actions)])
+            result = await self._call(environment, "step", call)
+            answers.append(result)
+            if result is not None:
+                self._look(environment, result)
+            if result is None or result.done:
+                break
+        else:
+            self._found.add(
+                f"{type(environment).__name__}.step(): not done after {most} turns, environment.max_turns="
+                f"{self._section.max_turns} and one to answer; return done=True with an outcome by then"
+            )
+        await self._call(environment, "close", contract.close(environment))
+        return None if None in answers else tuple(answers)
+
+    async def beside(
+        self, one: Environment | None, other: Environment | None, task: Task, second: Task, action: str
+    ) -> Episode | None:
+        """What `one` returns while `other` plays an episode of its own between its calls."""
+        if one is None or other is None:
+            return None
+
+        async def disturb(turn: int) -> None:
+            if turn == 0:
+                await self.play(other, second, ["another episode's action"])
+
+        return await self.play(one, task, [action], disturb)
+
+    def _look(self, environment: Environment, result: StepResult) -> None:
+        self._found.turns += 1
+        if not math.isfinite(result.reward):
+            self._found.add(
+                f"{type(environment).__name__}.step(): returned reward {result.reward}; return a finite "
+                'number, or done=True with outcome="error" for an episode that cannot be judged'
+            )
+        if result.outcome is not None:
+            self._found.outcomes[result.outcome] += 1
+
+    async def _call(self, environment: Environment, name: str, call: Awaitable[Any]) -> Any:
+        where, deadline = f"{type(environment).__name__}.{name}()", self._section.deadline
+        stalls: list[float] = []
+        started, ticking = time.monotonic(), asyncio.create_task(_tick(stalls))
+        await asyncio.sleep(0)
+        signal.setitimer(signal.ITIMER_REAL, deadline + PATIENCE)
+        try:
+            async with asyncio.timeout(deadline):
+                return await call
+        except ConfigError as error:
+            self._found.add(str(error))
+        except _Blocked:
+            stalls.append(deadline + PATIENCE)
+        except TimeoutError:
+            self._found.add(f"{where}: no answer within environment.deadline={deadline:g} s; answer sooner")
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            self._found.add(f"{where}: raised {type(error).__name__}: {error}; the episode ends as an error")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if time.monotonic() - started > STALL:
+                await asyncio.sleep(2 * TICK)  # the clock's turn, where the call has kept it waiting
+            ticking.cancel()
+            if max(stalls, default=0.0) > STALL:
+                self._found.add(
+                    f"{where}: blocked the event loop for {max(stalls):.1f} s, and with it all other "
+                    "episodes; await, or run what blocks in asyncio.to_thread"
+                )
+        return None
+
+
+class _Blocked(Exception):
+    """A call neither awaited nor ended."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise _Blocked
+
+
+async def _tick(stalls: list[float]) -> None:
+    """Notes the times between two turns of the event loop, in seconds."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(TICK)
+        stalls.append(time.monotonic() - before)

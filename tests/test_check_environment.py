@@ -1,0 +1,194 @@
+"""check-environment: one line for each thing that is wrong, and none for an environment that is right."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo import __main__ as door
+
+MODULE = """
+import asyncio, math, random, time
+from megatron_stppo.environments.base import StepResult
+
+WRONG = StepResult("", 0.0, True, True, False, "wrong")
+
+
+class Right:
+    stop_strings = ("</answer>",)
+
+    async def reset(self, task, seed):
+        self._target, self._turns = task.targets[0], 0
+        return list(task.prompt)
+
+    async def step(self, action):
+        self._turns += 1
+        if self._target in action:
+            return StepResult("", 1.0, True, True, False, "ok", action[:9])
+        return WRONG if self._turns > 1 else StepResult("again", 0.0, False, True, False)
+
+    async def close(self): ...
+
+
+def right(section):
+    return Right
+
+
+def broken(method):
+    return lambda section: type("Broken", (Right,), {"step": method})
+
+
+def returning(value):
+    async def step(self, action):
+        return value
+
+    return broken(step)
+
+
+nothing = returning(None)
+pair = returning(("", 1.0))
+won = returning(StepResult("", 1.0, True, True, False, "won"))
+nan = returning(StepResult("", math.nan, True, True, False, "ok"))
+endless = returning(StepResult("again", 0.0, False, True, False))
+plain = broken(lambda self, action: WRONG)
+
+
+async def _blocking(self, action):
+    time.sleep(0.7)
+    return WRONG
+
+
+async def _hanging(self, action):
+    time.sleep(60)
+
+
+async def _slow(self, action):
+    await asyncio.sleep(60)
+
+
+async def _raising(self, action):
+    raise KeyError("board")
+
+
+async def _random(self, action):
+    return StepResult("", random.random(), True, True, False, "ok")
+
+
+blocking, hanging, slow, raising = broken(_blocking), broken(_hanging), broken(_slow), broken(_raising)
+luck = broken(_random)
+
+
+class Counting(Right):
+    count = 0
+
+    async def step(self, action):
+        Counting.count += 1
+        return StepResult(f"call {Counting.count}", 0.0, True, True, False, "wrong")
+
+
+def shared(section):
+    return Counting
+
+
+one = Right()
+
+
+def same(section):
+    return lambda: one
+
+
+class Text(Right):
+    stop_strings = "</answer>"
+
+
+def text(section):
+    return Text
+
+
+class Needs(Right):
+    def __init__(self, section): ...
+
+
+def needs(section):
+    return Needs
+
+
+def fails(section):
+    raise FileNotFoundError("board.json")
+"""
+Check = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """(exit code, lines) of the command for an environment of MODULE."""
+    (tmp_path / "checked_environments.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "checked_environments", raising=False)
+    (tmp_path / "run.yaml").write_text("model: {path: m}\nenvironment: {max_turns: 2, deadline: 0.3}\n")
+
+    def run(name: str, *arguments: str) -> tuple[int, list[str]]:
+        command = [
+            "check-environment",
+            f"checked_environments:{name}",
+            str(tmp_path / "run.yaml"),
+            *arguments,
+        ]
+        monkeypatch.setattr(sys, "argv", ["megatron-stppo", *command])
+        with pytest.raises(SystemExit) as left:
+            door.main()
+        return int(left.value.code or 0), capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def test_an_environment_without_a_problem_is_said_to_have_none(check: Check) -> None:
+    code, (line,) = check("right")
+    assert code == 0
+    assert re.fullmatch(r"no problem in \d+ episodes, \d+ turns: \d+ ok, \d+ wrong", line)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nothing", "Broken.step(): returned None; return an environments.base.StepResult"),
+        ("pair", "Broken.step(): returned ('', 1.0); return an environments.base.StepResult"),
+        ("won", "outcome 'won'; choose from ok, wrong, truncated, error, timeout"),
+        ("nan", "Broken.step(): returned reward nan; return a finite number"),
+        ("endless", "Broken.step(): not done after 3 turns, environment.max_turns=2 and one to answer"),
+        ("plain", "Broken.step(): cannot be awaited; write `async def step`"),
+        ("raising", "Broken.step(): raised KeyError: 'board'"),
+        ("shared", "Counting: the same task, seed and actions gave another result"),
+        ("luck", "Broken: the same task, seed and actions gave another result"),
+        ("same", "the factory's function returned the same object twice; return a new one for every episode"),
+        ("text", "Text: stop_strings '</answer>'; give a tuple"),
+        ("needs", "making an episode's environment raised TypeError: "),
+        ("fails", "FileNotFoundError: board.json"),
+        ("absent", "has no attribute 'absent'; give search, or MODULE:FACTORY"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_one_line_and_exit_2(
+    check: Check, name: str, problem: str
+) -> None:
+    code, lines = check(name)
+    assert code == 2
+    assert all(line.startswith("megatron-stppo: ") for line in lines)
+    assert [line for line in lines if problem in line], lines
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("blocking", "Broken.step(): blocked the event loop for "),
+        ("hanging", "Broken.step(): blocked the event loop for 2."),
+        ("slow", "Broken.step(): no answer within environment.deadline=0.3 s; answer sooner"),
+    ],
+)
+def test_a_call_that_takes_too_long_is_named(check: Check, name: str, problem: str) -> None:
+    code, lines = check(name, "--action", "hello")
+    assert code == 2 and [line for line in lines if problem in line], lines
