@@ -102,15 +102,16 @@ def train(
         return _replay(config, overrides, resume, replay, source, start)
     settings = _open(config, overrides, "train", resume)
     _lock(settings)
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.runtime import attempts, launch
     from megatron_stppo.runtime.notice import Notice
 
     notice = Notice(settings.run.end_margin)  # before the imports that take long: SIGUSR1 would kill
+    if resume and is_first_rank():
+        attempts.say_changes(settings)
     with _importing():
         launch.prepare()
         launch.check(settings)
         from megatron_stppo import loop
-    _record(settings)
     from megatron_stppo.runtime.deadlines import Watch
 
     watch = Watch(settings.run.folder, settings.deadlines.by_phase, launch.rank(), launch.world_size())
@@ -143,7 +144,6 @@ def _replay(
         launch.prepare(engine=False)
         launch.check(settings)
         from megatron_stppo.replay import replay
-    _record(settings)
     replay(settings, what, source, start)
 
 
@@ -164,10 +164,10 @@ def rollout(
 ) -> None:
     """Play training episodes and write them down, without a trainer."""
     settings = _open(config, overrides, "rollout")
-    from megatron_stppo.runtime import checks, launch, sources
+    from megatron_stppo.runtime import launch, run_folder, sources
 
     if source is None:
-        checks.check_new(settings)
+        run_folder.check_new(settings)
     else:
         sources.check_source(settings, source, start)
         sources.check_left(settings, source, start)
@@ -176,7 +176,6 @@ def rollout(
         launch.prepare()
         launch.check(settings)
         from megatron_stppo.play import play
-    _record(settings)
     play(settings, source, start)
 
 
@@ -459,16 +458,16 @@ def _open(
     if world is None:
         launch.discover()
     config = load(path, overrides)
-    from megatron_stppo.runtime import checks
+    from megatron_stppo.runtime import checks, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command == "convert":
         config = checks.with_fitting_layout(config, ranks)
     checks.check(config, ranks, command)
     if command == "train" and resume:
-        checks.check_resume(config)
+        run_folder.check_resume(config)
     elif command == "train":
-        checks.check_new(config, "give --resume to continue that run, or another run.name")
+        run_folder.check_new(config, "give --resume to continue that run, or another run.name")
     _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose
@@ -516,20 +515,12 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
 def _lock(config: Config) -> None:
     """No other process writes the run's folder from here on. Raises ConfigError if one does."""
     if is_first_rank():
+        from megatron_stppo.config import ConfigError
         from megatron_stppo.runtime import run_lock
 
-        run_lock.take(config)
-
-
-def _record(config: Config) -> None:
-    """The resolved configuration beside what the run will write."""
-    if is_first_rank():
         try:
-            config.run.folder.mkdir(parents=True, exist_ok=True)
-            (config.run.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
+            run_lock.take(config)
         except OSError as error:
-            from megatron_stppo.config import ConfigError
-
             raise ConfigError(
                 f"run.root={config.run.root}: {config.run.folder} cannot be written ({error.strerror}); name "
                 "a folder that you may write to"

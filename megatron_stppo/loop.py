@@ -20,7 +20,7 @@ from megatron_stppo.model import checkpoint
 from megatron_stppo.parallel.collectives import all_agree
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.rollout.failures import warn
-from megatron_stppo.runtime import console, launch
+from megatron_stppo.runtime import attempts, console, launch
 from megatron_stppo.runtime.deadlines import Watch
 from megatron_stppo.runtime.faults import Requeue
 from megatron_stppo.runtime.guard import Guard
@@ -47,6 +47,7 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     first = _restore(parts, saver, cursor, guard) if resume else 0
     console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
     launch.log_to(run.folder, rank)
+    attempts.record(config, rank)
     observer = Observer(config, parts.shape, parts.place, watch, first, reporting)
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     with console.timed("first reshard", rank == 0):

@@ -10,7 +10,7 @@ from megatron_stppo.data import tasks
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.model import checkpoint
 from megatron_stppo.rollout.failures import warn
-from megatron_stppo.runtime import launch
+from megatron_stppo.runtime import attempts, launch
 from megatron_stppo.runtime.console import RowLines, say, timed
 from megatron_stppo.runtime.metrics import Metrics, progress
 from megatron_stppo.runtime.trajectory_log import TrajectoryLog
@@ -33,6 +33,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
             cursor.restore(state["cursor"])
     rank = parts.place.rank
     launch.log_to(run.folder, rank)
+    attempts.record(config, rank)
     metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     with timed("first reshard", rank == 0):

@@ -22,7 +22,7 @@ from megatron_stppo.describe import describe_batch, describe_rollouts
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import checkpoint
 from megatron_stppo.model.hf_names import read_shape
-from megatron_stppo.runtime import checks, dumps, launch, trajectory_files, trajectory_log
+from megatron_stppo.runtime import attempts, checks, dumps, launch, trajectory_files, trajectory_log
 from megatron_stppo.runtime.console import RowLines, say, timed
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import Metrics, progress
@@ -62,6 +62,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
         )
     rank, folder = learner.place.rank, config.run.folder
     launch.log_to(folder, rank)
+    attempts.record(config, rank)
     name = f"replay of {what}"
     metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
     saver = checkpoint.Saver(folder / "checkpoints", config, learner.place.layout)

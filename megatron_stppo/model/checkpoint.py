@@ -34,6 +34,7 @@ from megatron_stppo.model import checkpoint_folder as steps
 from megatron_stppo.model.checkpoint_copy import Copy
 from megatron_stppo.model.checkpoint_folder import CheckpointError, Damaged, File, Manifest
 from megatron_stppo.model.checkpoint_save import Save
+from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import (
@@ -66,6 +67,7 @@ class Saver:
         self._folder, self._run = folder, config.run
         self._config_sha256 = hashlib.sha256(config.dump().encode()).hexdigest()
         self._layout = {"world": layout.world, **asdict(layout)}
+        self._shape = asdict(read_shape(config.model.path))
         # the writers' own, since training goes on in the others; a slow disk may take as long as a phase
         self._group = dist.new_group(timeout=config.deadlines.timeout, backend="gloo")
         self._thread: threading.Thread | None = None
@@ -122,7 +124,7 @@ class Saver:
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()))
         chunks = next(iter(trainers.values())).chunks
-        made_of = {"layers": layers_of(chunks), "expert": expert_size(chunks)}
+        made_of = {"shape": self._shape, "layers": layers_of(chunks), "expert": expert_size(chunks)}
         return Save(
             scratch,
             folder / f"step_{step}",

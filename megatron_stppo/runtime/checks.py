@@ -6,7 +6,6 @@ the same verdict on their own.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 from pathlib import Path
@@ -31,8 +30,6 @@ DATA = {
 }
 ROLLS_OUT = ("train", "rollout", "evaluate")
 WRITES_RUN = (*ROLLS_OUT, "replay")
-# What a run's folder holds once the run has something to lose.
-WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
@@ -109,30 +106,6 @@ def check_step(run: Path, field: str, checkpoint: str) -> None:
         raise ConfigError(
             f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
         )
-
-
-def check_new(config: Config, remedy: str = "give another run.name") -> None:
-    """Raises ConfigError if the run's folder holds records or checkpoints of a run: they would be
-    overwritten."""
-    folder = config.run.folder
-    held = [name for name in WRITTEN if _holds_something(folder / name)]
-    if held:
-        raise ConfigError(f"run.name={config.run.name}: {folder} holds {', '.join(held)}; {remedy}")
-
-
-def check_resume(config: Config) -> None:
-    """Raises ConfigError unless the run's folder holds a run, with or without a checkpoint."""
-    run, folder = config.run, config.run.folder
-    if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
-        return
-    names = [path.parent.name for path in sorted(run.root.glob("*/config.yaml"))]
-    near = difflib.get_close_matches(run.name, names, 1)
-    hint = f"did you mean run.name={near[0]}? To start a new run," if near else "to start one,"
-    raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
-
-
-def _holds_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
 def with_fitting_layout(config: Config, world_size: int) -> Config:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.runtime.checks import check_new, check_step
+from megatron_stppo.runtime.checks import check_step
+from megatron_stppo.runtime.run_folder import check_new
 
 RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
 

@@ -154,6 +154,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
             bias_norm = bias_norms[a.correction]
             scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
+    rate = actor.learning_rate
     stepped = actor.step(
         norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
     )
@@ -169,6 +170,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
         "actor/correction_scale": scale,
         "actor/gradient_norm": norm,
         "actor/scaled_gradient_norm": norm * scale if on_gradient else norm,
+        "actor/lr": rate,
         "actor/skipped": float(not stepped),
     }
 

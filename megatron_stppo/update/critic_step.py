@@ -30,8 +30,14 @@ def critic_step(
     records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
     mean_loss = float(total(records, 1, packer.place))
     norm = critic.reduce()
+    rate = critic.learning_rate
     stepped = critic.step(norm if math.isfinite(mean_loss) else math.nan)
-    return {"critic/loss": mean_loss, "critic/gradient_norm": norm, "critic/skipped": float(not stepped)}
+    return {
+        "critic/loss": mean_loss,
+        "critic/gradient_norm": norm,
+        "critic/lr": rate,
+        "critic/skipped": float(not stepped),
+    }
 
 
 def _loss(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from megatron_stppo.config_file import load
 from tests.loop import small_run
 
 
@@ -60,7 +62,7 @@ def test_a_name_is_not_used_again_and_a_mistyped_one_is_not_resumed(config: Path
 def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> None:
     lock = config.parent / "runs" / "shared" / "lock"
     with started(config, "run.name=shared") as first:
-        wait_for_holder(lock, first.pid)
+        wait_for_holder(lock, first)
         second = train(config, "run.name=shared")
         assert (second.returncode, second.stderr) == (
             2,
@@ -69,7 +71,46 @@ def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> 
         )
     assert first.returncode == -signal.SIGKILL
     with started(config, "run.name=shared") as third:
-        wait_for_holder(lock, third.pid)
+        wait_for_holder(lock, third)
+
+
+def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path) -> None:
+    """An interrupted run, refused with other models before anything is written, resumed with another rate."""
+    run = config.parent / "runs" / "interrupted"
+    name = ("run.name=interrupted", "run.checkpoint_every=99", "update.critic.warmup_fraction=0")
+    with started(config, *name, "run.iterations=99") as first:
+        wait_until((run / "trajectories" / "iteration-00001.jsonl").exists, first)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(240) == 85
+    (step,) = (run / "checkpoints").glob("step_*")
+    done = int(step.name.removeprefix("step_"))
+    assert json.loads((run / "exit.json").read_text()) == {
+        "code": 85,
+        "reason": f"{step.name} of 99 is checkpointed, to be resumed: SIGINT",
+    }
+    before = files(run)
+    for other, said in (
+        (f"model.path={config.parent / 'experts'}", "its experts=4, that of"),
+        ("algorithm.preset=grpo", "algorithm.advantage=group: trains no critic"),
+    ):
+        refused = train(config, *name, "--resume", other, "rollout.samples_per_task=2")
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+        assert said in refused.stderr
+    assert files(run) == before
+    changed = (f"run.iterations={done + 1}", "update.actor.lr=0.002", "update.critic.lr=0.003")
+    resumed = train(config, *name, *changed, "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert [line for line in resumed.stderr.splitlines() if " changes " in line] == [
+        f"megatron-stppo: --resume changes run.iterations: 99 -> {done + 1}",
+        "megatron-stppo: --resume changes update.actor.lr: 0.001 -> 0.002",
+        "megatron-stppo: --resume changes update.critic.lr: 0.001 -> 0.003",
+    ]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["critic/lr"] for row in rows[-2:]] == [0.001, 0.003]
+    assert 0 < rows[-1]["actor/lr"] < 0.002, "still warming up"
+    of_attempts = [load(run / "configs" / f"attempt-{n}.yaml") for n in (1, 2)]
+    assert [config.update.actor.lr for config in of_attempts] == [0.001, 0.002]
+    assert (run / "config.yaml").read_text() == (run / "configs" / "attempt-2.yaml").read_text()
 
 
 @contextmanager
@@ -83,8 +124,12 @@ def started(config: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def wait_for_holder(lock: Path, process: int) -> None:
-    deadline = time.monotonic() + 120
-    while not lock.exists() or f'"process": {process},' not in lock.read_text():
-        assert time.monotonic() < deadline
+def wait_for_holder(lock: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: lock.exists() and f'"process": {process.pid},' in lock.read_text(), process)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

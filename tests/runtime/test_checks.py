@@ -11,11 +11,10 @@ from megatron_stppo.config_file import load
 from megatron_stppo.runtime.checks import (
     check,
     check_checkpoint,
-    check_new,
-    check_resume,
     listener_token,
 )
 from megatron_stppo.runtime.megatron_fields import DECIDED, megatron_field_names
+from megatron_stppo.runtime.run_folder import check_new, check_resume
 from megatron_stppo.runtime.sources import check_replay, check_source
 
 SHAPE = {
@@ -229,6 +228,37 @@ def test_only_a_run_that_is_there_is_resumed(path: Path) -> None:
         check_resume(config)
     (config.run.folder / "checkpoints").mkdir()  # what convert to-megatron writes
     check_resume(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        (
+            {"trainers": {"actor": []}},
+            r"algorithm.advantage=gae: trains a critic, .*step_4 holds no critic; set",
+        ),
+        (
+            {"shape": {"hidden": 64, "max_positions": 1}},
+            r"model.path=.*: its hidden=128, that of .*step_4 is 64; give",
+        ),
+        ({"shape": {"max_positions": 1}}, ""),
+        ({"trainers": "damaged"}, ""),
+    ],
+)
+def test_a_run_is_resumed_with_the_models_that_it_has(
+    path: Path, changed: dict[str, object], said: str
+) -> None:
+    config = load(path)
+    step = config.run.folder / "checkpoints" / "step_4"
+    step.mkdir(parents=True)
+    (step.parent / "LATEST").write_text("step_4")
+    state = {"iteration": 4, "trainers": {"actor": [], "critic": []}, "shape": {"hidden": 128}} | changed
+    (step / "state.json").write_text(json.dumps(state))
+    if not said:
+        return check_resume(config)
+    with pytest.raises(ConfigError, match=said):
+        check_resume(config)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

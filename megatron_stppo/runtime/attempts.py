@@ -1,0 +1,62 @@
+"""The configuration of every attempt at a run, and what a resumed run changes in it.
+
+config.yaml is the newest attempt's; configs/attempt-N.yaml is that of the N-th attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_stppo.config import Config
+from megatron_stppo.config_file import NOT_YAML, parse
+
+CONFIG = "config.yaml"
+
+
+def record(config: Config, rank: int) -> None:
+    """Write the resolved configuration as the newest attempt's, on rank 0."""
+    if rank:
+        return
+    folder = config.run.folder
+    (folder / "configs").mkdir(parents=True, exist_ok=True)
+    earlier = [int(path.stem.removeprefix("attempt-")) for path in folder.glob("configs/attempt-*.yaml")]
+    (folder / "configs" / f"attempt-{max(earlier, default=0) + 1}.yaml").write_text(
+        config.dump(), encoding="utf-8"
+    )
+    scratch = folder / f"{CONFIG}.tmp"
+    scratch.write_text(config.dump(), encoding="utf-8")
+    os.replace(scratch, folder / CONFIG)
+
+
+def say_changes(config: Config) -> None:
+    """Print a line for every field that has another value than in the attempt before."""
+    path = config.run.folder / CONFIG
+    try:
+        before = parse(path.read_bytes()) if path.exists() else None
+    except NOT_YAML:
+        print(f"megatron-stppo: {path} is damaged; what --resume changes is not known", file=sys.stderr)
+        return
+    if isinstance(before, dict):
+        for change in changes(before, parse(config.dump())):
+            print(f"megatron-stppo: --resume changes {change}", file=sys.stderr)
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Example: {"run": {"seed": 0}} and {"run": {"seed": 1}} give ["run.seed: 0 -> 1"]."""
+    old, new = dict(_fields(before)), dict(_fields(now))
+    return [
+        f"{name}: {old.get(name, 'not given')} -> {new.get(name, 'not given')}"
+        for name in dict.fromkeys((*new, *old))
+        if name not in old or name not in new or old[name] != new[name]
+    ]
+
+
+def _fields(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
