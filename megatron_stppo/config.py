@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_stppo.algorithm.variants import VARIANTS
 
@@ -26,8 +28,17 @@ class ConfigError(ValueError):
     """What a user can mend: the message names field, value and remedy. The door turns it into exit code 2."""
 
 
+def _finite(value: Any) -> Any:
+    """What allow_inf_nan refuses in fields of a declared type, for fields of any type."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("finite_number", "Input should be a finite number")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(part)
+    return value
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -401,7 +412,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    megatron: dict[str, Any] = Field(
+    megatron: dict[str, Annotated[Any, AfterValidator(_finite)]] = Field(
         default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
     )
 

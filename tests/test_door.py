@@ -92,6 +92,14 @@ def test_bad_usage_exits_2(command: list[str]) -> None:
     assert run(*command).returncode == 2
 
 
+@pytest.mark.parametrize("field", ["update.actor.lr", "run.seed", "megatron.layernorm_epsilon"])
+def test_infinity_is_no_setting(field: str) -> None:
+    result = run("train", QUICKSTART, f"{field}=.inf")
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"megatron-stppo: {field}=inf: ")
+    assert "finite number" in result.stderr
+
+
 def test_a_typo_gets_one_clear_line_and_exit_code_2() -> None:
     result = run("train", QUICKSTART, "update.epoch=2")
     assert result.returncode == 2

@@ -36,7 +36,7 @@ from megatron_stppo.model.checkpoint_folder import CheckpointError, Damaged, Fil
 from megatron_stppo.model.checkpoint_save import Save
 from megatron_stppo.model.hf_names import read_shape
 from megatron_stppo.model.mlp_spans import LayerSpec
-from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.optimizer import Trainer, not_finite
 from megatron_stppo.parallel.collectives import (
     all_agree,
     all_gather_bytes,
@@ -91,10 +91,16 @@ class Saver:
 
     def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
         """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and
-        does nothing if that was the same step. Raises what check() raises."""
+        does nothing if that was the same step. Raises what check() raises, and CheckpointError if a number
+        that would be saved is not finite."""
         self._settle()
         if step == self._last:
             return
+        if roles := not_finite(trainers):
+            raise CheckpointError(
+                f"step_{step} is not saved: numbers of {' and '.join(roles)} are not finite; resume from an "
+                f"earlier step in {self._folder} with a lower update.{roles[0]}.lr"
+            )
         self._save = self._take(step, trainers, state)
         if self._run.async_checkpoints:
             self._thread = threading.Thread(target=self._save.run, name=f"step_{step}", daemon=True)

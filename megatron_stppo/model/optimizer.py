@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,11 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.parallel import groups
-from megatron_stppo.parallel.collectives import all_agree
+from megatron_stppo.parallel.collectives import all_agree, all_reduce_sum
 
 if TYPE_CHECKING:
     from megatron_stppo.model.build import TokenModel
@@ -146,6 +147,21 @@ class Trainer:
             for parameter in wrapped.get_parameters():
                 if parameter.grad is not None:
                     yield parameter.grad
+
+
+def not_finite(trainers: Mapping[str, Trainer]) -> list[str]:
+    """Return the roles whose weights or optimizer state hold infinity or NaN on any rank. Collective.
+
+    Every tensor is read once, and the host waits for the device once.
+    """
+    largest = [
+        get_total_norm(
+            (*(p for chunk in trainer.chunks for p in chunk.parameters()), *trainer.states()), math.inf
+        )
+        for trainer in trainers.values()
+    ]
+    bad = all_reduce_sum((~torch.stack(largest).isfinite()).int())
+    return [role for role, count in zip(trainers, bad.tolist(), strict=True) if count]
 
 
 def _megatron_settings(

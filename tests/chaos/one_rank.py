@@ -174,6 +174,23 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "what died is gone, to make room"
 
 
+def not_finite(root: Path, model: Path) -> None:
+    """One infinite weight, or moment, of the model: nothing is published, the step before stays."""
+    saver, trainers = start(root / "finite", model)
+    saver.save(1, trainers, {"iteration": 1})
+    for spoil in (next(trainers["actor"].chunks[0].parameters()).data, list(trainers["actor"].states())[-1]):
+        before = spoil.flatten()[0].item()
+        spoil.view(-1)[0] = float("inf")
+        with pytest.raises(checkpoint.CheckpointError, match="step_2 is not saved: numbers of actor are"):
+            saver.save(2, trainers, {"iteration": 2})
+        spoil.view(-1)[0] = before
+    saver.finish()
+    assert steps.found(root / "finite") == [1] and steps.latest(root / "finite") == 1
+    saver.save(2, trainers, {"iteration": 2})
+    saver.finish()
+    assert steps.found(root / "finite") == [2, 1]
+
+
 def kept(root: Path, model: Path) -> None:
     """The last two and every third; a course that was left goes, the only good step never does."""
     folder = root / "kept"

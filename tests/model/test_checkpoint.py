@@ -47,7 +47,7 @@ def case(name: str, *arguments: Any) -> int:
     return one_rank.in_child(getattr(one_rank, name), *arguments)
 
 
-@pytest.mark.parametrize("name", ["goes_on", "writer_breaks", "flushed", "disk_full", "kept"])
+@pytest.mark.parametrize("name", ["goes_on", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"])
 def test_saver(run: Run, model: Path, tmp_path: Path, name: str) -> None:
     assert run(case, name, tmp_path, model, *([[]] if name == "disk_full" else [])) == 0
 
