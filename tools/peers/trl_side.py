@@ -1,0 +1,150 @@
+"""Trains with TRL's GRPO and reports seconds and tokens of every iteration. Runs in a Python of its own.
+
+    python tools/peers/trl_side.py SPECIFICATION.json RESULT.json
+
+Settings that differ from TRL's defaults, and why: float32 as the other side, no gradient checkpointing and no
+logging (both would only cost time), no early stop. One generation serves four optimizer steps, so TRL scores
+the old log-probs as the other side does; beta=0 (TRL's default) leaves the reference model out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", CUDA_VISIBLE_DEVICES="")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from game import OBSERVATION, question, reward
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+
+TOOL = "look"
+
+
+class House:
+    """The game as an environment of TRL: one tool, which always answers the same."""
+
+    def reset(self, **_: object) -> None:
+        return None
+
+    def look(self) -> str:
+        """Look around."""
+        return OBSERVATION
+
+
+class Clock(TrainerCallback):
+    """Notes when each optimizer step ends, and what was generated until then."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class Timed(GRPOTrainer):
+    """GRPOTrainer that keeps the seconds and the tokens of every generation."""
+
+    generations: list[dict[str, float]]
+
+    def _generate(self, prompts):
+        start = time.perf_counter()
+        out = super()._generate(prompts)
+        prompt_ids, completion_ids, tool_mask = out[:3]
+        written = sum(map(sum, tool_mask)) if tool_mask else sum(map(len, completion_ids))
+        self.generations.append(
+            {
+                "generation": time.perf_counter() - start,
+                "written": written,
+                "read": sum(map(len, prompt_ids)) + sum(map(len, completion_ids)) - written,
+            }
+        )
+        return out
+
+
+def rewards(completions, **_: object) -> list[float]:
+    return [reward("".join(m["content"] for m in c if m["role"] == "assistant")) for c in completions]
+
+
+def always_call(tokenizer, ids, prefix=None, tools=None):
+    """Stands in for TRL's parser: random weights write no tool call, so every turn is taken for one."""
+    call = {"type": "function", "function": {"name": TOOL, "arguments": {}}}
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+def main(specification: Path, result: Path) -> None:
+    given = json.loads(specification.read_text())
+    torch.set_num_threads(given["threads"])
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    share = given["trajectories"] // given["steps"] // world  # trajectories of an optimizer step
+    rows = given["amount"] or share
+    turns, turn_tokens = given["turns"], given["turn_tokens"]
+    tokenizer = AutoTokenizer.from_pretrained(given["model"], trust_remote_code=False)
+    config = GRPOConfig(
+        output_dir=str(result.parent / "trl"),
+        use_cpu=True,
+        ddp_backend="gloo" if world > 1 else None,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=share // rows,
+        steps_per_generation=share // rows * given["steps"],
+        num_generations=given["samples"],
+        max_steps=given["iterations"] * given["steps"],
+        max_completion_length=1000,
+        generation_kwargs={"max_new_tokens": turn_tokens},
+        max_tool_calling_iterations=turns - 1 if turns > 1 else None,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+    several = {}
+    if turns > 1:
+        tokenizer.response_template = {}  # only whether there is one is looked at
+        grpo_trainer.parse_response = always_call
+        several = {"environment_factory": House}
+    prompts = [{"prompt": [{"role": "user", "content": question(n)}]} for n in range(given["tasks"])]
+    clock = Clock()
+    trainer = Timed(
+        model=given["model"],
+        args=config,
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer,
+        callbacks=[clock],
+        **several,
+    )
+    trainer.generations = []
+    trainer.train()
+    every = given["steps"]
+    ends = clock.ends[every - 1 :: every]
+    iterations = [
+        generation | {"seconds": end - start}
+        for generation, start, end in zip(trainer.generations[1:], ends, ends[1:], strict=False)
+    ]
+    if int(os.environ.get("RANK", "0")) == 0:
+        for row in iterations:  # one rank's share; prompts are dealt out evenly
+            row["written"] *= world
+            row["read"] *= world
+        versions = {"trl": trl.__version__, "transformers": transformers.__version__}
+        found = {"iterations": iterations, "versions": versions | {"torch": torch.__version__}}
+        result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
