@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stppo.data import context
+from megatron_stppo.data import context, prompts
 from megatron_stppo.types import FAILED, Batch, Trajectory
 
 
@@ -34,8 +34,9 @@ class Microbatch:
     whole_action_offsets: Tensor  # int64
     rows_T: Tensor  # int64 into the Batch's T
     rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
-    longest: int
+    longest: int  # tokens of a trajectory, padding included
     routes_P: Tensor | None = None  # int16, the Batch's; -1 for dummy tokens: their router chooses
+    history: Tensor | None = None  # int64 on the host, where prompts are shared: see prompts.Segments
 
     @property
     def tokens(self) -> int:
@@ -54,6 +55,8 @@ class Cut:
     context_size: int = 1
     in_step: int = 1  # the number of microbatches is a multiple of this; what lacks holds dummy tokens only
     equal: bool = False  # all have the longest's number of tokens, for a pipeline that exchanges no shapes
+    # a prompt that trajectories share is in their microbatch once; needs the defaults of all above but budget
+    share_prompts: bool = False
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
@@ -160,11 +163,16 @@ def _pack_one(
 ) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     rows_P, lengths = _slices(batch.sequence_offsets, index)
+    shared = prompts.segments(batch, run) if cut.share_prompts else None
+    padded = padded if shared is None else shared.lengths
     rows_T, counts = _slices(batch.action_offsets, index)
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
     offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
     # where the packed tokens lie among the padded ones, and this rank's share of those
-    moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
+    if shared is None:
+        moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
+    else:
+        moved_P = shared.places
     tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
     origin = torch.full_like(tokens, -1)
@@ -191,7 +199,8 @@ def _pack_one(
         rows_T=rows_T,
         rows_P=origin[mine],
         routes_P=None if batch.routes_P is None else _routes(batch.routes_P, origin[mine]).to(**to),
-        longest=int(padded.max()),
+        longest=int(padded.max() if shared is None else lengths.max()),
+        history=None if shared is None else shared.history,
     )
 
 

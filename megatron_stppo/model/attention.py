@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_stppo.data import context
+from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import Microbatch
 
 
@@ -29,17 +29,21 @@ class Pack(PackedSeqParams):
     """megatron's description of packed sequences, and what this rank's pieces of them attend to."""
 
     pieces: Pieces | None = None
+    by_position: bool = False  # rotary angles are chosen token by token
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> Pack:
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
+        if microbatch.history is not None:
+            offsets = offsets[[0, -1]]  # megatron uses these for rotary angles only
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            pieces=Pieces.of(microbatch.lengths, offsets.device),
+            pieces=Pieces.of(microbatch.lengths, offsets.device, microbatch.history),
+            by_position=microbatch.history is not None,
         )
 
 
@@ -49,17 +53,21 @@ class Pieces:
 
     queries: list[int]
     keys: list[int]
-    where: Tensor | None  # int64: places of the keys among those of all context ranks; None: as they are
+    where: Tensor | None  # int64: places of the keys among those of all context ranks; None: the queries'
     query_offsets: Tensor  # int32 [m + 1], on the device
     key_offsets: Tensor
 
     @classmethod
-    def of(cls, lengths: Tensor, device: torch.device) -> Pieces:
+    def of(cls, lengths: Tensor, device: torch.device, history: Tensor | None = None) -> Pieces:
         size = parallel_state.get_context_parallel_world_size()
-        queries, keys, where = context.attended(lengths, parallel_state.get_context_parallel_rank(), size)
+        if history is None:
+            queries, keys, where = context.attended(lengths, parallel_state.get_context_parallel_rank(), size)
+        else:
+            queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
         to = {"device": device, "non_blocking": True}
         offsets = [functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
-        return cls(queries.tolist(), keys.tolist(), where.to(**to) if size > 1 else None, *offsets)
+        gathered = where.to(**to) if size > 1 or history is not None else None
+        return cls(queries.tolist(), keys.tolist(), gathered, *offsets)
 
 
 class PackedAttention(torch.nn.Module):

@@ -49,6 +49,13 @@ class TokenModel(GPTModel):
         )
         return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
 
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._preprocess(*args, **kwargs)
+        if kwargs["packed_seq_params"].by_position:
+            embedded, rotary, *rest = out
+            return embedded, rotary[kwargs["position_ids"][0]], *rest
+        return out
+
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states  # megatron would project every token here
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Cut, Microbatch, deal, microbatch_runs, pack, unpack
 from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.parallel.groups import Place
 from megatron_stppo.types import Batch
 
@@ -39,6 +40,7 @@ class Packer:
             # the interleaved schedule takes groups of microbatches, all of one length
             in_step=place.pipeline_size if place.layout.virtual > 1 else 1,
             equal=place.layout.virtual > 1,
+            share_prompts=_can_share_prompts(config, shape, place),
         )
         return cls(cut, place, shape.hidden, torch.cuda.current_device())
 
@@ -56,6 +58,13 @@ class Packer:
         lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
         dealt = deal([cost(length, self.hidden) for length in lengths], self.place.data_size)
         return [[chosen[i] for i in hand] for hand in dealt]
+
+
+def _can_share_prompts(config: Config, shape: ModelShape, place: Place) -> bool:
+    """Whether attention may take keys from another segment: our own does, on one context rank. Experts would
+    route a prompt's tokens once too, but their routes are recorded by trajectory."""
+    plain = place.context_size == 1 and place.layout.virtual == 1 and not config.parallel.sequence
+    return plain and shape.experts == 0 and layer_spec(config) == "local"
 
 
 def cost(length: int, hidden: int) -> float:

@@ -48,7 +48,7 @@ def fullest_microbatch(config: Config, cut: Cut) -> Microbatch:
     count, rest = divmod(cut.budget * cut.context_size, longest)
     lengths = [longest] * max(1, count) + ([rest] if count and rest > 1 else [])
     batch = to_batch([trajectory(config, length) for length in lengths])
-    whole = replace(cut, budget=max(cut.budget, longest), in_step=1)
+    whole = replace(cut, budget=max(cut.budget, longest), in_step=1, share_prompts=False)
     (microbatch,) = pack(batch, range(len(lengths)), whole)
     return replace(
         microbatch,

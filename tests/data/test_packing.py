@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stppo.data import context
+from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import Cut, deal, microbatch_runs, pack, split_by_budget, to_batch, unpack
 from megatron_stppo.types import Task, Trajectory, Turn
 
@@ -126,3 +126,35 @@ def test_a_piece_attends_to_its_sequence_up_to_its_end() -> None:
     assert (queries.tolist(), keys.tolist()) == ([2, 2, 1, 1], [4, 6, 2, 3])
     shares = torch.cat([context.share(padded, rank, 2)[0] for rank in (0, 1)])  # laid end to end
     assert shares[where].tolist() == [*range(4), *range(6), 8, 9, 8, 9, 10]
+
+
+def test_a_shared_prompt_is_packed_once_and_every_action_token_finds_its_predecessor() -> None:
+    # Prompts 0..2, 10..11, 0..2; the third begins as the first does.
+    played = [trajectory(3, [(2, 0)]), trajectory(2, [(1, 0)], first=10), trajectory(3, [(1, 2), (1, 0)])]
+    batch = to_batch(played)
+    (microbatch,) = pack(batch, [0, 1, 2], Cut(100, share_prompts=True))
+    assert microbatch.history is not None
+    assert microbatch.tokens_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 10, 11, 12]
+    assert microbatch.position_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2]
+    assert microbatch.lengths.tolist() == [3, 2, 4, 3]
+    assert microbatch.history.tolist() == [-1, 0, 0, -1]
+    assert microbatch.longest == 7
+    # the token before each action token, in the trajectories' order: 3, 4 | 12 | 3, 6
+    assert microbatch.target_T.tolist() == [3, 4, 12, 3, 6]
+    assert microbatch.hidden_index_T.tolist() == [2, 3, 10, 2, 7]
+    assert microbatch.turn_offsets.tolist() == [0, 2, 3, 4, 5]
+
+
+def test_a_segment_attends_to_its_history_and_to_itself() -> None:
+    lengths, places = prompts.keys_of(torch.tensor([3, 2, 1]), torch.tensor([-1, 0, -1]))
+    assert lengths.tolist() == [3, 5, 1]
+    assert places.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+
+
+def test_without_a_shared_prompt_nothing_is_laid_out_otherwise() -> None:
+    # Two of other tokens but of the same length, and one without action tokens: it has no prompt to share.
+    batch = to_batch([trajectory(3, [(2, 0)]), trajectory(3, [(2, 0)], first=5), trajectory(3, [])])
+    (shared,) = pack(batch, [0, 1, 2], Cut(100, share_prompts=True))
+    (plain,) = pack(batch, [0, 1, 2], Cut(100))
+    assert shared.history is None and prompts.segments(batch, [0, 1, 2]) is None
+    assert torch.equal(shared.tokens_P, plain.tokens_P) and torch.equal(shared.lengths, plain.lengths)

@@ -89,6 +89,8 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
 
 
 def _measure(*case: Any) -> dict[str, int]:
+    from dataclasses import replace
+
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
     from megatron_stppo.model.hf_names import read_shape
@@ -104,7 +106,9 @@ def _measure(*case: Any) -> dict[str, int]:
     config = settings(*case)
     place, dtype = groups.initialize(config.parallel), launch.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm
-    batch, chosen = _scored(to_batch([trajectory(config, LENGTH)] * 8)), list(range(8))
+    one = trajectory(config, LENGTH)  # prompts of their own, as the plan assumes: a shared one takes less
+    played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(8)]
+    batch, chosen = _scored(to_batch(played)), list(range(8))
     packer = Packer.of(config, shape, place)
     weight_T = minibatch_weights(batch, chosen, a)
     found: dict[str, int] = {}

@@ -61,8 +61,8 @@ def value_head(hidden: int) -> Any:
 
 
 def batch() -> Any:
-    """8 trajectories of 1 to 3 turns; one failed. Advantages vary inside turns; some turns lie beyond the
-    clip."""
+    """8 trajectories of 1 to 3 turns, two of each of 4 prompts; one failed. Advantages vary inside turns;
+    some turns lie beyond the clip."""
     import torch
 
     from megatron_stppo.data.packing import to_batch
@@ -75,10 +75,11 @@ def batch() -> Any:
 
     task = Task("t", (), ("a",), "train", 0)
     sizes = [((3, 4), (2, 0)), ((5, 2), (1, 3), (4, 0)), ((6, 0),), ((2, 5), (7, 0))] * 2
+    prompts = [ids(4 + n) for n in range(4)] * 2
     played = [
         Trajectory(
             task,
-            ids(4 + n),
+            prompts[n],
             tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, 0) for a, o in turns),
             "timeout" if n == 5 else "ok",
         )

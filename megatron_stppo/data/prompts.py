@@ -1,0 +1,80 @@
+"""Trajectories of one task begin with the same prompt: in a microbatch its tokens are computed once.
+
+A prompt that several trajectories of a microbatch share becomes a segment of its own, and what follows it in
+each of them another, which attends to the prompt's segment and to itself. Causal attention and the tokens'
+positions are those of the whole trajectories, so hidden states and gradients are too, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.types import Batch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How the tokens of some trajectories are laid out.
+
+    Example: trajectories of 5 and 6 tokens with a prompt of 3 become segments of 3, 2 and 3 tokens with
+    history [-1, 0, 0]; the tokens of the second trajectory lie at [0, 1, 2, 5, 6, 7].
+    """
+
+    lengths: Tensor  # int64 [m]
+    history: Tensor  # int64 [m]: the segment that comes before this one in a trajectory, -1: none
+    places: Tensor  # int64: where each token of each trajectory lies, trajectory after trajectory
+
+
+def segments(batch: Batch, run: Sequence[int]) -> Segments | None:
+    """Return the layout of the trajectories `run`, or None where no two of them share a prompt."""
+    together: dict[tuple[int, bytes], list[int]] = {}
+    bounds = [_bounds(batch, i) for i in run]
+    for at, (start, prompt, _) in enumerate(bounds):
+        tokens = batch.tokens_P[start : start + prompt].numpy().tobytes()
+        together.setdefault((at if prompt == 0 else -1, tokens), []).append(at)
+    if len(together) == len(bounds):
+        return None
+    lengths: list[int] = []
+    history: list[int] = []
+    places: list[Tensor] = [torch.empty(0)] * len(bounds)
+    end = 0
+    for members in together.values():
+        prompt = bounds[members[0]][1] if len(members) > 1 else 0
+        first, before = end, len(lengths) if prompt else -1
+        if prompt:
+            lengths.append(prompt)
+            history.append(-1)
+            end += prompt
+        for at in members:
+            rest = bounds[at][2] - prompt
+            places[at] = torch.cat([torch.arange(first, first + prompt), torch.arange(end, end + rest)])
+            lengths.append(rest)
+            history.append(before)
+            end += rest
+    return Segments(torch.tensor(lengths), torch.tensor(history), torch.cat(places))
+
+
+def keys_of(lengths: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """What each segment attends to: (key lengths [m], places of the keys, segment after segment).
+
+    Example: lengths [3, 2] with history [-1, 0] give [3, 5] and [0, 1, 2, 0, 1, 2, 3, 4].
+    """
+    starts, keys = (lengths.cumsum(0) - lengths).tolist(), []
+    for start, length, before in zip(starts, lengths.tolist(), history.tolist(), strict=True):
+        own = torch.arange(start, start + length)
+        earlier = (
+            torch.arange(starts[before], starts[before] + int(lengths[before])) if before >= 0 else own[:0]
+        )
+        keys.append(torch.cat([earlier, own]))
+    return torch.tensor([len(of_one) for of_one in keys]), torch.cat(keys)
+
+
+def _bounds(batch: Batch, i: int) -> tuple[int, int, int]:
+    """Trajectory i: its first token, the length of its prompt (0 without action tokens), its length."""
+    start, end = batch.sequence_offsets[i : i + 2].tolist()
+    first, last = batch.action_offsets[i : i + 2].tolist()
+    return start, int(batch.action_index_T[first]) - start if first < last else 0, end - start
