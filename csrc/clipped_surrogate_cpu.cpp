@@ -168,28 +168,43 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
   if (!a.part) monitors<WEIGHTED>(a, {a.offsets[s.first], a.offsets[s.last]}, sums);
 }
 
+// Every token a segment: what `coefficients` and `monitors` give, in one pass and with one exponential. Conditions
+// stand on float32 numbers; products of three of them are rounded once, as a segment's are.
 template <bool WEIGHTED, bool LOGIT>
 STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
   STPPO_INPUTS(a);
   const float low = a.low, high = a.high, dual = a.dual, *const sum_p_sq = a.sum_p_sq;
   float *const ratios = a.ratio, *const gradient = a.gradient, *const biases = a.bias;
-  double objective = 0, bias_sq = 0, grad_sq = 0, logit_bias_sq = 0, logit_grad_sq = 0, clipped = 0;
-#pragma omp simd reduction(+ : objective, bias_sq, grad_sq, logit_bias_sq, logit_grad_sq, clipped)
+  double objective = 0, bias_sq = 0, grad_sq = 0, logit_bias_sq = 0, logit_grad_sq = 0, k1 = 0, k3 = 0;
+  uint32_t clipped = 0, live = 0;
+#pragma omp simd reduction(+ : objective, bias_sq, grad_sq, logit_bias_sq, logit_grad_sq, clipped, live, k1, k3)
   for (int64_t i = t.first; i < t.last; ++i) {
-    const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
-    const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
-    const float ratio = float(exp_of(exponent(double(logprob[i]) - double(old_logprob[i]), 1)));
-    const Coefficients c = coefficients(ratio, 1, gain, loss, low, high, dual);
+    const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w);
+    const double delta = double(logprob[i]) - double(old_logprob[i]), x = exponent(delta, 1);
+    double scale = 0;
+    const double rest = exp_parts(x, scale);
+    const float ratio = float(rest * scale + scale);
+    const bool negative = A < 0, counts = A != 0;
+    const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low | (ratio > dual);
+    const bool removed = (too_high & !negative) | (too_low & negative), lost = (too_high & !negative) | (dropped & negative);
+    const double share = double(w) * double(A);
+    const float slope_of_share = float(double(ratio) * share);
+    const float g = pick(counts & !lost, slope_of_share, 0.f), b = pick(counts & removed, slope_of_share, 0.f);
+    const float above = pick(too_high, high, ratio), below = pick(ratio > dual, dual, pick(too_low, low, ratio));
     ratios[i] = ratio;
-    gradient[i] = float(c.gradient);
-    objective += c.objective;
-    bias_sq += c.bias * c.bias;
-    grad_sq += c.gradient * c.gradient;
-    clipped += double(is_clipped(A, c.too_high, c.too_low));
+    gradient[i] = g;
+    objective += double(pick(counts, pick(negative, below, above), 0.f)) * share;
+    bias_sq += double(b) * double(b);
+    grad_sq += double(g) * double(g);
+    clipped += uint32_t(counts & removed);
+    const bool alive = !WEIGHTED | (w != 0);
+    live += uint32_t(alive);
+    k1 -= pick(alive, delta, 0.0);
+    k3 += pick(alive, rest * scale + (scale - 1) - delta, 0.0);
     if (LOGIT) {
       const double steepness = slope(logprob[i], sum_p_sq[i]);
-      logit_bias_sq += times(steepness, c.bias * c.bias);
-      logit_grad_sq += times(steepness, c.gradient * c.gradient);
+      logit_bias_sq += times(steepness, double(b) * double(b));
+      logit_grad_sq += times(steepness, double(g) * double(g));
     }
   }
   if (biases)
@@ -198,9 +213,9 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
       const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
       biases[i] = float(coefficients(ratios[i], 1, gain, loss, low, high, dual).bias);
     }
-  sums[OBJECTIVE] = objective, sums[BIAS_SQ] = bias_sq, sums[GRAD_SQ] = grad_sq, sums[CLIPPED] = clipped;
-  sums[LOGIT_BIAS_SQ] = logit_bias_sq, sums[LOGIT_GRAD_SQ] = logit_grad_sq;
-  monitors<WEIGHTED>(a, t, sums);
+  const double all[SURROGATE_SUMS] = {objective, double(clipped), double(live), bias_sq, grad_sq, k1, k3,
+                                      logit_bias_sq, logit_grad_sq};
+  std::copy_n(all, SURROGATE_SUMS, sums);
 }
 
 // One function per case, so that each is compiled for every instruction set.

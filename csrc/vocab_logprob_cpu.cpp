@@ -1,4 +1,5 @@
-// CPU twin of vocab_logprob.cu. A row is read twice, the second time from the cache: its maximum, then its sums.
+// CPU twin of vocab_logprob.cu. A row is read once: block by block, first a block's maximum, then its sums from the
+// first-level cache. A block with a new maximum scales down the sums before it.
 #include <cmath>
 #include <limits>
 
@@ -9,8 +10,14 @@
 namespace stppo {
 namespace {
 
-constexpr float INF = std::numeric_limits<float>::infinity(), LOWEST = std::numeric_limits<float>::lowest();
-constexpr int64_t BLOCK = 4096;  // float32 partial sums end here and go on in float64
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int64_t BLOCK = 1024;  // float32 partial sums end here and go on in float64
+constexpr int64_t AHEAD = 512, STEP = 128;  // the gradient asks for logits that far ahead, so many at a time
+// Where e^x is 0. Read anew by each loop: of a constant GCC makes a copy of the loop's body for x below it.
+const volatile float ZERO_BELOW = -88;
+
+// x, or where e^x is 0 a finite number: one instruction. NaN stays NaN.
+STPPO_INLINE float above(float x, float lowest) { return x < lowest ? lowest : x; }
 
 STPPO_INLINE float load(const float *x, int64_t i) { return x[i]; }
 STPPO_INLINE float load(const uint16_t *x, int64_t i) { return std::bit_cast<float>(uint32_t(x[i]) << 16); }
@@ -30,25 +37,47 @@ STPPO_INLINE float scaled(const T *row, int64_t i, float temperature) {
   return UNIT ? load(row, i) : load(row, i) / temperature;
 }
 
-template <bool UNIT, class T>
-STPPO_INLINE RowSums row_sums(const T *row, int64_t valid, float temperature) {
+// The sums relative to a new maximum. Where all logits before were -inf they are 0, or NaN.
+STPPO_INLINE void rescale(RowSums &sums, float max) {
+  if (sums.max != -INF) {
+    const double shift = double(sums.max) - double(max), scale = std::exp(shift);
+    sums.moment = (sums.moment + shift * sums.sum) * scale;
+    sums.sum *= scale, sums.squares *= scale * scale;
+  }
+  sums.max = max;
+}
+
+// The maximum of `count` logits, four at a time where it can: one after the other waits for the one before. Beside a
+// NaN, which the sums see, it may be too small.
+template <class T>
+STPPO_INLINE float largest(const T *x, int64_t count) {
+  const int64_t part = count / 4;
   float top = -INF;
 #pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < valid; ++i) {
-    const float x = load(row, i);
-    top = x > top ? x : top;
+  for (int64_t i = 0; i < part; ++i) {
+    const float a = load(x, i), b = load(x, i + part), c = load(x, i + 2 * part), d = load(x, i + 3 * part);
+    const float ab = a > b ? a : b, cd = c > d ? c : d, all = ab > cd ? ab : cd;
+    top = all > top ? all : top;
   }
-  top = UNIT ? top : top / temperature;
-  const float shift = top == -INF ? 0 : top;
-  RowSums out{top, 0, 0, 0};
+  for (int64_t i = 4 * part; i < count; ++i) top = load(x, i) > top ? load(x, i) : top;
+  return top;
+}
+
+template <bool UNIT, class T>
+STPPO_INLINE RowSums row_sums(const T *row, int64_t valid, float temperature) {
+  RowSums out{-INF, 0, 0, 0};
   for (int64_t start = 0; start < valid; start += BLOCK) {
     const int64_t stop = start + BLOCK < valid ? start + BLOCK : valid;
+    float top = largest(row + start, stop - start);
+    top = UNIT ? top : top / temperature;
+    if (top > out.max) rescale(out, top);
+    const float shift = out.max == -INF ? 0 : out.max, lowest = ZERO_BELOW;
     float sum = 0, moment = 0, squares = 0;
 #pragma omp simd reduction(+ : sum, moment, squares)
     for (int64_t i = start; i < stop; ++i) {
-      const float x = scaled<UNIT>(row, i, temperature) - shift, e = exp_of(x);
+      const float x = above(scaled<UNIT>(row, i, temperature) - shift, lowest), e = exp_in_range(x);
       sum += e;
-      moment += (x < LOWEST ? LOWEST : x) * e;  // exp(-inf) is 0, and 0 * -inf would be NaN
+      moment += x * e;
       squares += e * e;
     }
     out.sum += sum, out.moment += moment, out.squares += squares;
@@ -67,14 +96,32 @@ STPPO_INLINE float other_terms(float log_p, float p, const Row &r) {
   return -r.h * (finite + r.entropy) + 2 * r.c * (p - r.sum_p_sq);
 }
 
+// out[i] = value(x_i, p_i) in steps, asking for the logits ahead: out of order, a core sees few lines of a loop this
+// long. `out` may be `row`.
+template <bool UNIT, class T, class Value>
+STPPO_INLINE void each_column(const T *row, T *out, int64_t valid, float temperature, Value value) {
+  int64_t start = 0;
+  for (; start + STEP <= valid; start += STEP) {
+    for (int64_t i = 0; i < STEP; i += 64 / sizeof(T)) __builtin_prefetch(row + start + AHEAD + i, 1);
+#pragma omp simd
+    for (int64_t i = start; i < start + STEP; ++i) store(out, i, value(scaled<UNIT>(row, i, temperature)));
+  }
+#pragma omp simd
+  for (int64_t i = start; i < valid; ++i) store(out, i, value(scaled<UNIT>(row, i, temperature)));
+}
+
 template <bool UNIT, class T>
 STPPO_INLINE void row_gradient(const T *row, T *out, int64_t valid, const Row r) {  // by value: out is not it
   const float at_target = r.column < 0 ? 0 : scaled<UNIT>(row, r.column, r.temperature);  // out may be row
-#pragma omp simd
-  for (int64_t i = 0; i < valid; ++i) {
-    const float log_p = scaled<UNIT>(row, i, r.temperature) - r.max - r.log_sum, p = exp_of(log_p);
-    const float value = p * (other_terms(log_p, p, r) - r.g);
-    store(out, i, UNIT ? value : value / r.temperature);
+  if (r.h == 0 && r.c == 0) {
+    const float lowest = ZERO_BELOW, max = r.max;
+    const float factor = float(-double(r.g) * std::exp(-double(r.log_sum)) / double(r.temperature));
+    each_column<UNIT>(row, out, valid, r.temperature, [=](float x) { return factor * exp_in_range(above(x - max, lowest)); });
+  } else {
+    each_column<UNIT>(row, out, valid, r.temperature, [=](float x) {
+      const float log_p = x - r.max - r.log_sum, p = exp_of(log_p), value = p * (other_terms(log_p, p, r) - r.g);
+      return UNIT ? value : value / r.temperature;
+    });
   }
   if (r.column >= 0) {
     const float log_p = at_target - r.max - r.log_sum, p = exp_of(log_p);
@@ -111,7 +158,7 @@ int64_t column_of(const Logits &a, int64_t row) {
 template <class T>
 void statistics(const VocabStatistics &a, int threads) {
   const Logits &l = a.logits;
-#pragma omp parallel for schedule(static) num_threads(threads) if (l.rows * l.columns > BLOCK)
+#pragma omp parallel for schedule(static) num_threads(threads) if (l.rows * l.columns > 4096)
   for (int64_t r = 0; r < l.rows; ++r) {
     const T *row = static_cast<const T *>(l.data) + r * l.columns;
     const float temperature = temperature_of(l, r);
@@ -126,7 +173,7 @@ void statistics(const VocabStatistics &a, int threads) {
 template <class T>
 void gradient(const VocabGradient &a, int threads) {
   const Logits &l = a.logits;
-#pragma omp parallel for schedule(static) num_threads(threads) if (l.rows * l.columns > BLOCK)
+#pragma omp parallel for schedule(static) num_threads(threads) if (l.rows * l.columns > 4096)
   for (int64_t r = 0; r < l.rows; ++r) {
     const T *row = static_cast<const T *>(l.data) + r * l.columns;
     T *out = static_cast<T *>(a.out) + r * l.columns;

@@ -238,10 +238,18 @@ def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "vectors": {"torch": torch.backends.cpu.get_cpu_capability(), "extension": clone(flags)},
         "extension": parts,
         "load": [round(x, 1) for x in os.getloadavg()],  # above the threads: others were running too
         "date": date.today().isoformat(),
     }
+
+
+def clone(flags: set[str]) -> str:
+    """Which clone of csrc/simd.h an x86-64 processor with these flags of /proc/cpuinfo takes."""
+    if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
+        return "x86-64-v4, 256-bit vectors"
+    return "x86-64-v3" if {"avx2", "fma", "bmi2"} <= flags else "baseline"
 
 
 def scratch_bytes(device: str) -> int:

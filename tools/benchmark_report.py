@@ -68,7 +68,8 @@ def headline(about: dict[str, Any]) -> str:
     cuda = f", CUDA {about['cuda']}" if about["device"] == "cuda" else ""
     return (
         f"{about['name']} ({about['device']}), {about['threads']} threads of {about['cores']} cores, "
-        f"{' '.join(about['cpu_flags'])}; torch {about['torch']}{cuda}; extension: {built}; {about['date']}; "
+        f"{' '.join(about['cpu_flags'])}; torch {about['torch']}{cuda} ({about['vectors']['torch']}); "
+        f"extension: {built} ({about['vectors']['extension']}); {about['date']}; "
         f"copy bandwidth {about['copy_bandwidth'] / 1e9:.1f} GB/s; load {about['load'][0]:g}"
     )
 

@@ -39,7 +39,7 @@ class ClippedSurrogate(NamedTuple):
     tokens: Tensor  # number of tokens
     logit_bias_sq: Tensor  # sum b_u^2 (1 - 2 p_u + sum p^2); 0 without sum_p_sq
     logit_grad_sq: Tensor  # the same of g_u
-    grad_T: Tensor  # [T] g_u
+    grad_T: Tensor  # [T] g_u; read it only, a gradient of the objective may share its memory
     bias_T: Tensor | None  # [T] b_u where asked for
 
 
@@ -112,6 +112,8 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_T,) = ctx.saved_tensors
+        if cotangent.is_cpu and float(cotangent) == 1:  # a GPU's number would have to be waited for
+            return gradient_T, None, None
         return cotangent * gradient_T, None, None
 
 

@@ -42,6 +42,18 @@ def test_only_the_objective_carries_a_gradient_and_only_to_logprob():
     assert old.grad is None and advantage.grad is None
 
 
+@pytest.mark.parametrize("factor", [1.0, -1.0, 0.5])
+def test_every_backward_gives_the_factor_times_the_gradient_and_changes_no_output(factor):
+    new, old, advantage = three(50)
+    logprob = new.requires_grad_()
+    out = ops.clipped_surrogate(logprob, old, advantage, offsets_of(20, 30))
+    expected = factor * out.grad_T
+    for times in (1, 2):  # the second is added to the first
+        (factor * out.objective).backward(retain_graph=True)
+        assert logprob.grad.equal(times * expected)
+        assert (factor * out.grad_T).equal(expected)
+
+
 def test_clip_fraction_counts_action_tokens_not_turns():
     # Turn one: 3 tokens at ratio 1.5, clipped. Turn two: 1 token at ratio 1.
     out = ops.clipped_surrogate(
