@@ -114,7 +114,7 @@ def train(
         from megatron_stppo import loop
     from megatron_stppo.runtime.deadlines import Watch
 
-    watch = Watch(settings.run.folder, settings.deadlines.by_phase, launch.rank(), launch.world_size())
+    watch = Watch(settings.run.folder, settings.deadline_by_phase, launch.rank(), launch.world_size())
     with noting_the_end(settings), watch:
         loop.train(settings, resume, watch, notice)
 
@@ -472,7 +472,7 @@ def _open(
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose
 
-        choose.check(config.environment)
+        choose.check(config.environment, resume)
     return config
 
 

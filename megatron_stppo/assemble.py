@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import Config, RunConfig
-from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
@@ -28,6 +27,7 @@ from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
+from megatron_stppo.rollout.tool_wait import open_environment
 from megatron_stppo.runtime import checks, launch
 from megatron_stppo.runtime.console import timed
 from megatron_stppo.types import Task, Trajectory
@@ -135,6 +135,7 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
         overlap_tools=r.overlap_tools,
         concurrency=e.concurrency,
         deadline=e.deadline,
+        tool_wait=e.tool_wait,
     )
     return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
 
@@ -144,16 +145,17 @@ def seed_of(run: RunConfig, iteration: int) -> int:
     return run.seed * 1_000_003 + iteration
 
 
-def assemble(config: Config, training: bool = True) -> Parts:
-    """Collective. `training=False` leaves optimizers, critic and reference out.
+def assemble(config: Config, training: bool = True, resume: bool = False) -> Parts:
+    """Collective. `training=False` leaves optimizers, critic and reference out; `resume` waits for tools that
+    are away.
 
-    Raises ConfigError for what does not fit, before anything large is built.
+    Raises ConfigError for what does not fit, before anything large is built, and ToolsStayAway.
     """
     shape = read_shape(config.model.path)
     checks.check_parallel(config, launch.world_size())
     checks.check_engine(config, launch.world_size())
-    make_environment = choose.factory(config.environment)
     place, dtype = launch.start(config), launch.dtype(config)
+    make_environment = open_environment(config.environment, resume)
     with timed("engine", place.rank == 0):
         engine = _engine(config, dtype)
         engine.sleep()  # its memory is the trainer's until the first reshard

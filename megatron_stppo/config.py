@@ -89,7 +89,7 @@ class DeadlinesConfig(Section):
     others wait for, and ends the run with exit code 1."""
 
     start_up: float = Field(3600.0, gt=0, description="until the first rollout or evaluation begins")
-    rollout: float = Field(3600.0, gt=0)
+    rollout: float = Field(3600.0, gt=0, description="waiting for tools (environment.tool_wait) is added")
     score: float = Field(3600.0, gt=0)
     advantage: float = Field(600.0, gt=0)
     update: float = Field(7200.0, gt=0)
@@ -97,15 +97,6 @@ class DeadlinesConfig(Section):
     evaluate: float = Field(7200.0, gt=0)
     checkpoint: float = Field(3600.0, gt=0)
     other: float = Field(600.0, gt=0, description="between two phases: metrics and logs are written there")
-
-    @property
-    def by_phase(self) -> dict[str, float]:
-        return self.model_dump()
-
-    @property
-    def timeout(self) -> timedelta:
-        """Of process groups: a phase's deadline speaks first, it can name the rank that others wait for."""
-        return timedelta(seconds=max(self.by_phase.values()) + 60)
 
 
 class ModelConfig(Section):
@@ -196,6 +187,12 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(4, ge=1)
     max_observation_tokens: int = Field(500, ge=1)
     deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
+    tool_wait: float = Field(
+        600.0,
+        ge=0,
+        description="seconds that a rollout waits for tools that answer nobody; then the run checkpoints and "
+        "ends with exit code 85",
+    )
     concurrency: int = Field(64, ge=1, description="environment calls in flight per engine group")
     max_failure_rate: float = Field(
         0.2,
@@ -423,6 +420,21 @@ class Config(Section):
         return r.max_context or r.max_prompt_tokens + (e.max_turns + 1) * (
             r.max_turn_tokens + e.max_observation_tokens
         )
+
+    @property
+    def deadline_by_phase(self) -> dict[str, float]:
+        """Seconds. Where tools are played with that can be away, waiting for them is added; an embedded index
+        cannot."""
+        e = self.environment
+        wait = 0.0 if e.kind == "search" and e.retrieval.kind == "bm25" else e.tool_wait
+        plays = dict.fromkeys(("start_up", "rollout", "evaluate"), wait)
+        return {name: limit + plays.get(name, 0.0) for name, limit in self.deadlines.model_dump().items()}
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of the process groups; longer than every phase's deadline, so that the deadline reports
+        first which rank is late."""
+        return timedelta(seconds=max(self.deadline_by_phase.values()) + 60)
 
     @property
     def engine_tensor(self) -> int:

@@ -7,6 +7,9 @@ Row k of metrics.jsonl is iteration k: rollouts written by policy version k - 1,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megatron_stppo.advantage.estimate import estimate
@@ -22,7 +25,7 @@ from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.rollout.failures import warn
 from megatron_stppo.runtime import attempts, console, launch
 from megatron_stppo.runtime.deadlines import Watch
-from megatron_stppo.runtime.faults import Requeue
+from megatron_stppo.runtime.faults import Requeue, ToolsStayAway
 from megatron_stppo.runtime.guard import Guard
 from megatron_stppo.runtime.metrics import progress
 from megatron_stppo.runtime.notice import Notice
@@ -35,13 +38,13 @@ from megatron_stppo.update.turns import turns
 
 def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
-    Requeue, after a checkpoint, if any rank was given notice before the last iteration."""
+    Requeue, after a checkpoint, if any rank was given notice before the last iteration or tools stay away."""
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     rank, sampling, preset = launch.rank(), rollout_settings(config), config.algorithm.preset
     reporting = reporters(config, rank)  # a port that is taken ends the run before anything is built
     reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
-    parts = assemble(config)
+    parts = assemble(config, resume=resume)
     saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
     guard = Guard(run, parts.place, parts.trainers, saver)
     first = _restore(parts, saver, cursor, guard) if resume else 0
@@ -52,15 +55,18 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
     with console.timed("first reshard", rank == 0):
         parts.serve(version=first)
+    leaving = partial(_leaving, parts, saver, observer)
+    # what a checkpoint of the last finished iteration holds
+    state = {"iteration": first, "cursor": cursor.state()} | guard.state()
     if run.evaluate_every and first == 0:
-        with observer.phase("evaluate"):
+        with observer.phase("evaluate"), leaving(state):
             row = held_out(parts)
         observer.log(0, row)
 
     to_do = progress(range(first, run.iterations), preset, rank == 0, every=None)
     for iteration in observer.profiled(to_do):
         # rollout: multi-turn episodes against the environment
-        with observer.phase("rollout"):
+        with observer.phase("rollout"), leaving(state):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = parts.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done := iteration + 1, played)
@@ -84,8 +90,9 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         # reshard: the engine takes over the actor's weights
         with observer.phase("reshard"):
             parts.serve(version=done)
+        state = {"iteration": done, "cursor": cursor.state()} | guard.state()
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
-            with observer.phase("evaluate"):
+            with observer.phase("evaluate"), leaving(state, row):
                 row |= held_out(parts)
         observer.log(done, row)
         leave = notice.due(all_agree) and done < run.iterations
@@ -93,7 +100,6 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with observer.phase("checkpoint"):
                 parts.train("checkpoint")
-                state = {"iteration": done, "cursor": cursor.state()} | guard.state()
                 saver.save(done, parts.trainers, state)
                 parts.serve(version=done)
         saver.check()
@@ -105,6 +111,32 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
     parts.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
+
+
+@contextmanager
+def _leaving(
+    parts: Parts,
+    saver: checkpoint.Saver,
+    observer: Observer,
+    state: dict[str, Any],
+    row: dict[str, Any] | None = None,
+) -> Iterator[None]:
+    """Around episodes. Where tools stay away, saves the checkpoint that `state` belongs to, after writing
+    `row` if that is still to be written, and raises Requeue. Collective."""
+    try:
+        yield
+    except ToolsStayAway as away:
+        done = state["iteration"]
+        if row is not None:
+            observer.log(done, row)
+        with observer.phase("checkpoint"):
+            parts.train("checkpoint")
+            saver.save(done, parts.trainers, state)
+            saver.finish()
+        observer.close()
+        parts.close()
+        of = parts.config.run.iterations
+        raise Requeue(f"step_{done} of {of} is checkpointed, to be resumed: {away}") from None
 
 
 def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, guard: Guard) -> int:

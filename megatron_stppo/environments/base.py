@@ -8,6 +8,17 @@ from typing import Protocol, runtime_checkable
 from megatron_stppo.types import Message, Outcome, Task
 
 
+class ToolAway(Exception):
+    """A tool answers nobody at present: its server is down, restarts or is overloaded. One line of text.
+
+    An environment raises it from reset or step, in the state that it was in before the call; a factory may
+    raise it too. The rollout then makes the same call again until it returns, for up to environment.tool_wait
+    seconds; after that the run is checkpointed and ends with exit code 85. A failure that concerns one
+    episode only (a query that the tool refuses) is an outcome of that episode instead.
+    Example: raise ToolAway("sandbox: connection refused").
+    """
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What the environment answers to one action.
@@ -29,7 +40,8 @@ class StepResult:
 class Environment(Protocol):
     """One episode at a time; async, so that slow tools overlap generation.
 
-    An environment's own failure is an outcome (error, timeout), never a reward of 0.
+    An environment's own failure is an outcome (error, timeout), never a reward of 0. A tool that answers
+    nobody is ToolAway.
     """
 
     @property

@@ -11,17 +11,19 @@ import importlib
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import search
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import Environment, ToolAway
 
 REMEDY = "give search, or MODULE:FACTORY, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes one environment per episode. Raises ConfigError for what cannot be imported or used.
+    """What makes one environment per episode. Raises ConfigError for what cannot be imported or used, and
+    ToolAway where a factory does.
 
     Example: kind "guess:factory" calls factory(config) of the module guess, as "search" calls search.factory.
     """
@@ -32,7 +34,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     try:
         own = getattr(importlib.import_module(module), name or "factory")
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
-    except ConfigError:
+    except (ConfigError, ToolAway):
         raise
     except Exception as error:  # code of the user's may raise anything
         raise ConfigError(
@@ -53,14 +55,15 @@ def _last_line(error: Exception) -> str:
     return f"{Path(own[-1].filename).name} line {own[-1].lineno}: " if own else ""
 
 
-def check(config: EnvironmentConfig) -> None:
+def check(config: EnvironmentConfig, resume: bool = False) -> None:
     """What can be known before torch and megatron are set up, which a module of the user's may import.
 
-    The search environment's retriever is reachable and not empty, or one's own module is there. Raises
-    ConfigError.
+    The search environment's retriever is reachable and not empty, or one's own module is there. With `resume`
+    it need not be reachable yet: the run waits for it. Raises ConfigError.
     """
     if config.kind == "search":
-        search.open_retriever(config.retrieval)
+        with suppress(*((search.Unreachable,) if resume else ())):
+            search.open_retriever(config)
         return
     _module(config.kind)
 

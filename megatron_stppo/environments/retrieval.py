@@ -1,6 +1,7 @@
 """Retrievers: an embedded BM25 index, and a client for a /retrieve server in Search-R1's format.
 
-Both answer `await retriever.search(query, topk)` with documents, best first, or raise RetrievalError.
+Both answer `await retriever.search(query, topk)` with documents, best first, or raise RetrievalError; the
+client raises ToolAway where the server answers nobody.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +21,12 @@ import httpx
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
+from megatron_stppo.environments.base import ToolAway
 
 MAX_QUERY = 1_000  # characters of a query that are searched for
 MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer that are read before it is refused
 BACKOFF = 0.1  # seconds before the first retry; doubles, with full jitter
+SEARCH, PROBE = 0.6, 0.3  # shares of the environment's deadline for a search and for the probe after it
 _WORD = re.compile(r"\w+")
 
 
@@ -139,12 +143,16 @@ class HttpRetriever:
     """Client of POST /retrieve: {"queries": [..], "topk", "return_scores"} -> {"result": [[..]]}.
 
     One attempt takes at most `timeout` seconds in all; connection failures, timeouts and answers 429 and 5xx
-    are tried `retries` times more. Proxies of the environment are ignored and redirects refused: the token
-    goes to `url` only.
+    are tried `retries` times more. When none of them was answered, a probe with another query tells whose
+    fault it is: the probe is answered, and the query's episode fails (RetrievalError); or it is not, and the
+    server is away (ToolAway). Search and probe together end within `deadline` seconds. Proxies of the
+    environment are ignored and redirects refused: the token goes to `url` only.
     """
 
-    def __init__(self, url: str, timeout: float, retries: int, token: str | None = None) -> None:
-        self._url, self._timeout, self._retries = url, timeout, retries
+    def __init__(
+        self, url: str, timeout: float, retries: int, token: str | None = None, deadline: float = 30.0
+    ) -> None:
+        self._url, self._timeout, self._retries, self._deadline = url, timeout, retries, deadline
         # Compressed answers are not asked for: a small one could unpack to gigabytes.
         self._headers = {"Accept-Encoding": "identity"}
         if token:
@@ -152,20 +160,39 @@ class HttpRetriever:
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
 
     async def search(self, query: str, topk: int) -> list[Document]:
-        body = {"queries": [query[:MAX_QUERY]], "topk": topk, "return_scores": True}
-        for attempt in range(self._retries + 1):
-            try:
-                async with asyncio.timeout(self._timeout):
-                    return read_result(await self._post(body))[:topk]
-            except TimeoutError:
-                failure: RetrievalError = RetrievalTimeout(f"no answer within {self._timeout:g} s")
-            except httpx.TransportError as error:
-                failure = RetrievalError(f"{type(error).__name__}: {error}")
-            except _Busy as error:
-                failure = RetrievalError(str(error))
-            if attempt < self._retries:
-                await asyncio.sleep(BACKOFF * 2**attempt * random.random())
+        try:
+            return await self._ask(query, topk, self._retries, SEARCH)
+        except _Unanswered as error:
+            failure = error.failure
+        try:
+            await self._ask("probe", 1, 0, PROBE)
+        except _Unanswered:
+            raise ToolAway(f"retriever {self._url}: {failure}") from None
+        except RetrievalError:
+            pass  # an answer, though not to the probe's liking
         raise failure
+
+    async def _ask(self, query: str, topk: int, retries: int, share: float) -> list[Document]:
+        """Raises _Unanswered after the retries, or after `share` of the deadline."""
+        body = {"queries": [query[:MAX_QUERY]], "topk": topk, "return_scores": True}
+        failure: RetrievalError = RetrievalTimeout(f"no answer within {share * self._deadline:g} s")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(share * self._deadline):
+                for attempt in range(retries + 1):
+                    try:
+                        async with asyncio.timeout(self._timeout):
+                            return read_result(await self._post(body))[:topk]
+                    except TimeoutError:
+                        failure = RetrievalTimeout(f"no answer within {self._timeout:g} s")
+                    except httpx.UnsupportedProtocol as error:
+                        raise RetrievalError(str(error)) from None
+                    except httpx.TransportError as error:
+                        failure = RetrievalError(f"{type(error).__name__}: {error}")
+                    except _Busy as error:
+                        failure = RetrievalError(str(error))
+                    if attempt < retries:
+                        await asyncio.sleep(BACKOFF * 2**attempt * random.random())
+        raise _Unanswered(failure)
 
     async def close(self) -> None:
         """Closes the running loop's connections; the next search opens new ones."""
@@ -199,6 +226,13 @@ class HttpRetriever:
 
 class _Busy(Exception):
     """The server may answer if asked again."""
+
+
+class _Unanswered(Exception):
+    """No attempt of a request was answered, the last one because of `failure`."""
+
+    def __init__(self, failure: RetrievalError) -> None:
+        self.failure = failure
 
 
 def read_result(raw: bytes) -> list[Document]:

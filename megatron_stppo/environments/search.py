@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
+from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import exact_match, parse_action
-from megatron_stppo.environments.base import StepResult
+from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.environments.retrieval import (
     BM25Retriever,
     Document,
@@ -68,11 +68,15 @@ class SearchEnvironment:
 
     async def step(self, action: str) -> StepResult:
         assert self._task is not None, "step before reset"
-        self._turns += 1
+        result = await self._answer(action, self._task.targets)
+        self._turns += 1  # not where the search raises ToolAway: this action will be stepped again
+        return result
+
+    async def _answer(self, action: str, targets: Sequence[str]) -> StepResult:
         kind, content = parse_action(action)
         if kind == "answer":
-            return self._grade(content, self._task.targets)
-        if self._turns > self._max_turns:
+            return self._grade(content, targets)
+        if self._turns >= self._max_turns:
             return _end("truncated", "no answer in the last generation", valid=kind != "invalid")
         if kind == "invalid":
             return StepResult(CORRECTION, 0.0, done=False, valid=False, searched=False)
@@ -126,10 +130,10 @@ def one_line(text: str) -> str:
 def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
     """Opens the retriever once; the result makes one environment per episode.
 
-    Raises ConfigError for a missing or empty index and for a server that is unreachable or answers nonsense.
-    To be called outside an event loop: it waits for the server.
+    Raises ConfigError for a missing or empty index, for a server that answers nonsense, and for one that does
+    not answer, Unreachable. To be called outside an event loop: it waits for the server.
     """
-    retriever = open_retriever(config.retrieval)
+    retriever = open_retriever(config)
 
     def make() -> SearchEnvironment:
         return SearchEnvironment(
@@ -143,8 +147,14 @@ def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
     return make
 
 
-def open_retriever(config: RetrievalConfig) -> Retriever:
+class Unreachable(ConfigError, ToolAway):
+    """The server that the configuration names does not answer: at a new run a wrong address, at one that is
+    resumed a tool that is away."""
+
+
+def open_retriever(section: EnvironmentConfig) -> Retriever:
     """Raises ConfigError where the retriever named by the configuration cannot be used."""
+    config = section.retrieval
     if config.kind == "bm25":
         if config.index is None:
             raise ConfigError(
@@ -154,8 +164,8 @@ def open_retriever(config: RetrievalConfig) -> Retriever:
     if config.url is None:
         raise ConfigError("environment.retrieval.url: missing with kind=http; give a /retrieve endpoint")
     token = _token(config.token_env)
-    asyncio.run(_probe(HttpRetriever(config.url, config.timeout, 0, token), config.url))
-    return HttpRetriever(config.url, config.timeout, config.retries, token)
+    asyncio.run(_probe(HttpRetriever(config.url, config.timeout, 0, token, section.deadline), config.url))
+    return HttpRetriever(config.url, config.timeout, config.retries, token, section.deadline)
 
 
 def _token(name: str | None) -> str | None:
@@ -170,8 +180,8 @@ async def _probe(retriever: HttpRetriever, url: str) -> None:
     """One real request before anything is built, so that a wrong address costs seconds and not a run."""
     try:
         await retriever.search("probe", 1)
-    except (RetrievalError, httpx.InvalidURL) as error:
-        raise ConfigError(
+    except (RetrievalError, ToolAway, httpx.InvalidURL) as error:
+        raise (Unreachable if isinstance(error, ToolAway) else ConfigError)(
             f"environment.retrieval.url={url}: not usable ({one_line(str(error))}); start it with "
             "`megatron-stppo serve-retriever` or correct the address"
         ) from None

@@ -69,7 +69,7 @@ class Saver:
         self._layout = {"world": layout.world, **asdict(layout)}
         self._shape = asdict(read_shape(config.model.path))
         # the writers' own, since training goes on in the others; a slow disk may take as long as a phase
-        self._group = dist.new_group(timeout=config.deadlines.timeout, backend="gloo")
+        self._group = dist.new_group(timeout=config.timeout, backend="gloo")
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._failures = 0

@@ -23,6 +23,8 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode,
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
+from megatron_stppo.rollout.tool_wait import ToolWait
+from megatron_stppo.runtime.faults import ToolsStayAway
 from megatron_stppo.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class RolloutSettings:
     overlap_tools: bool = True
     concurrency: int = 64  # environment calls under way
     deadline: float = 30.0  # seconds per environment call
+    tool_wait: float = 0.0  # seconds to wait for tools that answer nobody
 
 
 def collect(
@@ -62,9 +65,9 @@ def collect(
     Collective over all ranks: every replica calls it with its own tasks, of which `first_index` is the number
     of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
     tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
-    Raises EngineFailure on every rank when only engines failed, RolloutError when anything else did on one of
-    them; ConfigError for a tokenizer without a chat template and for an environment that returns what it must
-    not.
+    Raises EngineFailure on every rank when only engines failed, ToolsStayAway when only tools did,
+    RolloutError when anything else did on one of them; ConfigError for a tokenizer without a chat template
+    and for an environment that returns what it must not.
     """
     if tokenizer.chat_template is None:
         raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
@@ -77,6 +80,8 @@ def collect(
     trouble: BaseException | None = None
     try:
         rollout.run(make_environment)
+    except ToolsStayAway as error:  # its line says all
+        trouble = error
     except Exception as error:  # raised again below, when the other replicas know
         if not isinstance(error, ConfigError):  # which is one line
             log.error("rollout failed", exc_info=True)  # now: they may never come to hear of it
@@ -87,6 +92,7 @@ def collect(
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
         place=trouble.place if isinstance(trouble, EngineFailure) else "",
         misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
+        away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
     )
     _agree(report, trouble)
     return [episode.trajectory() for episode in episodes]
@@ -105,6 +111,7 @@ class _Report:
     trouble: str
     place: str  # of an engine's failure, else ""
     misuse: str = ""  # what a ConfigError says
+    away: str = ""  # why tools were given up
 
 
 def _agree(report: _Report, trouble: BaseException | None) -> None:
@@ -116,10 +123,12 @@ def _agree(report: _Report, trouble: BaseException | None) -> None:
     troubled = {rank: report for rank, report in enumerate(reports) if report.trouble}
     if troubled:
         said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
+        if all(report.away for report in troubled.values()):
+            raise ToolsStayAway(next(report.away for report in troubled.values()))
         if all(report.place for report in troubled.values()):
             places = "; ".join(f"rank {rank}: {report.place}" for rank, report in troubled.items())
             raise EngineFailure(f"rollout failed on {said}", places) from trouble
-        if trouble is not None and not isinstance(trouble, EngineFailure):
+        if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
             raise trouble
         raise RolloutError(f"rollout failed on {said}") from trouble
 
@@ -130,6 +139,7 @@ class _News:
 
     answers: tuple[Answer, ...] = ()
     trouble: str = ""
+    away: str = ""  # why tools were given up
 
 
 class _Rollout:
@@ -156,9 +166,10 @@ class _Rollout:
         if not self._first:
             return self._drive()
         settings = self._settings
-        with EnvironmentHost(
-            make_environment, concurrency=settings.concurrency, deadline=settings.deadline
-        ) as host:
+        rank = dist.get_rank()
+        tools = ToolWait(settings.tool_wait, f"rank {rank}: " if rank else "")
+        limits = {"concurrency": settings.concurrency, "deadline": settings.deadline}
+        with EnvironmentHost(make_environment, **limits, tools=tools) as host:
             self._host = host
             self._drive()
 
@@ -182,6 +193,8 @@ class _Rollout:
         assert news is not None
         if news.trouble:
             raise RolloutError(news.trouble)
+        if news.away:
+            raise ToolsStayAway(news.away)
         return news.answers
 
     def _listen(self) -> _News:
@@ -192,6 +205,8 @@ class _Rollout:
             return _News(tuple(self._host.take(wait_for)))
         except RolloutError as error:  # the other ranks must hear of it before this one raises
             return _News(trouble=str(error))
+        except ToolsStayAway as error:
+            return _News(away=str(error))
 
     def _advance(self, answer: Answer) -> None:
         """An answer ends its episode or leads to its next turn."""

@@ -1,7 +1,8 @@
 """Runs the environments of one engine group: asyncio in a thread of its own, beside the engine's steps.
 
 At most `concurrency` calls are under way; each has `deadline` seconds from its start. What an environment
-raises, or a deadline that passes, becomes the outcome of its episode, is logged and never stops the others.
+raises, or a deadline that passes, becomes the outcome of its episode, is logged and never stops the others;
+but for ToolAway, after which the call is made again (tool_wait.py), each time with a deadline of its own.
 A return value of the wrong type (environments/contract.py) ends the run.
 Lives on the group's first rank only; what it answers is plain data that the other ranks are sent.
 """
@@ -20,8 +21,10 @@ from typing import Any, Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
-from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.environments.base import Environment, StepResult, ToolAway
 from megatron_stppo.rollout.generation import RolloutError
+from megatron_stppo.rollout.tool_wait import ToolWait
+from megatron_stppo.runtime.faults import ToolsStayAway
 from megatron_stppo.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -51,9 +54,16 @@ class EnvironmentHost:
     """Use as a context manager; leaving it cancels calls under way, closes environments, ends the thread."""
 
     def __init__(
-        self, make_environment: Callable[[], Environment], *, concurrency: int, deadline: float
+        self,
+        make_environment: Callable[[], Environment],
+        *,
+        concurrency: int,
+        deadline: float,
+        tools: ToolWait | None = None,
     ) -> None:
+        """tools: how long to wait for them; default: not at all."""
         self._make, self._deadline = make_environment, deadline
+        self._tools = tools or ToolWait(0)
         self._environments: dict[int, Environment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._submitted = 0
@@ -76,8 +86,9 @@ class EnvironmentHost:
 
     def reset(self, index: int, task: Task, seed: int) -> None:
         async def call() -> Answer:
-            environment = self._make()
-            self._environments[index] = environment
+            if index not in self._environments:  # a first attempt
+                self._environments[index] = self._make()
+            environment = self._environments[index]
             messages = await contract.reset(environment, task, seed)
             return Answer(index, messages=messages, stop_strings=contract.stop_strings(environment))
 
@@ -97,11 +108,14 @@ class EnvironmentHost:
         """What has been answered since the last call, in order of submission; waits for `wait_for` at least.
 
         When that is the number of all calls under way, what is returned does not depend on timing.
-        Raises RolloutError when an environment blocks the event loop (a call that neither awaits nor ends).
+        Raises RolloutError when an environment blocks the event loop (a call that neither awaits nor ends),
+        and ToolsStayAway when tools did not answer in time.
         """
         answers: list[tuple[int, Answer]] = []
         while len(answers) < wait_for:
             answers.append(self._next())
+            if self._tools.gave_up:
+                raise ToolsStayAway(self._tools.gave_up)
         while not self._answers.empty():
             answers.append(self._answers.get())
         return [answer for _, answer in sorted(answers, key=_ticket)]
@@ -127,10 +141,16 @@ class EnvironmentHost:
         assert this is not None
         self._calls.add(this)
         this.add_done_callback(self._calls.discard)
+
+        async def attempt() -> Answer:
+            async with asyncio.timeout(self._deadline):
+                return await call()
+
         async with self._semaphore:
             try:
-                async with asyncio.timeout(self._deadline):
-                    answer = await call()
+                answer = await self._tools.call(attempt)
+            except ToolAway as away:  # take() ends the rollout
+                answer = Answer(index, failure="error", detail=one_line(str(away)))
             except TimeoutError as error:
                 detail = str(error) or f"no answer within {self._deadline:g} s"
                 log.warning("episode %d: environment timed out: %s", index, printable(detail))

@@ -12,6 +12,11 @@ class Requeue(RuntimeError):
     on. The door turns it into exit code 85."""
 
 
+class ToolsStayAway(Requeue):
+    """Tools did not answer for environment.tool_wait seconds. Equal on all ranks; a training run checkpoints
+    before it ends."""
+
+
 class TooManyFailures(RuntimeError):
     """More episodes failed than environment.max_failure_rate allows. The door turns it into exit code 1 and
     one line: the reason is in the message, and a stack of this program says nothing about it."""

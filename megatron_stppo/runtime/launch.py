@@ -102,8 +102,8 @@ def start(config: Config) -> Place:
     # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
     # a GPU
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backends, **meeting(config.deadlines.timeout))
-    place = groups.initialize(config.parallel, config.deadlines.timeout)
+    dist.init_process_group(backends, **meeting(config.timeout))
+    place = groups.initialize(config.parallel, config.timeout)
     if place.rank == 0:
         print(f"megatron-stppo: {_opening(config, place)}", file=sys.stderr)
     return place

@@ -120,7 +120,7 @@ class Ranks:
             os.environ.update({name: str(value) for name, value in world.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             run = self.config.run
-            with Watch(run.folder, self.config.deadlines.by_phase, rank, RANKS) as watch:
+            with Watch(run.folder, self.config.deadline_by_phase, rank, RANKS) as watch:
                 sys.modules["megatron_stppo.loop"].train(self.config, True, watch, Notice(run.end_margin))
             code = 0
         except BaseException:

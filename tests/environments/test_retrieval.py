@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
+from megatron_stppo.environments.base import ToolAway
 from megatron_stppo.environments.retrieval import (
     BM25Retriever,
     Document,
@@ -46,7 +47,7 @@ def index(tmp_path_factory):
     return folder
 
 
-def ask(*answers, timeout=5.0, retries=0):
+def ask(*answers, timeout=5.0, retries=0, deadline=30.0):
     """Searches at a raw server that answers request n with answers[n]; returns result and requests.
 
     An answer is bytes sent as they are, or a coroutine function of the stream writer.
@@ -70,10 +71,10 @@ def ask(*answers, timeout=5.0, retries=0):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", timeout, retries, "secret")
+        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", timeout, retries, "secret", deadline)
         try:
             return await client.search("q" * 5000, 3), seen
-        except RetrievalError as error:
+        except (RetrievalError, ToolAway) as error:
             return error, seen
         finally:
             await client.close()
@@ -100,9 +101,16 @@ def test_a_busy_server_is_asked_again_and_a_refusing_one_is_not():
     assert str(error) == "status 401" and len(seen) == 1
 
 
-def test_retries_are_bounded():
+def test_retries_are_bounded_and_a_probe_after_them_finds_a_server_that_answers_nobody():
     error, seen = ask(http(500), retries=2)
-    assert str(error) == "status 500" and len(seen) == 3
+    assert isinstance(error, ToolAway) and str(error).endswith("/retrieve: status 500")
+    assert [body["queries"][0][:5] for _, body in seen] == ["qqqqq"] * 3 + ["probe"]
+
+
+def test_a_query_that_fails_beside_a_probe_that_is_answered_is_the_episodes_failure():
+    for answer in (http(200, ANSWER), http(401)):
+        error, seen = ask(http(500), answer)
+        assert type(error) is RetrievalError and str(error) == "status 500" and len(seen) == 2
 
 
 def test_a_redirect_is_refused_so_that_the_token_stays():
@@ -115,8 +123,18 @@ def test_silence_is_a_timeout():
         await asyncio.sleep(1)
 
     start = time.perf_counter()
-    error, _ = ask(silent, timeout=0.2)
+    error, _ = ask(silent, http(200, ANSWER), timeout=0.2)
     assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
+
+
+def test_a_server_that_stays_silent_is_away_before_the_environments_deadline_passes():
+    async def silent(writer):
+        await asyncio.sleep(3)
+
+    start = time.perf_counter()
+    error, seen = ask(silent, timeout=10, retries=3, deadline=1)
+    assert isinstance(error, ToolAway) and "no answer within 0.6 s" in str(error)
+    assert time.perf_counter() - start < 1 and len(seen) == 2
 
 
 def test_dripping_bytes_do_not_stretch_the_timeout():
@@ -128,7 +146,7 @@ def test_dripping_bytes_do_not_stretch_the_timeout():
             await asyncio.sleep(0.05)
 
     start = time.perf_counter()
-    error, _ = ask(drip, timeout=0.2)
+    error, _ = ask(drip, http(200, ANSWER), timeout=0.2)
     assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
 
 
@@ -179,19 +197,19 @@ def test_garbage_is_an_error(body):
     assert "answer is not" in str(error)
 
 
-def test_a_dead_server_is_an_error_after_the_retries():
+def test_a_dead_server_is_away_after_the_retries():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     client = HttpRetriever(f"http://127.0.0.1:{port}/", 1.0, 1)
-    with pytest.raises(RetrievalError, match="ConnectError"):
+    with pytest.raises(ToolAway, match="ConnectError"):
         asyncio.run(client.search("q", 1))
 
 
 def test_a_broken_answer_is_an_error():
-    error, _ = ask(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort")
+    error, _ = ask(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", http(200, ANSWER))
     assert type(error) is RetrievalError
-    error, _ = ask(b"nonsense\r\n\r\n")
+    error, _ = ask(b"nonsense\r\n\r\n", http(200, ANSWER))
     assert type(error) is RetrievalError
 
 

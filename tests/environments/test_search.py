@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import Environment, ToolAway
 from megatron_stppo.environments.retrieval import (
     BM25Retriever,
     Document,
@@ -103,6 +103,21 @@ def test_an_invalid_action_is_corrected_and_uses_up_a_turn(make):
     assert "invalid" in first.observation and not first.valid and not first.done and not first.searched
     assert second.valid and "Libreville" in second.observation
     assert last.reward == 1.0
+
+
+def test_a_search_that_finds_its_tool_away_uses_up_no_turn(make):
+    environment = make()
+    retriever, environment._retriever = environment._retriever, Failing(ToolAway("down"))
+
+    async def episode():
+        await environment.reset(TASK, 0)
+        for _ in range(9):
+            with pytest.raises(ToolAway):
+                await environment.step("<search>France</search>")
+        environment._retriever = retriever
+        return [await environment.step("<search>France</search>") for _ in range(3)]
+
+    assert [result.outcome for result in asyncio.run(episode())] == [None, None, "truncated"]
 
 
 def test_after_max_turns_the_last_generation_cannot_search(make):

@@ -1,0 +1,114 @@
+"""Waiting for tools that do not answer: a call that raises ToolAway is made again until it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.environments import choose
+from megatron_stppo.environments.base import Environment, ToolAway
+from megatron_stppo.parallel.collectives import all_agree, gather_records
+from megatron_stppo.runtime.faults import ToolsStayAway
+
+T = TypeVar("T")
+FIRST, LONGEST = 0.5, 5.0  # seconds between two attempts of a call; doubled up to the longest
+_BEGINS = "%stools do not answer: %s; waiting for up to %.0f s (environment.tool_wait)"
+log = logging.getLogger(__name__)
+
+
+class ToolWait:
+    """The waiting of one rollout's environment calls: `patience` seconds, all waits together.
+
+    A wait begins when a call raises ToolAway while none waits, and ends when a call that waited returns. Both
+    are one warning. Lives in one event loop.
+    Example: with patience=600, tools that are away for 8 and for 3 minutes give up one minute before the end.
+    """
+
+    def __init__(self, patience: float, where: str = "") -> None:
+        """where: prefix of the warnings, such as "rank 4: "."""
+        self._patience, self._where = patience, where
+        self._waiting = 0  # calls
+        self._since: float | None = None  # monotonic time; None outside a wait
+        self._spent = 0.0  # seconds of the waits that have ended
+        self.gave_up = ""  # why, in one line; empty before
+
+    async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of attempt(), which is called again while it raises ToolAway. Raises what else it
+        raises, and ToolAway when the patience is spent."""
+        pause, waits = FIRST, False
+        try:
+            while True:
+                try:
+                    result = await attempt()
+                    if waits:
+                        self._end(f"{self._where}tools answer again after %.0f s")
+                    return result
+                except ToolAway as away:
+                    self._begin(str(away))
+                    self._waiting, waits = self._waiting + (not waits), True
+                    if (left := self._left()) <= 0:
+                        self.gave_up = self.gave_up or _gave_up(self._patience, str(away))
+                        raise
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, LONGEST)
+        finally:
+            self._waiting -= waits
+            if waits and not self._waiting:
+                self._end("")  # the last waiting call failed for a reason of its own
+
+    def _begin(self, why: str) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            if (left := self._left()) > 0:
+                log.warning(_BEGINS, self._where, why, left)
+
+    def _end(self, text: str) -> None:
+        if self._since is not None:
+            seconds, self._since = time.monotonic() - self._since, None
+            self._spent += seconds
+            if text:
+                log.warning(text, seconds)
+
+    def _left(self) -> float:
+        now = time.monotonic()
+        return self._patience - self._spent - (now - (self._since or now))
+
+
+def open_environment(config: EnvironmentConfig, resume: bool) -> Callable[[], Environment]:
+    """choose.factory(config). Where a run is resumed, a tool of any rank that is away is waited for, as in a
+    rollout. Collective.
+
+    Raises ToolsStayAway on all ranks; at a new run ConfigError instead, for the address may be wrong.
+    """
+    patience, began, waits = config.tool_wait if resume else 0.0, time.monotonic(), False
+    while True:
+        away: ToolAway | None = None
+        try:
+            make = choose.factory(config)
+        except ToolAway as error:
+            away = error
+        reasons = [text for of_rank in gather_records([str(away)] if away else [], str) for text in of_rank]
+        if not reasons:
+            if waits and dist.get_rank() == 0:
+                log.warning("tools answer again after %.0f s", time.monotonic() - began)
+            return make
+        if all_agree(time.monotonic() - began >= patience):
+            if resume:
+                raise ToolsStayAway(_gave_up(patience, reasons[0]))
+            if isinstance(away, ConfigError):
+                raise away
+            raise ConfigError(f"environment.kind={config.kind}: {reasons[0]}; start its tools")
+        if not waits and dist.get_rank() == 0:
+            log.warning(_BEGINS, "", reasons[0], patience)
+        waits = True
+        time.sleep(min(LONGEST, patience))
+
+
+def _gave_up(patience: float, why: str) -> str:
+    return f"tools did not answer for {patience:g} s (environment.tool_wait): {why}"

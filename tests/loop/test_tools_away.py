@@ -1,0 +1,139 @@
+"""The whole program on two ranks, with a retriever that answers nobody for a while, and then for good."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.loop import small_run
+
+ANSWER = json.dumps({"result": [[{"id": "1", "contents": '"Rome"\nRome is a capital.'}]]}).encode()
+WAIT = 8  # seconds, all waits of a rollout together
+WAITS, ANSWERS = "tools do not answer: ", "tools answer again after "
+
+
+class Retriever(ThreadingHTTPServer):
+    away = False
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Retriever)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b"" if self.server.away else ANSWER
+        self.send_response(503 if self.server.away else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with suppress(BrokenPipeError):  # the client's time is over
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int  # of the run, as exit.json has it
+    reason: str
+    said: list[str]  # stderr
+    rows: list[int]  # iterations in metrics.jsonl
+    steps: list[str]  # checkpoints
+
+
+@pytest.fixture(scope="module")
+def retriever() -> Iterator[Retriever]:
+    with Retriever(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tuple[Ended, Ended]:
+    """(a run whose tool is away twice, the second time for good; the same resumed while it is away)."""
+    root = tmp_path_factory.mktemp("away")
+    config, run = small_run.write(root), root / "runs" / "away"
+    log = root / "stderr"
+
+    def train(*arguments: str, during: Callable[[], None]) -> Ended:
+        url = f"environment.retrieval.url=http://127.0.0.1:{retriever.server_address[1]}/retrieve"
+        given = ("environment.kind=tests.loop.searching:factory", "environment.retrieval.kind=http", url)
+        limits = (f"environment.tool_wait={WAIT}", "environment.retrieval.retries=0", "parallel.tensor=1")
+        command = [*small_run.TORCHRUN, "--nproc-per-node=2", "-m", "megatron_stppo", "train", str(config)]
+        command += ["run.name=away", "run.checkpoint_every=1000", *given, *limits, *arguments]
+        with log.open("w") as stderr:
+            process = subprocess.Popen(command, env=small_run.ENVIRONMENT, stderr=stderr)
+            try:
+                during()
+                process.wait(600)
+            finally:
+                process.terminate()
+        note = json.loads((run / "exit.json").read_text())
+        rows = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+        return Ended(note["code"], note["reason"], log.read_text().splitlines(), rows, steps)
+
+    def go_away_twice() -> None:
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
+        retriever.away = True
+        wait_until(lambda: WAITS in log.read_text())
+        retriever.away = False
+        wait_until(lambda: ANSWERS in log.read_text())
+        rows = metrics.read_text().count("\n")
+        wait_until(lambda: metrics.read_text().count("\n") > rows)
+        retriever.away = True
+
+    def come_back() -> None:
+        wait_until(lambda: WAITS in log.read_text())
+        retriever.away = False
+
+    first = train("run.iterations=100000", during=go_away_twice)
+    iterations = f"run.iterations={first.rows[-1] + 1}"
+    return first, train("--resume", iterations, during=come_back)
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 600
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(1800)
+def test_tools_that_come_back_are_waited_for_and_those_that_stay_away_end_the_run_with_a_checkpoint(
+    ended: tuple[Ended, Ended],
+) -> None:
+    run, _ = ended
+    last = run.rows[-1]
+    assert (run.code, run.steps) == (85, [f"step_{last}"])
+    assert run.rows == list(range(1, last + 1))
+    why = f"tools did not answer for {WAIT} s (environment.tool_wait): retriever http://127.0.0.1:"
+    assert run.reason.startswith(f"step_{last} of 100000 is checkpointed, to be resumed: {why}")
+    assert run.reason.endswith("/retrieve: status 503")
+
+
+def test_a_wait_is_one_line_when_it_begins_and_one_when_it_ends_without_a_traceback(
+    ended: tuple[Ended, Ended],
+) -> None:
+    run, _ = ended
+    of_first = [line for line in run.said if ": rank 1: " not in line and " rank 1: tools" not in line]
+    assert [sum(text in line for line in of_first) for text in (WAITS, ANSWERS)] == [2, 1]
+    assert sum(run.reason in line for line in run.said if line.startswith("megatron-stppo: step_")) == 1
+    assert not any("Error" in line and "megatron_stppo" in line for line in run.said)
+
+
+def test_a_resumed_run_waits_for_its_tools_and_goes_on_after_the_last_finished_iteration(
+    ended: tuple[Ended, Ended],
+) -> None:
+    run, resumed = ended
+    assert (resumed.code, resumed.reason) == (0, "done")
+    assert resumed.rows == [*run.rows, run.rows[-1] + 1]
+    assert [sum(text in line for line in resumed.said) for text in (WAITS, ANSWERS)] == [1, 1]
