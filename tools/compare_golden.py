@@ -1,0 +1,211 @@
+"""Record what small runs compute, and compare another version of the code with that record, bit for bit.
+
+    python tools/compare_golden.py record FOLDER       # with the code as it was
+    python tools/compare_golden.py compare FOLDER      # with the code as it is: exits 1 if a number differs
+
+The cases are three iterations of the quickstart with tensor, pipeline and data parallelism over two ranks, a
+run resumed after its second iteration, a mixture of experts with replayed routing, and one run of the
+stability study. The record holds the rows of metrics.jsonl and a digest of every exported tensor.
+Floats differ between machines: record and compare on the same one. FOLDER/SIDE/ keeps the files of a side;
+a case that is recorded already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+
+from tools.study.matrix import Run
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "examples" / "quickstart" / "config.yaml"
+# What a clock or the machine decides.
+MEASURED = re.compile(r"seconds|share/|per_second|memory|gpu/|mfu/|straggler|time")
+SHORT = ("run.iterations=3", "run.checkpoint_every=1", "run.keep_checkpoints=3", "run.evaluate_every=3")
+SMALL = ("rollout.tasks_per_iteration=16", "evaluate.tasks=16", "evaluate.samples=1")
+LAYOUTS = {
+    "tensor": ("parallel.tensor=2",),
+    "pipeline": ("parallel.tensor=1", "parallel.pipeline=2"),
+    "data": ("parallel.tensor=1",),
+    "experts": ("parallel.tensor=1", "parallel.expert=2", "algorithm.routing_replay=old_policy"),
+}
+# What the mixture of experts takes from the dense model's config.json.
+SAME = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+
+
+class Side:
+    """One version's runs, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        """Build the quickstart's files, start a dense model with 60,000 tokens, and write random experts."""
+        data = self.folder / "data"
+        if not (data / "manifest.json").exists():
+            script = CONFIG.with_name("build.py")
+            self._run("build", sys.executable, str(script), "--output", str(data), "--seed", "0")
+        if not (self.folder / "dense" / "config.json").exists():
+            output, source = (f"cold_start.output={self.folder / 'dense'}", f"model.path={data / 'model'}")
+            options = ("cold_start.tokens=60000", "parallel.tensor=1", "run.name=cold-start", output, source)
+            self._package("cold-start", "cold-start", 2, *self._fields(), *options)
+        if not (self.folder / "experts" / "config.json").exists():
+            write_experts(self.folder / "dense", self.folder / "experts")
+
+    def results(self) -> dict[str, Any]:
+        """Return {case: {"rows": of metrics.jsonl, "weights": {tensor: digest}}} of every case."""
+        self.prepare()
+        cases = {name: self._case(name, 2, *SHORT, *SMALL, *fields) for name, fields in LAYOUTS.items()}
+        cases["resumed"] = self._resumed("data")
+        study = Run("harsh_2", "st_ppo", 0).overrides(iterations=2)
+        return cases | {"study": self._case("study", 1, *study, "run.checkpoint_every=1")}
+
+    def _case(self, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+        model = self.folder / ("experts" if name == "experts" else "dense")
+        fields = (*self._fields(), *overrides, f"model.path={model}", f"run.name={name}")
+        if not (self.folder / "runs" / name / "exported").exists():
+            shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
+            self._package(name, "train", ranks, *fields)
+        return self._read(name)
+
+    def _resumed(self, source: str) -> dict[str, Any]:
+        """Train the last iteration of `source` again, from the checkpoint before it."""
+        runs = self.folder / "runs"
+        if not (runs / "resumed" / "exported").exists():
+            shutil.rmtree(runs / "resumed", ignore_errors=True)
+            ended = shutil.ignore_patterns("exported", "exit.json", "step_3")
+            shutil.copytree(runs / source, runs / "resumed", ignore=ended)
+            fields = (*SHORT, *SMALL, *LAYOUTS[source], f"model.path={self.folder / 'dense'}")
+            self._package("resumed", "train", 2, *self._fields(), *fields, "run.name=resumed", "--resume")
+        return self._read("resumed")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        run = self.folder / "runs" / name
+        if not (run / "exported").exists():
+            command = ("convert", "to-hf", str(run / "config.yaml"), "latest", str(run / "exported"))
+            self._run(f"{name}-export", sys.executable, "-m", "megatron_stppo", *command)
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [{k: v for k, v in json.loads(line).items() if not MEASURED.search(k)} for line in lines]
+        return {"rows": rows, "weights": digests(run / "exported")}
+
+    def _fields(self) -> tuple[str, ...]:
+        data = self.folder / "data"
+        files = {name: data / f"{name}.jsonl" for name in ("train", "evaluate", "demonstrations")}
+        fields = {f"data.{name}": path for name, path in files.items()}
+        fields |= {"environment.retrieval.index": data / "index", "run.root": self.folder / "runs"}
+        return tuple(f"{name}={value}" for name, value in fields.items())
+
+    def _package(self, name: str, command: str, ranks: int, *arguments: str) -> None:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        self._run(name, sys.executable, *launcher, "-m", "megatron_stppo", command, str(CONFIG), *arguments)
+
+    def _run(self, name: str, *command: str) -> None:
+        print(f"{self.folder.name}: {name}", file=sys.stderr)
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with log.open("w") as out:
+            status = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out).returncode
+        if status:
+            raise SystemExit(f"{name} ended with exit code {status}: see {log}")
+
+
+def write_experts(dense: Path, folder: Path) -> None:
+    """Write a random mixture of 4 experts with the tokenizer of `dense`."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = transformers.AutoConfig.from_pretrained(dense, trust_remote_code=False).to_dict()
+    shape = transformers.Qwen3MoeConfig(
+        **{name: sizes[name] for name in SAME},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        intermediate_size=64,
+    )
+    transformers.Qwen3MoeForCausalLM(shape).save_pretrained(folder)
+    for file in dense.glob("*token*"):
+        shutil.copy(file, folder)
+    for file in dense.glob("chat_template*"):
+        shutil.copy(file, folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return {tensor: SHA-256 of its type, shape and bytes} of a Hugging Face folder."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                tensor = tensors.get_tensor(name)
+                head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+                found[name] = hashlib.sha256(head + tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return one line per number or tensor that is not the same on both sides."""
+    out = []
+    for case in sorted(before.keys() | after.keys()):
+        if case not in before or case not in after:
+            out.append(f"{case}: only {'recorded' if case in before else 'compared'}")
+            continue
+        old, new = before[case], after[case]
+        if len(old["rows"]) != len(new["rows"]):
+            out.append(f"{case}: {len(old['rows'])} rows recorded, {len(new['rows'])} compared")
+        for number, (a, b) in enumerate(zip(old["rows"], new["rows"], strict=False)):
+            for key in sorted(a.keys() | b.keys()):
+                if repr(a.get(key)) != repr(b.get(key)):  # NaN equals NaN, 0.0 is not -0.0
+                    out.append(f"{case}: row {number}, {key}: {a.get(key)!r} -> {b.get(key)!r}")
+        for name in sorted(old["weights"].keys() | new["weights"].keys()):
+            if old["weights"].get(name) != new["weights"].get(name):
+                out.append(f"{case}: weights of {name} differ")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if a record was written or nothing differs, 1 if something differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("folder", type=Path, help="for the record and for the files of both sides")
+    given = parser.parse_args(argv)
+    folder = given.folder.resolve()
+    record = folder / "record.json"
+    if given.what == "compare" and not record.exists():
+        parser.error(f"{record} does not exist; call `record {given.folder}` with the code as it was")
+    results = Side(folder / given.what).results()
+    if given.what == "record":
+        record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"{len(results)} cases in {record}")
+        return 0
+    found = differences(json.loads(record.read_text(encoding="utf-8")), json.loads(json.dumps(results)))
+    print("\n".join(found) if found else f"{len(results)} cases, every number and every tensor the same")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Write docs/configuration.md from the fields of megatron_stppo/config.py.
+
+    python tools/write_configuration.py [--check]
+
+--check writes nothing and exits 1 if the file is not what would be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+
+from megatron_stppo.config import Config
+
+TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+This page is written by `python tools/write_configuration.py` from `megatron_stppo/config.py`; a test checks that it is
+current. A run is one YAML file with the sections below. On the command line, `section.field=value` overrides the file:
+`megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. A field that does not exist is refused with the
+nearest name that does. The resolved file, with every field, is saved as `config.yaml` in the run's folder.
+
+The formulas and sources of `algorithm` are in [algorithms.md](algorithms.md).
+"""
+SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def page() -> str:
+    """Return the whole document."""
+    parts = [HEAD]
+    for name, model in sections(Config, ""):
+        about = " ".join((model.__doc__ or "").split())
+        parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + table(model))
+    parts.append(f"## megatron\n\n{sentence(Config.model_fields['megatron'].description)}\n")
+    return "\n".join(parts)
+
+
+def sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield every section and the sections in it, in order. Example: ("update.actor", ActorOptimizerConfig)."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield f"{prefix}{name}", field.annotation
+            yield from sections(field.annotation, f"{prefix}{name}.")
+
+
+def table(model: type[BaseModel]) -> str:
+    rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            cells = (f"`{name}`", values(field), default(field), sentence(field.description))
+            rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def values(field: FieldInfo) -> str:
+    """Return the type and the bounds. Example: "int ≥ 1, or null"."""
+    bounds = [f" {SYMBOLS[n]} {getattr(m, n)}" for m in field.metadata for n in SYMBOLS if hasattr(m, n)]
+    kinds = [kind for kind in alternatives(field.annotation) if kind is not type(None)]
+    text = ", ".join(one(kind) for kind in kinds) + ",".join(bounds)
+    return f"{text}, or null" if type(None) in alternatives(field.annotation) else text
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def one(kind: Any) -> str:
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if arguments:
+        return "[" + ", ".join(one(argument) for argument in arguments) + "]"
+    return {"bool": "true, false", "Path": "path", "str": "text"}.get(kind.__name__, kind.__name__)
+
+
+def default(field: FieldInfo) -> str:
+    """Return the default as YAML has it, or "required"."""
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    if isinstance(field.default, tuple):
+        return f"`{list(field.default)}`"
+    return "`null`" if field.default is None else f"`{field.default}`"
+
+
+def sentence(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    if parser.parse_args(argv).check:
+        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
+        if not current:
+            print(f"{TARGET.name} is not current: call python tools/write_configuration.py", file=sys.stderr)
+        return int(not current)
+    TARGET.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
