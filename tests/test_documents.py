@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
-from tests.documented import NAME, metrics, rows, undocumented
+from tests.documented import DOCS, NAME, metrics, rows, undocumented
+from tools.write_reference import commands, configuration
 
 
 def test_every_field_of_the_algorithm_has_a_row_with_its_default() -> None:
@@ -31,3 +32,8 @@ def test_every_aggregation_has_a_row() -> None:
 def test_no_metric_is_described_twice() -> None:
     assert len(metrics()) == len(set(metrics()))
     assert undocumented(["actor/clip_fraction_turn_12", "seconds/update", "actor/clip"]) == ["actor/clip"]
+
+
+def test_the_references_of_fields_and_commands_are_current() -> None:
+    for name, text in (("configuration.md", configuration()), ("commands.md", commands())):
+        assert (DOCS / name).read_text(encoding="utf-8") == text, "call python tools/write_reference.py"

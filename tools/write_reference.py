@@ -1,8 +1,8 @@
-"""Write docs/configuration.md from the fields of megatron_stppo/config.py.
+"""Write docs/configuration.md from the fields of config.py, and docs/commands.md from the commands' help.
 
-    python tools/write_configuration.py [--check]
+    python tools/write_reference.py [--check]
 
---check writes nothing and exits 1 if the file is not what would be written.
+--check writes nothing and exits 1 if a file is not what would be written.
 """
 
 from __future__ import annotations
@@ -18,27 +18,52 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.main import get_command
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
 
+from megatron_stppo.__main__ import app
 from megatron_stppo.config import Config
 
-TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
-HEAD = """# Configuration
+DOCS = Path(__file__).parents[1] / "docs"
+CONFIGURATION = """# Configuration
 
-This page is written by `python tools/write_configuration.py` from `megatron_stppo/config.py`; a test checks that it is
-current. A run is one YAML file with the sections below. On the command line, `section.field=value` overrides the file:
-`megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. A field that does not exist is refused with the
-nearest name that does. The resolved file, with every field, is saved as `config.yaml` in the run's folder.
+`python tools/write_reference.py` writes this page from `megatron_stppo/config.py`, and a test checks that it
+is current. A run is one YAML file with the sections below. On the command line, `section.field=value`
+overrides the file: `megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. A field that does not
+exist is refused with the nearest name that does. The resolved file, with every field, is saved as
+`config.yaml` in the run's folder.
 
-The formulas and sources of `algorithm` are in [algorithms.md](algorithms.md).
+[algorithms.md](algorithms.md) has the formulas and sources of `algorithm`.
 """
+COMMANDS = """# Commands
+
+`python tools/write_reference.py` writes this page from the commands' own help, and a test checks that it is
+current. `python -m megatron_stppo` is the same program. `train`, `rollout`, `evaluate`, `cold-start`,
+`convert` and `check-invariance` run as one process, or as one per device under torchrun or srun.
+[cluster.md](cluster.md) has the exit codes.
+"""
+WIDTH = {"COLUMNS": "100"}
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
-def page() -> str:
-    """Return the whole document."""
-    parts = [HEAD]
+def commands() -> str:
+    """Return docs/commands.md: the help of every command, 100 columns wide."""
+    root: Any = get_command(app)
+    parts = [COMMANDS]
+    for name in root.commands:
+        nested = getattr(root.commands[name], "commands", {})
+        for path in [(name, inner) for inner in nested] or [(name,)]:
+            shown = CliRunner().invoke(app, [*path, "--help"], env=WIDTH, prog_name="megatron-stppo")
+            text = "\n".join(f"    {line}".rstrip() for line in shown.output.strip().splitlines())
+            parts.append(f"## {' '.join(path)}\n\n{text}\n")
+    return "\n".join(parts)
+
+
+def configuration() -> str:
+    """Return docs/configuration.md."""
+    parts = [CONFIGURATION]
     for name, model in sections(Config, ""):
         about = " ".join((model.__doc__ or "").split())
         parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + table(model))
@@ -47,7 +72,7 @@ def page() -> str:
 
 
 def sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield every section and the sections in it, in order. Example: ("update.actor", ActorOptimizerConfig)."""
+    """Yield every section and the sections in it. Example: ("update.actor", ActorOptimizerConfig)."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield f"{prefix}{name}", field.annotation
@@ -65,10 +90,14 @@ def table(model: type[BaseModel]) -> str:
 
 def values(field: FieldInfo) -> str:
     """Return the type and the bounds. Example: "int ≥ 1, or null"."""
-    bounds = [f" {SYMBOLS[n]} {getattr(m, n)}" for m in field.metadata for n in SYMBOLS if hasattr(m, n)]
     kinds = [kind for kind in alternatives(field.annotation) if kind is not type(None)]
-    text = ", ".join(one(kind) for kind in kinds) + ",".join(bounds)
+    text = ", ".join(one(kind) for kind in kinds) + bounds(field.metadata)
     return f"{text}, or null" if type(None) in alternatives(field.annotation) else text
+
+
+def bounds(metadata: Sequence[Any]) -> str:
+    """Return the bounds of a number. Example: " ≥ 0, < 1"."""
+    return ",".join(f" {SYMBOLS[n]} {getattr(m, n)}" for m in metadata for n in SYMBOLS if hasattr(m, n))
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -76,6 +105,8 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def one(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Annotated:
+        return one(kind.__origin__) + bounds(kind.__metadata__[0].metadata)
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -104,13 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if parser.parse_args(argv).check:
-        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
-        if not current:
-            print(f"{TARGET.name} is not current: call python tools/write_configuration.py", file=sys.stderr)
-        return int(not current)
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
+    check, stale = parser.parse_args(argv).check, []
+    for name, text in (("configuration.md", configuration()), ("commands.md", commands())):
+        target = DOCS / name
+        if check and not (target.exists() and target.read_text(encoding="utf-8") == text):
+            stale.append(name)
+        elif not check:
+            target.write_text(text, encoding="utf-8")
+    if stale:
+        print(f"{', '.join(stale)}: not current; call python tools/write_reference.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":
