@@ -116,7 +116,8 @@ def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path)
 @contextmanager
 def started(config: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A training under way, which is killed at the end."""
-    line = command(config, *arguments)
+    # A shell starts its background jobs with SIGINT ignored, which a run respects: tests may run in one.
+    line = ["env", "--default-signal=INT", *command(config, *arguments)]
     with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=small_run.ENVIRONMENT) as process:
         try:
             yield process

