@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_stppo.advantage.estimate import estimate
+from megatron_stppo.advantage.estimate import estimate, has_signal
 from megatron_stppo.assemble import Parts, assemble, rollout_settings, seed_of
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
@@ -77,13 +77,15 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
             batch = score(parts, to_batch(played), iteration)
         # advantage: credit to action tokens
         with observer.phase("advantage"):
-            batch = estimate(batch, config.algorithm, groups_of(played))
+            group_N = groups_of(played)
+            batch = estimate(batch, config.algorithm, group_N)
+            hold = not has_signal(batch, config.algorithm, group_N)
         # update: ST-PPO on actor and critic
         with observer.phase("update"):
             parts.train("update")
-            row, last_logprob_T = update(parts, batch, iteration)
+            row, last_logprob_T = update(parts, batch, iteration, hold)
             row |= describe(played, batch, iteration)
-            row |= guard.look(done, row, batch, groups_of(played))
+            row |= guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
         _check(parts, row)

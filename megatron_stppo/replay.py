@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_stppo.advantage.estimate import estimate
+from megatron_stppo.advantage.estimate import estimate, has_signal
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.describe import describe_batch, describe_rollouts
@@ -78,7 +78,8 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
             batch = estimate(batch, config.algorithm, group_N)
         with metrics.phase("update"):
             learner.train("update")
-            row, _ = update(learner, batch, number - 1)
+            hold = not has_signal(batch, config.algorithm, group_N)
+            row, _ = update(learner, batch, number - 1, hold)
             row |= describe_batch(batch) | told
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)

@@ -46,8 +46,11 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     return replace(scored, value_T=values(learner.critic.model, *given))
 
 
-def update(learner: Learner, batch: Batch, iteration: int) -> tuple[dict[str, float], Tensor | None]:
-    """Every minibatch of every epoch: one step of the actor, one of the critic. Collective.
+def update(
+    learner: Learner, batch: Batch, iteration: int, hold: bool = False
+) -> tuple[dict[str, float], Tensor | None]:
+    """Every minibatch of every epoch: one step of the actor, one of the critic. Collective. With `hold` the
+    actor's are computed and reported, but not made: for a batch whose rewards carry no signal.
 
     The mean of what they report; and the log-probs that the last epoch computed, each before the step on its
     minibatch: float32 [T] on the host, equal on every rank.
@@ -60,7 +63,7 @@ def update(learner: Learner, batch: Batch, iteration: int) -> tuple[dict[str, fl
             trainer.skipped += 1
         return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0), None
     ratios = Ratios(batch, learner.config.algorithm)
-    steps = list(_steps(learner, batch, iteration, ratios))
+    steps = list(_steps(learner, batch, iteration, ratios, hold))
     if learner.config.algorithm.correction_probe and learner.place.rank == 0:
         rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
     # first_kl_to_old: 0, or scores and updates differ
@@ -68,7 +71,9 @@ def update(learner: Learner, batch: Batch, iteration: int) -> tuple[dict[str, fl
     return row, ratios.last_logprob_T
 
 
-def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> Iterator[dict[str, float]]:
+def _steps(
+    learner: Learner, batch: Batch, iteration: int, ratios: Ratios, hold: bool
+) -> Iterator[dict[str, float]]:
     config, a, actor = learner.config, learner.config.algorithm, learner.actor
     assert actor is not None
     head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
@@ -76,7 +81,7 @@ def _steps(learner: Learner, batch: Batch, iteration: int, ratios: Ratios) -> It
     for epoch in range(config.update.epochs):
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-            step = actor_step(actor, loss, chosen, learner.packer)
+            step = actor_step(actor, loss, chosen, learner.packer, hold)
             ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
             if learner.critic is not None:
                 step |= critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)

@@ -35,6 +35,7 @@ BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
 
 def main() -> int:
     arguments = parse()
+    os.environ["PYTHONPATH"] = str(small_run.ROOT)  # where the run's environment is
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         config, model = small_run.write(root), root / "small"

@@ -55,6 +55,22 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
     return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
 
 
+def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> bool:
+    """Whether the environment's rewards tell live trajectories apart: those of the batch for GAE, those of a
+    group for a group's advantage.
+
+    Without that, entropy bonus, KL penalty and the critic's noise are all that is left of the actor's
+    gradient, and Adam, which is invariant to its size, makes full steps of them. At gamma below 1 GAE tells
+    equal rewards apart by when they come.
+    Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, and none for advantage="group".
+    """
+    if algorithm.advantage == "gae":
+        discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
+        return discounted or _rewards_vary(batch)
+    outcome_N = outcomes(batch.reward_T, batch.action_offsets)
+    return bool(group_relative(outcome_N, group_N, batch.live_N, normalised=False).any())
+
+
 def group_relative(outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalised: bool) -> Tensor:
     """float64 [N]: outcome - mean over the live trajectories of the group, divided by their deviation where
     `normalised`; 0 for failed ones.

@@ -58,12 +58,17 @@ class Trainer:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def step(self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0) -> bool:
+    def step(
+        self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0, hold: bool = False
+    ) -> bool:
         """Scales, clips by the global norm, steps. Collective over all ranks: if a number is not finite on
-        one of them, all refuse, and weights and optimizer stay as they are."""
+        one of them, all refuse, and weights and optimizer stay as they are. With `hold` they do that in any
+        case, and only what is not finite is refused."""
         if all_agree(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
             self.skipped += 1
             return False
+        if hold:
+            return True
         norm *= gradient_scale
         factor = gradient_scale * min(1.0, self.settings.grad_clip / (norm + 1e-6))
         for gradient in self._gradients():

@@ -37,12 +37,14 @@ class Guard:
         self._run, self._place, self._trainers, self._saver = run, place, dict(trainers), saver
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
         self._taken: int | None = None  # the step that was rolled back to last
+        self._held = 0  # iterations in a row whose rewards did not vary
 
     def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
         """What it found, for the iteration's row. Collective, and of one mind on all ranks.
 
         Raises DoNotRestart when more steps than run.nonfinite_budget were refused.
         """
+        self._count_held(iteration, bool(row.get("actor/held")))
         spikes = [str(spike) for spike in self._spikes.look(row)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
         spiked = all_agree(bool(spikes))
@@ -59,10 +61,22 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """JSON-able; for the checkpoint."""
-        return {"spikes": self._spikes.state()}
+        return {"spikes": self._spikes.state(), "held": self._held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._spikes.restore(state.get("spikes", {}))
+        self._held = state.get("held", 0)
+
+    def _count_held(self, iteration: int, held: bool) -> None:
+        """Warns in iterations 1, 2, 4, 8, .. of a row, so that a long one does not fill the console."""
+        self._held = self._held + 1 if held else 0
+        if self._held & (self._held - 1) == 0 and self._held:
+            often = f", {self._held} iterations in a row" if self._held > 1 else ""
+            self._warn(
+                iteration,
+                f"rewards do not vary: they teach the actor nothing, and it is not updated{often}; look at "
+                "episodes and reward, or take more or other tasks",
+            )
 
     def _spend_budget(self, where: list[str]) -> None:
         """`where` says which of the last batch's numbers are not finite."""

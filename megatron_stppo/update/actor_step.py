@@ -133,8 +133,11 @@ class ActorLoss:
         return value_T[rows].to(like.device)
 
 
-def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer) -> dict[str, float]:
-    """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite."""
+def actor_step(
+    actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False
+) -> dict[str, float]:
+    """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite. With
+    `hold` everything is computed and reported, and the weights and the optimizer stay as they are."""
     a, place, tokens = loss.algorithm, loss.head.place, int((loss.weight_T != 0).sum())
     microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
@@ -156,7 +159,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
     on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
     rate = actor.learning_rate
     stepped = actor.step(
-        norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale
+        norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale, hold
     )
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     return {
@@ -172,6 +175,7 @@ def actor_step(actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: P
         "actor/scaled_gradient_norm": norm * scale if on_gradient else norm,
         "actor/lr": rate,
         "actor/skipped": float(not stepped),
+        "actor/held": float(hold),
     }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.advantage.estimate import estimate, group_relative, whitened
+from megatron_stppo.advantage.estimate import estimate, group_relative, has_signal, whitened
 from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
@@ -56,6 +56,32 @@ def test_a_group_pays_for_the_kl_still_to_come_as_gae_does_and_a_failed_trajecto
     # k1 0.5, 2, 0, 1 and -0.5, 0.5; outcomes 1 and 0: 1 and -1 in their group, 1 and 0 as returns.
     assert by_group.tolist() == pytest.approx([0.65, 0.7, 0.9, 0.9, -1.0, -1.05, 0, 0])
     assert (by_group - by_gae).tolist() == pytest.approx([0, 0, 0, 0, -1, -1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "in_batch", "in_groups"),
+    [
+        ([[0.0], [0.0], [0.0], [0.0]], False, False),
+        ([[1.0], [1.0], [1.0], [1.0]], False, False),
+        ([[0.0], [0.0], [1.0], [1.0]], True, False),  # two groups of equal outcomes
+        ([[0.0], [1.0], [0.0], [0.0]], True, True),
+        ([[0.0, 1.0], [1.0, 0.0], [1.0], [1.0]], False, False),  # the same sums at other times
+    ],
+)
+def test_rewards_are_a_signal_where_they_differ_among_what_is_compared(rewards, in_batch, in_groups):
+    batch = scored([trajectory(given) for given in rewards])
+    group_N = torch.tensor([0, 0, 1, 1])
+    assert has_signal(batch, settings(), group_N) == in_batch
+    for preset in ("grpo", "mini_rl"):
+        assert has_signal(batch, settings(preset=preset), group_N) == in_groups
+
+
+def test_a_failed_trajectorys_reward_is_no_signal_and_a_discounted_one_is():
+    batch = scored([trajectory([1.0]), trajectory([1.0]), trajectory([0.0], outcome="error")])
+    assert not has_signal(batch, settings(), groups(batch))
+    assert has_signal(batch, settings(gamma=0.9), groups(batch)), "earlier is better"
+    zero = scored([trajectory([0.0]), trajectory([0.0])])
+    assert not has_signal(zero, settings(gamma=0.9), groups(zero))
 
 
 def test_kl_penalty_is_taken_from_every_action_token():

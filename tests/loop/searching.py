@@ -25,8 +25,8 @@ class Searching:
 
     async def step(self, action: str) -> StepResult:
         if self._searched:
-            reward = float(len(action) % 2)
-            return StepResult("", reward, True, True, False, "ok" if reward else "wrong", action[-8:])
+            reward = len(action) % 8 / 8
+            return StepResult("", reward, True, True, False, "ok" if reward > 0.4 else "wrong", action[-8:])
         result = await self._environment.step("<search>capital</search>")
         self._searched = True
         return result

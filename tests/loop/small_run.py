@@ -54,6 +54,8 @@ def write(root: Path) -> Path:
         "parallel": {"tensor": 2},
         "data": {"train": str(root / "tasks.jsonl"), "evaluate": str(root / "tasks.jsonl")},
         "environment": {
+            "kind": "tests.loop.searching:factory",  # rewards that vary, or the actor would not be updated
+            "tool_wait": 0,  # deadlines are those of the phases alone
             "max_turns": 1,
             "max_observation_tokens": 24,
             "retrieval": {"index": str(root / "index"), "topk": 1},

@@ -208,6 +208,34 @@ def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budge
     assert "iteration 2: reward_T: 1 of" in done.stderr
 
 
+def test_rewards_that_never_vary_leave_the_actor_as_it_was_and_are_warned_of(
+    config: Path, recorded: tuple[Path, str], no_engine: str
+) -> None:
+    """Four iterations of the run with rewards of 1 in the place of its own."""
+    constant = config.parent / "constant"
+    (constant / "trajectories").mkdir(parents=True)
+    for name in (f"iteration-{n:05d}.jsonl" for n in range(1, 5)):
+        given = [json.loads(x) for x in (recorded[0] / "trajectories" / name).read_text().splitlines()]
+        for row in given:
+            row["turns"] = [turn | {"reward": 1.0} for turn in row["turns"]]
+        (constant / "trajectories" / name).write_text("".join(json.dumps(row) + "\n" for row in given))
+    (constant / "config.yaml").write_text((recorded[0] / "config.yaml").read_text())
+    options = ("run.name=held", "run.iterations=4", "--replay", "rollouts", f"--from={constant}")
+    done = command(config.parent, 1, "train", str(config), *options, path=no_engine)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = rows(config.parent / "runs" / "held")
+    assert [(row["actor/held"], row["actor/skipped"], row["actor/kl_to_old"]) for row in found] == [
+        (1, 0, 0)
+    ] * 4
+    assert all(row["actor/gradient_norm"] > 0 for row in found), "there was a gradient"
+    assert found[-1]["critic/loss"] < found[0]["critic/loss"], "the critic learns to expect 1"
+    said = [
+        line.partition("WARNING ")[2] for line in done.stderr.splitlines() if "rewards do not vary" in line
+    ]
+    assert [line.partition(":")[0] for line in said] == ["iteration 1", "iteration 2", "iteration 4"]
+    assert "4 iterations in a row" in said[2]
+
+
 @pytest.mark.long
 def test_rollouts_without_a_trainer_are_those_of_the_run(config: Path, recorded: tuple[Path, str]) -> None:
     done = command(config.parent, 2, "rollout", str(config), "run.name=played", "run.iterations=1")

@@ -47,6 +47,7 @@ def test_resumed_run_reports_the_same_numbers(runs: tuple[Path, Path]) -> None:
     assert [row["iteration"] for row in straight] == [1, 2, 3, 4, 5, 6]
     assert resumed == straight
     assert straight[-1]["actor/gradient_norm"] > 0
+    assert not any(row["actor/held"] for row in straight), "an actor that is not updated proves little"
     assert [row["actor/first_kl_to_old"] for row in straight] == [0] * 6, "ratios that are not exactly 1"
 
 
