@@ -102,21 +102,24 @@ def train(
         return _replay(config, overrides, resume, replay, source, start)
     settings = _open(config, overrides, "train", resume)
     _lock(settings)
-    from megatron_stppo.runtime import attempts, launch
-    from megatron_stppo.runtime.notice import Notice
+    from megatron_stppo.launch import process
+    from megatron_stppo.resilience.preemption import PreemptionNotice
+    from megatron_stppo.validation import attempts
 
-    notice = Notice(settings.run.end_margin)  # before the imports that take long: SIGUSR1 would kill
+    notice = PreemptionNotice(
+        settings.run.end_margin
+    )  # before the imports that take long: SIGUSR1 would kill
     if resume and is_first_rank():
         attempts.say_changes(settings)
     with _importing():
-        launch.prepare()
-        launch.check(settings)
+        process.prepare()
+        process.check(settings)
         from megatron_stppo import loop
-    from megatron_stppo.runtime.deadlines import Watch
+    from megatron_stppo.resilience.deadlines import Watchdog
 
-    watch = Watch(settings.run.folder, settings.deadline_by_phase, launch.rank(), launch.world_size())
-    with noting_the_end(settings), watch:
-        loop.train(settings, resume, watch, notice)
+    watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
+    with noting_the_end(settings), watchdog:
+        loop.train(settings, resume, watchdog, notice)
 
 
 def _replay(
@@ -136,14 +139,15 @@ def _replay(
     if resume:
         raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
     settings = _open(config, overrides, "replay")
-    from megatron_stppo.runtime import launch, sources
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import sources
 
     sources.check_replay(settings, what, source, start)
     _lock(settings)
     with _importing():
-        launch.prepare(engine=False)
-        launch.check(settings)
-        from megatron_stppo.replay import replay
+        process.prepare(engine=False)
+        process.check(settings)
+        from megatron_stppo.commands.replay import replay
     replay(settings, what, source, start)
 
 
@@ -164,7 +168,8 @@ def rollout(
 ) -> None:
     """Play training episodes and write them down, without a trainer."""
     settings = _open(config, overrides, "rollout")
-    from megatron_stppo.runtime import launch, run_folder, sources
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import run_folder, sources
 
     if source is None:
         run_folder.check_new(settings)
@@ -173,9 +178,9 @@ def rollout(
         sources.check_left(settings, source, start)
     _lock(settings)
     with _importing():
-        launch.prepare()
-        launch.check(settings)
-        from megatron_stppo.play import play
+        process.prepare()
+        process.check(settings)
+        from megatron_stppo.commands.rollout import play
     play(settings, source, start)
 
 
@@ -197,13 +202,14 @@ def evaluate(
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
     settings = _open(config, overrides, "evaluate")
     _check_checkpoint(settings, checkpoint)
-    from megatron_stppo.runtime import checks, launch
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import checks
 
     if output is not None:
         checks.check_folder("--output", output.parent)
     with _importing():
-        launch.prepare()
-        from megatron_stppo import evaluate as stage
+        process.prepare()
+        from megatron_stppo.commands import evaluate as stage
     stage.evaluate(settings, checkpoint, output)
 
 
@@ -214,11 +220,11 @@ def evaluate(
 def cold_start(config: File, overrides: Overrides = None) -> None:
     """Teach a model the format from scripted trajectories (data.demonstrations)."""
     settings = _open(config, overrides, "cold-start")
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
     with _importing():
-        launch.prepare(engine=False)
-        from megatron_stppo import cold_start as stage
+        process.prepare(engine=False)
+        from megatron_stppo.commands import cold_start as stage
     stage.cold_start(settings)
 
 
@@ -240,10 +246,10 @@ def to_hf(
     settings = _open(config, [*(overrides or []), *(sets or [])], "convert")
     _check_checkpoint(settings, checkpoint)
     _check_new(output)
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
-    launch.prepare(engine=False)
-    from megatron_stppo import convert
+    process.prepare(engine=False)
+    from megatron_stppo.commands import convert
 
     convert.to_hf(settings, checkpoint, output)
 
@@ -263,10 +269,10 @@ def to_megatron(
 ) -> None:
     """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
     settings = _open(config, [*(overrides or []), *(sets or [])], "convert")
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
-    launch.prepare(engine=False)
-    from megatron_stppo import convert
+    process.prepare(engine=False)
+    from megatron_stppo.commands import convert
 
     convert.to_megatron(settings, output)
 
@@ -288,7 +294,7 @@ def check_environment(
     ] = None,
 ) -> None:
     """Play scripted episodes with your environment, without a model; exit 2 if something is wrong with it."""
-    from megatron_stppo.check_environment import check
+    from megatron_stppo.commands.check_environment import check
     from megatron_stppo.config import ConfigError, EnvironmentConfig
     from megatron_stppo.config_file import load
     from megatron_stppo.data import tasks
@@ -335,7 +341,7 @@ def serve_retriever(
     ] = None,
 ) -> None:
     """Serve POST /retrieve over a BM25 index until interrupted."""
-    from megatron_stppo.runtime.checks import listener_token
+    from megatron_stppo.validation.checks import listener_token
 
     token = listener_token(host, token_env)
     from megatron_stppo.environments import retrieval_server
@@ -359,10 +365,10 @@ def check_invariance(
 ) -> None:
     """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
     settings = _open(config, overrides, "check-invariance")
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
-    launch.prepare(engine=False)
-    from megatron_stppo.invariance.check import check_invariance as check
+    process.prepare(engine=False)
+    from megatron_stppo.layout_check.check import check_invariance as check
 
     raise typer.Exit(int(check(settings, output) > 0))
 
@@ -382,9 +388,9 @@ def plan(
     """Dry run: memory per phase, bytes of the reshard and least times on any number of GPUs."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
     settings = _open(config, overrides, "plan", world=gpus)
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
-    launch.prepare(engine=False, device="meta")
+    process.prepare(engine=False, device="meta")
     from megatron_stppo.plan.dry_run import plan as dry_run
     from megatron_stppo.plan.report import write
 
@@ -424,7 +430,7 @@ def report(
 @app.command()
 def doctor() -> None:
     """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
-    from megatron_stppo.runtime import doctor as report
+    from megatron_stppo.launch import doctor as report
 
     raise typer.Exit(report.doctor())
 
@@ -453,12 +459,12 @@ def _open(
     """The configuration, after every check that needs no model; `world` instead of the launcher's. Raises
     ConfigError."""
     from megatron_stppo.config_file import load
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
     if world is None:
-        launch.discover()
+        process.discover()
     config = load(path, overrides)
-    from megatron_stppo.runtime import checks, run_folder
+    from megatron_stppo.validation import checks, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command == "convert":
@@ -478,13 +484,13 @@ def _open(
 
 def _importing() -> AbstractContextManager[None]:
     """Time the imports that take seconds: torch, megatron-core, vLLM."""
-    from megatron_stppo.runtime.console import timed
+    from megatron_stppo.telemetry.console import timed
 
     return timed("importing", is_first_rank())
 
 
 def _check_checkpoint(config: Config, checkpoint: str | None) -> None:
-    from megatron_stppo.runtime import checks
+    from megatron_stppo.validation import checks
 
     checks.check_checkpoint(config, checkpoint)
 
@@ -516,7 +522,7 @@ def _lock(config: Config) -> None:
     """No other process writes the run's folder from here on. Raises ConfigError if one does."""
     if is_first_rank():
         from megatron_stppo.config import ConfigError
-        from megatron_stppo.runtime import run_lock
+        from megatron_stppo.resilience import run_lock
 
         try:
             run_lock.take(config)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def noting_the_end(config: Config) -> Iterator[None]:
     """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
     that is killed leaves no such file. A run that nobody is to go on with, 0 and 93, leaves its page too."""
-    from megatron_stppo.runtime.faults import DO_NOT_RESTART
+    from megatron_stppo.resilience.faults import DO_NOT_RESTART
 
     note = config.run.folder / "exit.json"
 
@@ -55,9 +55,9 @@ def noting_the_end(config: Config) -> Iterator[None]:
 
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that is part of the interface; None for a crash."""
+    from megatron_stppo.checkpoint.step_folder import CheckpointError
     from megatron_stppo.config import ConfigError
-    from megatron_stppo.model.checkpoint_folder import CheckpointError
-    from megatron_stppo.runtime.faults import (
+    from megatron_stppo.resilience.faults import (
         CRASH,
         DO_NOT_RESTART,
         REQUEUE,

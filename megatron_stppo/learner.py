@@ -9,25 +9,25 @@ import torch
 
 from megatron_stppo.config import Config
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.model.residency import Phase, Residency
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.hf_names import ModelShape
 
 
 @dataclass
 class Learner:
     config: Config
-    place: Place
+    mesh: MeshRank
     shape: ModelShape
     policy: list[build.TokenModel]  # what an engine would serve
     actor: Trainer | None  # the policy with its optimizer; None for evaluation
     critic: Trainer | None  # None for group-normalised advantages, and for evaluation
     reference: list[build.TokenModel] | None  # None without a KL penalty
     packer: Packer
-    residency: Residency
+    offloader: Offloader
 
     @property
     def trainers(self) -> dict[str, Trainer]:
@@ -36,30 +36,30 @@ class Learner:
 
     def train(self, phase: Phase) -> None:
         """Brings back what the phase needs."""
-        self.residency.to(phase)
+        self.offloader.to(phase)
 
     def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
         """What follows the last layer of actor or reference."""
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        return PolicyHead.of(model, self.place, self.shape.vocab, *settings)
+        return PolicyHead.of(model, self.mesh, self.shape.vocab, *settings)
 
 
 def build_learner(
-    config: Config, shape: ModelShape, place: Place, dtype: torch.dtype, training: bool = True
+    config: Config, shape: ModelShape, mesh: MeshRank, dtype: torch.dtype, training: bool = True
 ) -> Learner:
     """Collective. `training=False` leaves optimizers, critic and reference out."""
     actor = critic = reference = None
     if training:
-        actor = build.trainer("actor", shape, config, place, dtype)
+        actor = build.trainer("actor", shape, config, mesh, dtype)
         policy = actor.chunks
     else:
-        policy = build.from_hf("actor", shape, config, place, dtype)
+        policy = build.from_hf("actor", shape, config, mesh, dtype)
     if training and config.needs_critic:
-        critic = build.trainer("critic", shape, config, place, dtype)
+        critic = build.trainer("critic", shape, config, mesh, dtype)
     if training and config.needs_reference:
-        reference = build.from_hf("reference", shape, config, place, dtype)
+        reference = build.from_hf("reference", shape, config, mesh, dtype)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
-    residency = Residency(trainers, reference, config.update.offload)
-    packer = Packer.of(config, shape, place)
-    return Learner(config, place, shape, policy, actor, critic, reference, packer, residency)
+    offloader = Offloader(trainers, reference, config.update.offload)
+    packer = Packer.of(config, shape, mesh)
+    return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)

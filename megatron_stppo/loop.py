@@ -13,54 +13,56 @@ from functools import partial
 from typing import Any
 
 from megatron_stppo.advantage.estimate import estimate, has_signal
-from megatron_stppo.assemble import Parts, assemble, rollout_settings, seed_of
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.commands.evaluate import held_out
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.describe import describe
-from megatron_stppo.evaluate import held_out
-from megatron_stppo.model import checkpoint
-from megatron_stppo.parallel.collectives import all_agree
+from megatron_stppo.launch import process
+from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.resilience.deadlines import Watchdog
+from megatron_stppo.resilience.faults import Requeue, ToolsStayAway
+from megatron_stppo.resilience.guard import UpdateGuard
+from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
-from megatron_stppo.runtime import attempts, console, launch
-from megatron_stppo.runtime.deadlines import Watch
-from megatron_stppo.runtime.faults import Requeue, ToolsStayAway
-from megatron_stppo.runtime.guard import Guard
-from megatron_stppo.runtime.metrics import progress
-from megatron_stppo.runtime.notice import Notice
-from megatron_stppo.runtime.observer import Observer
-from megatron_stppo.runtime.reporters import reporters
-from megatron_stppo.runtime.trajectory_log import TrajectoryLog
 from megatron_stppo.stages import score, update
+from megatron_stppo.telemetry import console
+from megatron_stppo.telemetry.metrics import progress
+from megatron_stppo.telemetry.observer import Observer
+from megatron_stppo.telemetry.reporters import reporters
+from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.update.turns import turns
+from megatron_stppo.validation import attempts
+from megatron_stppo.worker import Worker, assemble, rollout_settings, seed_of
 
 
-def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
+def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNotice) -> None:
     """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
     Requeue, after a checkpoint, if any rank was given notice before the last iteration or tools stay away."""
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
-    rank, sampling, preset = launch.rank(), rollout_settings(config), config.algorithm.preset
+    rank, sampling, preset = process.rank(), rollout_settings(config), config.algorithm.preset
     reporting = reporters(config, rank)  # a port that is taken ends the run before anything is built
     reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
-    parts = assemble(config, resume=resume)
-    saver = checkpoint.Saver(run.folder / "checkpoints", config, parts.place.layout)
-    guard = Guard(run, parts.place, parts.trainers, saver)
-    first = _restore(parts, saver, cursor, guard) if resume else 0
+    worker = assemble(config, resume=resume)
+    saver = saving.Saver(run.folder / "checkpoints", config, worker.mesh.layout)
+    guard = UpdateGuard(run, worker.mesh, worker.trainers, saver)
+    first = _restore(worker, saver, cursor, guard) if resume else 0
     console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
-    launch.log_to(run.folder, rank)
+    process.log_to(run.folder, rank)
     attempts.record(config, rank)
-    observer = Observer(config, parts.shape, parts.place, watch, first, reporting)
-    log = TrajectoryLog(run.folder, rank, parts.engine.tokenizer)
+    observer = Observer(config, worker.shape, worker.mesh, watchdog, first, reporting)
+    log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
     with console.timed("first reshard", rank == 0):
-        parts.serve(version=first)
-    leaving = partial(_leaving, parts, saver, observer)
+        worker.serve(version=first)
+    leaving = partial(_leaving, worker, saver, observer)
     # what a checkpoint of the last finished iteration holds
     state = {"iteration": first, "cursor": cursor.state()} | guard.state()
     if run.evaluate_every and first == 0:
         with observer.phase("evaluate"), leaving(state):
-            row = held_out(parts)
+            row = held_out(worker)
         observer.log(0, row)
 
     to_do = progress(range(first, run.iterations), preset, rank == 0, every=None)
@@ -68,13 +70,13 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
         # rollout: multi-turn episodes against the environment
         with observer.phase("rollout"), leaving(state):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
-            played = parts.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
+            played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done := iteration + 1, played)
         warn(f"iteration {done}", played, rank)
         # score: what actor, reference and critic say about the action tokens
         with observer.phase("score"):
-            parts.train("score")
-            batch = score(parts, to_batch(played), iteration)
+            worker.train("score")
+            batch = score(worker, to_batch(played), iteration)
         # advantage: credit to action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played)
@@ -82,43 +84,43 @@ def train(config: Config, resume: bool, watch: Watch, notice: Notice) -> None:
             hold = not has_signal(batch, config.algorithm, group_N)
         # update: ST-PPO on actor and critic
         with observer.phase("update"):
-            parts.train("update")
-            row, last_logprob_T = update(parts, batch, iteration, hold)
+            worker.train("update")
+            row, last_logprob_T = update(worker, batch, iteration, hold)
             row |= describe(played, batch, iteration)
             row |= guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
-        row |= observer.measure(batch) | {"engine/restarts": parts.restarts.count}
-        _check(parts, row)
+        row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
+        _check(worker, row)
         # reshard: the engine takes over the actor's weights
         with observer.phase("reshard"):
-            parts.serve(version=done)
+            worker.serve(version=done)
         state = {"iteration": done, "cursor": cursor.state()} | guard.state()
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
             with observer.phase("evaluate"), leaving(state, row):
-                row |= held_out(parts)
+                row |= held_out(worker)
         observer.log(done, row)
-        leave = notice.due(all_agree) and done < run.iterations
+        leave = notice.due(any_rank) and done < run.iterations
         # last, so that all it resumes after has been reported; its seconds count to the next row
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with observer.phase("checkpoint"):
-                parts.train("checkpoint")
-                saver.save(done, parts.trainers, state)
-                parts.serve(version=done)
+                worker.train("checkpoint")
+                saver.save(done, worker.trainers, state)
+                worker.serve(version=done)
         saver.check()
         if leave:
             break
     with observer.phase("checkpoint"):
         saver.finish()
     observer.close()
-    parts.close()
+    worker.close()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
 
 
 @contextmanager
 def _leaving(
-    parts: Parts,
-    saver: checkpoint.Saver,
+    worker: Worker,
+    saver: saving.Saver,
     observer: Observer,
     state: dict[str, Any],
     row: dict[str, Any] | None = None,
@@ -132,18 +134,18 @@ def _leaving(
         if row is not None:
             observer.log(done, row)
         with observer.phase("checkpoint"):
-            parts.train("checkpoint")
-            saver.save(done, parts.trainers, state)
+            worker.train("checkpoint")
+            saver.save(done, worker.trainers, state)
             saver.finish()
         observer.close()
-        parts.close()
-        of = parts.config.run.iterations
+        worker.close()
+        of = worker.config.run.iterations
         raise Requeue(f"step_{done} of {of} is checkpointed, to be resumed: {away}") from None
 
 
-def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, guard: Guard) -> int:
+def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
     """The iteration to go on from: 0 without a checkpoint."""
-    state = saver.load(parts.trainers)
+    state = saver.load(worker.trainers)
     if state is None:
         return 0
     if "cursor" in state:  # a converted model has none of what follows
@@ -152,9 +154,9 @@ def _restore(parts: Parts, saver: checkpoint.Saver, cursor: tasks.TaskCursor, gu
     return int(state["iteration"])
 
 
-def _check(parts: Parts, row: dict[str, Any]) -> None:
+def _check(worker: Worker, row: dict[str, Any]) -> None:
     """Ends the run where going on would only waste devices. Equal on all ranks, because the row is."""
-    difference, limit = row["mismatch/mean_abs"], parts.config.rollout.max_mismatch
+    difference, limit = row["mismatch/mean_abs"], worker.config.rollout.max_mismatch
     if difference > limit:  # NaN was refused by the update, and counted
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "

@@ -12,10 +12,10 @@ from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.routing import recording
-from megatron_stppo.parallel.collectives import all_agree
-from megatron_stppo.runtime import rows
+from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
+from megatron_stppo.telemetry import rows
 from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
@@ -58,13 +58,13 @@ def update(
     A batch with a number that is not finite, on any rank, is refused as a whole: whitening would spread it
     over all advantages. That counts as one skipped step of each model, and gives no log-probs.
     """
-    if all_agree(bool(not_finite(batch))):
+    if any_rank(bool(not_finite(batch))):
         for trainer in learner.trainers.values():
             trainer.skipped += 1
         return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0), None
     ratios = Ratios(batch, learner.config.algorithm)
     steps = list(_steps(learner, batch, iteration, ratios, hold))
-    if learner.config.algorithm.correction_probe and learner.place.rank == 0:
+    if learner.config.algorithm.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
     # first_kl_to_old: 0, or scores and updates differ
     row = mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}

@@ -1,8 +1,8 @@
 """What the ranks of run_ranks are forked from: torch, the CPU platform and megatron."""
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 
-launch.prepare(engine=False)
+process.prepare(engine=False)
 
 import megatron_stppo.update.actor_step  # noqa: E402  after prepare: it imports megatron
 import megatron_stppo.update.critic_step  # noqa: E402, F401

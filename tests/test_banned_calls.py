@@ -41,8 +41,8 @@ METHODS = {
 # weights_only, every tensor is as torch.save writes it.
 ALLOWED = {
     "megatron_stppo/environments/choose.py": "a computed import",
-    "megatron_stppo/runtime/doctor.py": "a computed import",
-    "megatron_stppo/model/checkpoint_copy.py": "torch.save",
+    "megatron_stppo/launch/doctor.py": "a computed import",
+    "megatron_stppo/checkpoint/host_copy.py": "torch.save",
 }
 
 

@@ -15,10 +15,10 @@ import pytest
 import typer
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.checkpoint.step_folder import CheckpointError
 from megatron_stppo.config import Config
 from megatron_stppo.exits import noting_the_end
-from megatron_stppo.model.checkpoint_folder import CheckpointError
-from megatron_stppo.runtime.faults import DoNotRestart, Requeue
+from megatron_stppo.resilience.faults import DoNotRestart, Requeue
 
 QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")
 

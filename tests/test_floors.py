@@ -14,23 +14,24 @@ ROOT = Path(megatron_stppo.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("types", "algorithm"),
     ("config",),
-    ("config_file",),
-    ("ops", "parallel"),
+    ("config_file", "ops", "parallel"),
     ("data",),
+    ("sharding",),
     ("model",),
-    ("runtime",),
+    ("checkpoint", "launch"),
+    ("resilience",),
+    ("telemetry",),
     ("environments",),
-    ("rollout", "score", "advantage", "update", "reshard"),
-    ("check_environment", "convert", "describe", "init", "learner", "plan", "report"),
-    ("assemble", "invariance", "stages"),
-    ("evaluate",),
-    ("loop", "cold_start", "play", "replay"),
-    ("exits",),
+    ("init", "rollout", "score", "advantage", "update", "reshard"),
+    ("describe", "learner", "plan", "report", "validation"),
+    ("exits", "stages", "worker"),
+    ("commands",),
+    ("layout_check", "loop"),
     ("__main__",),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 # --help must not wait for torch; vLLM, the CPU platform and megatron must be imported in that order.
-LAZY = {"__main__.py", "exits.py", "runtime/launch.py", "parallel/cpu_platform.py"}
+LAZY = {"__main__.py", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}
 
 
 def test_modules_import_only_from_lower_floors() -> None:

@@ -58,12 +58,12 @@ def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_f
 
 def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:
     stage = driver.Stage("train", (), tmp_path / "metrics.jsonl", "a")
-    ledger = driver.Ledger(tmp_path / "stages.json")
+    ledger = driver.StageLedger(tmp_path / "stages.json")
     ledger.record(stage, 2.0, done=False)
     ledger.record(stage, 3.0, done=True)
     assert not ledger.is_done(stage)
     stage.product.touch()
-    again = driver.Ledger(tmp_path / "stages.json")
+    again = driver.StageLedger(tmp_path / "stages.json")
     assert again.is_done(stage)
     assert again.seconds("train") == 5.0  # over both attempts
     assert not again.is_done(driver.Stage("train", (), stage.product, "b"))
@@ -84,7 +84,7 @@ def test_a_failing_stage_shows_what_its_ranks_said_last(
 ) -> None:
     code = "import sys; print('one'); print('the reason'); print('torch/distributed/elastic: x'); sys.exit(3)"
     stage = driver.Stage("train", (sys.executable, "-c", code), tmp_path / "metrics.jsonl", "a")
-    assert driver.perform(stage, driver.Ledger(tmp_path / "stages.json"), tmp_path) == 3
+    assert driver.perform(stage, driver.StageLedger(tmp_path / "stages.json"), tmp_path) == 3
     assert capfd.readouterr().err.splitlines() == ["one", "the reason"]
     assert (tmp_path / "logs" / "train.log").exists()
 

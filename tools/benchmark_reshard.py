@@ -34,8 +34,12 @@ from torch import Tensor
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config_file import validate
-from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.spans import (
+from megatron_stppo.ops import BucketCopy, extension
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.reshard.plan import RowCopy, lower_bound, plan_copies
+from megatron_stppo.reshard.resharder import Resharder
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.spans import (
     PADDING,
     check_layout,
     check_stages,
@@ -43,10 +47,6 @@ from megatron_stppo.model.spans import (
     serving_layouts,
     training_layouts,
 )
-from megatron_stppo.ops import BucketCopy, extension
-from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.reshard.plan import Copy, lower_bound, plan_copies
-from megatron_stppo.reshard.state import Resharder
 
 UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
 NEVER = 1 << 62  # every n-th copy is compared, counted from the version: with this n, none is
@@ -141,7 +141,7 @@ def tensor(
     return torch.randn(shape, device=device).to(dtype)
 
 
-def traffic(copies: Sequence[Copy], widths: Mapping[str, int]) -> list[list[int]]:
+def traffic(copies: Sequence[RowCopy], widths: Mapping[str, int]) -> list[list[int]]:
     """[source rank][target rank]: elements between different ranks."""
     world = dist.get_world_size()
     sizes = [[0] * world for _ in range(world)]
@@ -152,7 +152,7 @@ def traffic(copies: Sequence[Copy], widths: Mapping[str, int]) -> list[list[int]
 
 
 def local(
-    copies: Sequence[Copy],
+    copies: Sequence[RowCopy],
     rank: int,
     source: Mapping[str, Tensor],
     target: Mapping[str, Tensor],

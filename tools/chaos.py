@@ -91,9 +91,9 @@ def parts(
     arguments: argparse.Namespace, root: Path, config: Path, model: Path
 ) -> Iterator[tuple[str, int, Part]]:
     """(title, how many, its results), each made when the one before is over: what is imported stays."""
-    from megatron_stppo.runtime import launch
+    from megatron_stppo.launch import process
 
-    launch.prepare()
+    process.prepare()
     import torch
 
     import megatron_stppo.loop  # noqa: F401  the ranks are forked with it

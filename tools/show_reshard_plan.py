@@ -25,11 +25,11 @@ from rich.table import Table
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import validate
-from megatron_stppo.model.hf_names import read_shape
-from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.plan.exchange import Exchange, exchange, layers_to_plan
 from megatron_stppo.plan.hardware import H100
-from megatron_stppo.runtime.checks import check_engine, check_parallel
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.validation.checks import check_engine, check_parallel
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

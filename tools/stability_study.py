@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a f
 
 from rich.console import Console
 
-from megatron_stppo.runtime.rows import read
+from megatron_stppo.telemetry.rows import read
 from tools.study import collect, matrix
-from tools.study.ledger import Ledger
+from tools.study.ledger import StudyLedger
 from tools.study.report import report
 from tools.study.tasks import differing, tasks_of
 from tools.study.work import NOT_FINITE, ROOT, Crew, Task
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = matrix.select(chosen[0], matrix.seeds_of(given.seeds), chosen[1])
         root = given.root.resolve()
         root.mkdir(parents=True, exist_ok=True)
-        ledger, done = Ledger(root / "ledger.json"), True
+        ledger, done = StudyLedger(root / "ledger.json"), True
         if not given.report:
             tasks = tasks_of(runs, root, given.iterations)
             keep_results(tasks, ledger)
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def keep_results(tasks: Sequence[Task], ledger: Ledger) -> None:
+def keep_results(tasks: Sequence[Task], ledger: StudyLedger) -> None:
     """Raises ValueError where a task would replace what was done with other settings, or another quickstart:
     hours."""
     for task in tasks:
@@ -92,7 +92,7 @@ def keep_results(tasks: Sequence[Task], ledger: Ledger) -> None:
             )
 
 
-def show_plan(tasks: Sequence[Task], ledger: Ledger, jobs: int) -> None:
+def show_plan(tasks: Sequence[Task], ledger: StudyLedger, jobs: int) -> None:
     """What is left, and its expected hours on `jobs` cores."""
     left = [task for task in tasks if not ledger.is_done(task.name, task.key)]
     runs = [task for task in left if task.is_run]
@@ -107,7 +107,7 @@ def show_plan(tasks: Sequence[Task], ledger: Ledger, jobs: int) -> None:
         console.print(f"  {task.name}{again}  {expected(task, tasks, ledger):.0f} s")
 
 
-def expected(task: Task, tasks: Sequence[Task], ledger: Ledger) -> float:
+def expected(task: Task, tasks: Sequence[Task], ledger: StudyLedger) -> float:
     """Seconds left: what finished tasks of the same kind took, else the table's; less what is done of it."""
     kind = task.name.rpartition("-")[0]
     took = [
@@ -122,7 +122,7 @@ def expected(task: Task, tasks: Sequence[Task], ledger: Ledger) -> float:
     return whole * (1 - task.done_iterations() / task.iterations if begun else 1)
 
 
-def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: float) -> bool:
+def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minutes: float) -> bool:
     """Whether all is done. Raises ValueError where another study works in the same folder."""
     started = time.monotonic()
     with (root / "lock").open("w") as lock:
@@ -145,7 +145,7 @@ def work(tasks: Sequence[Task], ledger: Ledger, root: Path, jobs: int, minutes: 
 
 
 def gather(
-    runs: Sequence[matrix.Run], ledger: Ledger, root: Path, folder: Path, iterations: int | None = None
+    runs: Sequence[matrix.Run], ledger: StudyLedger, root: Path, folder: Path, iterations: int | None = None
 ) -> None:
     """The numbers of the runs that are done, into the files of `folder`. Raises ValueError for one that was
     made with other settings than its name now stands for."""

@@ -29,8 +29,8 @@ from stages import forward
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.report import page
-from megatron_stppo.runtime import checks
-from megatron_stppo.runtime.curves import plot
+from megatron_stppo.telemetry.curves import plot
+from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
@@ -66,7 +66,7 @@ class Stage:
     check: Callable[[], None] | None = None  # raises ConfigError before a process starts or a file goes
 
 
-class Ledger:
+class StageLedger:
     """stages.json: the key that each stage last ran with, if it finished, its seconds over all attempts."""
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +110,7 @@ def run(builder: Path, overrides: list[str]) -> int:
     config = load(builder.with_name("config.yaml"), overrides)
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(folder / "stages.json")
+    ledger = StageLedger(folder / "stages.json")
     for number, stage in enumerate(plan(config, overrides, builder), 1):
         console.rule(f"{number}/5 {stage.name}", align="left")
         if ledger.is_done(stage):
@@ -168,7 +168,7 @@ def key(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def perform(stage: Stage, ledger: Ledger, folder: Path) -> int:
+def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
     """Runs the stage; its exit status. A failure shows the last lines. Raises ConfigError."""
     if stage.check is not None:
         stage.check()
@@ -208,7 +208,7 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
     return command
 
 
-def finish(config: Config, ledger: Ledger) -> None:
+def finish(config: Config, ledger: StageLedger) -> None:
     """summary.json, curves.png, report.html and the table."""
     folder = config.run.folder
     before = json.loads((folder / "evaluate-before.json").read_text())

@@ -44,7 +44,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PackingSpec:
     """How microbatches are made. Example: Cut(budget=16384) fills one with 16,384 tokens on every rank."""
 
     budget: int  # tokens of a microbatch on one rank; a longer trajectory is a microbatch of its own
@@ -100,19 +100,19 @@ def groups_of(trajectories: Sequence[Trajectory]) -> Tensor:
     return torch.tensor([trajectory.group for trajectory in trajectories])
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Deals indices of `costs` to ranks, the dearest first, each to the rank that has least. Deterministic.
 
     Example: deal([5, 1, 4, 2], 2) is [[0, 1], [2, 3]], 6 each.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    partition: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0.0] * ranks
     for index in order:
-        rank = min(range(ranks), key=lambda r: (sums[r], len(hands[r]), r))
-        hands[rank].append(index)
+        rank = min(range(ranks), key=lambda r: (sums[r], len(partition[r]), r))
+        partition[rank].append(index)
         sums[rank] += costs[index]
-    return [sorted(hand) for hand in hands]
+    return [sorted(part) for part in partition]
 
 
 def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) -> list[list[int]]:
@@ -135,35 +135,35 @@ def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) 
 
 
 def pack(
-    batch: Batch, chosen: Sequence[int], cut: Cut, device: torch.device | str = "cpu"
+    batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str = "cpu"
 ) -> list[Microbatch]:
     """The chosen trajectories as microbatches; `unpack` puts back what was computed of them."""
     lengths = batch.sequence_offsets.diff().tolist()
-    runs = microbatch_runs(lengths, chosen, cut)
-    padded = [_padded(lengths, run, cut) for run in runs]
-    if cut.equal:
-        least = max(int(x.sum()) for x in padded) // cut.context_size
-        padded = [_padded(lengths, run, cut, least) for run in runs]
-    return [_pack_one(batch, run, own, cut, device) for run, own in zip(runs, padded, strict=True)]
+    runs = microbatch_runs(lengths, chosen, spec)
+    padded = [_padded(lengths, run, spec) for run in runs]
+    if spec.equal:
+        least = max(int(x.sum()) for x in padded) // spec.context_size
+        padded = [_padded(lengths, run, spec, least) for run in runs]
+    return [_pack_one(batch, run, own, spec, device) for run, own in zip(runs, padded, strict=True)]
 
 
-def microbatch_runs(lengths: Sequence[int], chosen: Sequence[int], cut: Cut) -> list[list[int]]:
+def microbatch_runs(lengths: Sequence[int], chosen: Sequence[int], spec: PackingSpec) -> list[list[int]]:
     """Which trajectories each microbatch holds; none, where only dummy tokens are in it."""
-    runs = split_by_budget(lengths, chosen, cut.budget * cut.context_size)
-    return runs + [[]] * (-len(runs) % cut.in_step)
+    runs = split_by_budget(lengths, chosen, spec.budget * spec.context_size)
+    return runs + [[]] * (-len(runs) % spec.in_step)
 
 
-def _padded(lengths: Sequence[int], run: Sequence[int], cut: Cut, least: int = 1) -> Tensor:
+def _padded(lengths: Sequence[int], run: Sequence[int], spec: PackingSpec, least: int = 1) -> Tensor:
     chosen = torch.tensor([lengths[i] for i in run], dtype=torch.int64)
-    return context.padded_lengths(chosen, cut.context_size, cut.multiple, least)
+    return context.padded_lengths(chosen, spec.context_size, spec.multiple, least)
 
 
 def _pack_one(
-    batch: Batch, run: Sequence[int], padded: Tensor, cut: Cut, device: torch.device | str
+    batch: Batch, run: Sequence[int], padded: Tensor, spec: PackingSpec, device: torch.device | str
 ) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     rows_P, lengths = _slices(batch.sequence_offsets, index)
-    shared = prompts.segments(batch, run) if cut.share_prompts else None
+    shared = prompts.segments(batch, run) if spec.share_prompts else None
     padded = padded if shared is None else shared.lengths
     rows_T, counts = _slices(batch.action_offsets, index)
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
@@ -177,7 +177,7 @@ def _pack_one(
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
     origin = torch.full_like(tokens, -1)
     origin[moved_P] = rows_P
-    mine, local = context.share(padded, cut.context_rank, cut.context_size)
+    mine, local = context.share(padded, spec.context_rank, spec.context_size)
     start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
     predicting = moved_P[batch.action_index_T[rows_T] + start_of_rows - 1]
     here_T = local[predicting] >= 0

@@ -19,15 +19,15 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import Pack
-from megatron_stppo.model.hf_checkpoint import load_hf
-from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.layers import block_spec, layer_spec
-from megatron_stppo.model.mlp_spans import LayerSpec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing import Routing, attach
-from megatron_stppo.model.spans import chunk_prefix, training_spans
 from megatron_stppo.model.value_head import ValueHead
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.hf_checkpoint import load_hf
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.mlp_spans import LayerSpec
+from megatron_stppo.sharding.spans import chunk_prefix, training_spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
@@ -78,7 +78,7 @@ class TokenModel(GPTModel):
 
 
 def transformer_config(
-    shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+    shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> TransformerConfig:
     """megatron's configuration of a model of this shape; `megatron:` fields of the run come last and win."""
     on_cpu = not torch.cuda.is_available()
@@ -107,19 +107,19 @@ def transformer_config(
         "activation_func": torch.nn.functional.silu,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": place.tensor_size,
-        "pipeline_model_parallel_size": place.pipeline_size,
-        "virtual_pipeline_model_parallel_size": place.layout.virtual if place.layout.virtual > 1 else None,
-        "num_layers_in_first_pipeline_stage": place.layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": place.layout.last_stage_layers,
-        "context_parallel_size": place.context_size,
-        "expert_model_parallel_size": place.layout.expert,
+        "tensor_model_parallel_size": mesh.tensor_size,
+        "pipeline_model_parallel_size": mesh.pipeline_size,
+        "virtual_pipeline_model_parallel_size": mesh.layout.virtual if mesh.layout.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": mesh.layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": mesh.layout.last_stage_layers,
+        "context_parallel_size": mesh.context_size,
+        "expert_model_parallel_size": mesh.layout.expert,
         "sequence_parallel": config.parallel.sequence,
         # Packs differ in length, so pipeline stages exchange shapes first; not under an interleaved schedule,
         # where both neighbours of one of two stages are the same rank and shapes would be mistaken.
-        "variable_seq_lengths": place.layout.virtual == 1,
-        "overlap_p2p_comm": place.layout.virtual > 1,
-        "batch_p2p_comm": place.layout.virtual == 1,
+        "variable_seq_lengths": mesh.layout.virtual == 1,
+        "overlap_p2p_comm": mesh.layout.virtual > 1,
+        "batch_p2p_comm": mesh.layout.virtual == 1,
         # losses carry their own global denominators; megatron must not divide
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
@@ -155,23 +155,23 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
 
 
 def build(
-    role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+    role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> list[TokenModel]:
     """This rank's shard of one model, without weights; of several chunks under an interleaved pipeline.
 
     The critic's embeddings are untied and its head is a scalar.
     """
-    settings = transformer_config(shape, config, place, dtype)
-    is_critic, chunks = role == "critic", place.layout.virtual
+    settings = transformer_config(shape, config, mesh, dtype)
+    is_critic, chunks = role == "critic", mesh.layout.virtual
     models = []
     for chunk in range(chunks):
-        number, last = (chunk if chunks > 1 else None), place.is_last_stage and chunk == chunks - 1
+        number, last = (chunk if chunks > 1 else None), mesh.is_last_stage and chunk == chunks - 1
         model = TokenModel(
             settings,
             block_spec(layer_spec(config), settings, shape, number),
-            vocab_size=shape.padded_vocab(place.tensor_size),
+            vocab_size=shape.padded_vocab(mesh.tensor_size),
             max_sequence_length=shape.max_positions,
-            pre_process=place.pipeline_rank == chunk == 0,
+            pre_process=mesh.pipeline_rank == chunk == 0,
             post_process=last,
             share_embeddings_and_output_weights=shape.tied and not is_critic,
             position_embedding_type="rope",
@@ -200,10 +200,10 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Par
     }
 
 
-def trainer(role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype) -> Trainer:
+def trainer(role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype) -> Trainer:
     """Actor or critic from its Hugging Face folder, with gradients and optimizer."""
     settings = config.update.critic if role == "critic" else config.update.actor
-    model = from_hf(role, shape, config, place, dtype)
+    model = from_hf(role, shape, config, mesh, dtype)
     updates = config.run.iterations * config.update.epochs * config.update.minibatches
     return Trainer(data_parallel(model, config, settings.distributed), settings, updates)
 
@@ -224,18 +224,18 @@ def data_parallel(
 
 
 def from_hf(
-    role: Role, shape: ModelShape, config: Config, place: Place, dtype: torch.dtype
+    role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> list[TokenModel]:
     """A model with the weights of its Hugging Face folder; this rank reads only its own rows.
 
     Raises ConfigError if the checkpoint does not hold what its config.json says.
     """
-    model = build(role, shape, config, place, dtype)
+    model = build(role, shape, config, mesh, dtype)
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
     spans = training_spans(
         shape,
-        place.layout,
-        place.rank,
+        mesh.layout,
+        mesh.rank,
         spec=layer_spec(config),
         head=role != "critic",
         tied_copy=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.sharding.hf_names import ModelShape
 
 TRAINED = 3  # a backward pass has two products for each of the forward's
 

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
-from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.mlp_spans import LayerSpec
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.mlp_spans import LayerSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.parallel import groups
-from megatron_stppo.parallel.collectives import all_agree, all_reduce_sum
+from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank
 
 if TYPE_CHECKING:
     from megatron_stppo.model.build import TokenModel
@@ -64,7 +64,7 @@ class Trainer:
         """Scales, clips by the global norm, steps. Collective over all ranks: if a number is not finite on
         one of them, all refuse, and weights and optimizer stay as they are. With `hold` they do that in any
         case, and only what is not finite is refused."""
-        if all_agree(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
+        if any_rank(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
             self.skipped += 1
             return False
         if hold:

@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Cut, Microbatch, deal, microbatch_runs, pack, unpack
-from megatron_stppo.model.hf_names import ModelShape
+from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, partition, unpack
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Batch
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
@@ -25,45 +25,45 @@ Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the ord
 class Packer:
     """How this rank's part of a batch is cut into microbatches."""
 
-    cut: Cut
-    place: Place
+    spec: PackingSpec
+    mesh: MeshRank
     hidden: int  # of the model: what a token costs beside attention
     device: torch.device | str
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, place: Place) -> Packer:
-        cut = Cut(
+    def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:
+        spec = PackingSpec(
             config.update.tokens_per_microbatch,
-            place.tensor_size if config.parallel.sequence else 1,
-            place.context_rank,
-            place.context_size,
+            mesh.tensor_size if config.parallel.sequence else 1,
+            mesh.context_rank,
+            mesh.context_size,
             # the interleaved schedule takes groups of microbatches, all of one length
-            in_step=place.pipeline_size if place.layout.virtual > 1 else 1,
-            equal=place.layout.virtual > 1,
-            share_prompts=_can_share_prompts(config, shape, place),
+            in_step=mesh.pipeline_size if mesh.layout.virtual > 1 else 1,
+            equal=mesh.layout.virtual > 1,
+            share_prompts=_can_share_prompts(config, shape, mesh),
         )
-        return cls(cut, place, shape.hidden, torch.cuda.current_device())
+        return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
 
     def pack(self, batch: Batch, chosen: Sequence[int]) -> list[Microbatch]:
         """This data-parallel rank's microbatches of the chosen trajectories."""
-        hands = self.hands(batch, chosen)
-        mine, cut = hands[self.place.data_rank], self.cut
-        if self.place.layout.expert > 1:  # ranks that share experts meet in every layer
+        partition = self.partition(batch, chosen)
+        mine, spec = partition[self.mesh.data_rank], self.spec
+        if self.mesh.layout.expert > 1:  # ranks that share experts meet in every layer
             lengths = batch.sequence_offsets.diff().tolist()
-            cut = replace(cut, in_step=max(len(microbatch_runs(lengths, hand, cut)) for hand in hands))
-        return pack(batch, mine, cut, self.device)
+            spec = replace(spec, in_step=max(len(microbatch_runs(lengths, part, spec)) for part in partition))
+        return pack(batch, mine, spec, self.device)
 
-    def hands(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
+    def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
         """The chosen trajectories of every data-parallel rank, balanced by `cost`."""
         lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
-        dealt = deal([cost(length, self.hidden) for length in lengths], self.place.data_size)
-        return [[chosen[i] for i in hand] for hand in dealt]
+        dealt = partition([cost(length, self.hidden) for length in lengths], self.mesh.data_size)
+        return [[chosen[i] for i in part] for part in dealt]
 
 
-def _can_share_prompts(config: Config, shape: ModelShape, place: Place) -> bool:
+def _can_share_prompts(config: Config, shape: ModelShape, mesh: MeshRank) -> bool:
     """Whether attention may take keys from another segment: our own does, on one context rank. Experts would
     route a prompt's tokens once too, but their routes are recorded by trajectory."""
-    plain = place.context_size == 1 and place.layout.virtual == 1 and not config.parallel.sequence
+    plain = mesh.context_size == 1 and mesh.layout.virtual == 1 and not config.parallel.sequence
     return plain and shape.experts == 0 and layer_spec(config) == "local"
 
 
@@ -99,13 +99,13 @@ def forward_backward(
     return _run(model, microbatches, loss, forward_only=False)
 
 
-def total(records: Sequence[Tensor], size: int, place: Place) -> Tensor:
+def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
     """The sum of all records [size] of all ranks, float64 on the host, equal on every rank."""
     out = torch.zeros(size, dtype=torch.float64)
     for record in records:
         out += record.double().cpu()
-    dist.all_reduce(out, group=place.token_group)
-    dist.all_reduce(out, group=place.pipeline_group)
+    dist.all_reduce(out, group=mesh.token_group)
+    dist.all_reduce(out, group=mesh.pipeline_group)
     return out
 
 
@@ -152,17 +152,17 @@ def score(
     The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
     rows together.
     """
-    place, out_T = packer.place, torch.zeros(len(batch.action_index_T))
+    mesh, out_T = packer.mesh, torch.zeros(len(batch.action_index_T))
     for chosen in together:
         microbatches = packer.pack(batch, chosen)
         answers = forward(model, microbatches, answer)
-        if place.is_last_stage:
+        if mesh.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
-    return put_together(out_T, place)
+    return put_together(out_T, mesh)
 
 
-def put_together(out_T: Tensor, place: Place) -> Tensor:
+def put_together(out_T: Tensor, mesh: MeshRank) -> Tensor:
     """Rows of all ranks: [T] on the host, 0 where a rank has none, becomes equal on every rank. In place."""
-    dist.all_reduce(out_T, group=place.token_group)
-    dist.all_reduce(out_T, group=place.pipeline_group)
+    dist.all_reduce(out_T, group=mesh.token_group)
+    dist.all_reduce(out_T, group=mesh.pipeline_group)
     return out_T

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_stppo import ops
 from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
 
 # (loss, record) of the microbatch's action tokens [first, last) from logprob, entropy, sum p^2, first, last
 # and the offsets of their segments, counted from `first`; None: every token is a segment
@@ -29,7 +29,7 @@ class PolicyHead:
     """This rank's columns of the vocabulary. Columns from `vocab_size` on are megatron's padding."""
 
     weight: Tensor | None  # [V/TP, H]; None but on the last pipeline stage
-    place: Place
+    mesh: MeshRank
     vocab_size: int
     temperature: float
     segments: Level  # no chunk ends inside one
@@ -39,7 +39,7 @@ class PolicyHead:
     def of(
         cls,
         model: Sequence[torch.nn.Module],
-        place: Place,
+        mesh: MeshRank,
         vocab_size: int,
         temperature: float = 1.0,
         segments: Level = "token",
@@ -47,7 +47,7 @@ class PolicyHead:
     ) -> PolicyHead:
         """Of a model's chunks, as they are or in megatron's data-parallel wrapper."""
         weight = getattr(model[-1], "module", model[-1]).vocabulary_weight()
-        return cls(weight, place, vocab_size, temperature, segments, chunk)
+        return cls(weight, mesh, vocab_size, temperature, segments, chunk)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """float32 [T] of the microbatch's action tokens, from hidden [T, H]."""
@@ -81,7 +81,7 @@ class PolicyHead:
         if offsets is None or whole is None:
             bounds = ops.chunk_bounds(None, len(hidden), self.chunk)
             return bounds, [None] * (len(bounds) - 1)
-        cuts = ops.chunk_bounds(whole, int(whole[-1]), self.chunk * self.place.context_size)
+        cuts = ops.chunk_bounds(whole, int(whole[-1]), self.chunk * self.mesh.context_size)
         at = torch.searchsorted(whole, torch.tensor(cuts, device=whole.device), right=True) - 1
         at[0] = 0  # empty segments at the beginning belong to the first chunk
         return offsets[at].tolist(), [offsets[a : b + 1] - offsets[a] for a, b in pairwise(at.tolist())]
@@ -92,8 +92,8 @@ class PolicyHead:
 
     def _columns(self) -> dict[str, Any]:
         return {
-            "vocab_start": self.place.tensor_rank * len(self._weight()),
+            "vocab_start": self.mesh.tensor_rank * len(self._weight()),
             "vocab_size": self.vocab_size,
-            "group": self.place.tensor_group,
+            "group": self.mesh.tensor_group,
             "temperature": self.temperature,
         }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("megatron_stppo._csrc") is None:
     _csrc = None  # not built; `serves` says what that means
 else:
-    from megatron_stppo import _csrc  # one that is there and does not load is an error
+    from megatron_stppo import _csrc
 
 MODES = ("auto", "extension", "torch")
 OK, BAD_OFFSETS = 0, 1

@@ -94,7 +94,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     return total.to(tensor.device)
 
 
-def all_agree(flag: bool, group: Group = None) -> bool:
+def any_rank(flag: bool, group: Group = None) -> bool:
     """True on every rank if any rank passes True: one rank's trouble becomes everyone's decision."""
     raised = torch.tensor([int(flag)], dtype=torch.int32, device=_device(group))
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)

@@ -13,7 +13,7 @@ from megatron_stppo.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshRank:
     """Where this rank stands. Example: rank 3 of 4 with tensor=2, pipeline=2 is tensor rank 1, pipeline rank
     1."""
 
@@ -56,13 +56,13 @@ def carry_bytes() -> bool:
     return dist.get_backend() != "fake"
 
 
-def replace(parallel: ParallelConfig) -> Place:
+def replace(parallel: ParallelConfig) -> MeshRank:
     """Other groups in place of those that there are. Models built on the former are of no use then."""
     parallel_state.destroy_model_parallel()
     return initialize(parallel)
 
 
-def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> Place:
+def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> MeshRank:
     """Splits the default process group into megatron's groups; once per process. `timeout`: of each of their
     operations. Raises ConfigError if the ranks do not suffice."""
     layout = Layout.of_world(dist.get_world_size(), parallel)
@@ -77,7 +77,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left
     ps = parallel_state
-    return Place(
+    return MeshRank(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
         tensor_rank=ps.get_tensor_model_parallel_rank(),

@@ -11,24 +11,24 @@ import torch
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import ModelShape, read_shape
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.model.residency import Offload
-from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
-from megatron_stppo.model.tiles import Spans
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
 from megatron_stppo.plan.engine import EngineUse
-from megatron_stppo.plan.exchange import Exchange, exchange, layers_to_plan, shard_bytes
+from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
 from megatron_stppo.plan.phases import StageUse
 from megatron_stppo.plan.work import Work, fullest_microbatch
 from megatron_stppo.plan.world import Kind, kinds, standing_at
-from megatron_stppo.reshard.state import mismatch
+from megatron_stppo.reshard.resharder import mismatch
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.tiles import Spans
 
 # Weights have no values here: neither random numbers nor masters on the host are made.
 WITHOUT_VALUES = {"use_cpu_initialization": False, "perform_initialization": False}
@@ -46,7 +46,7 @@ class Plan:
     microbatch_tokens: int
     stages: tuple[StageUse, ...]
     engine: EngineUse
-    exchange: Exchange
+    exchange: ReshardCost
     bounds: Bounds
     broken: tuple[str, ...]
 
@@ -66,8 +66,8 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
     serving = serving_layouts(shape, gpus, config.engine_tensor)
     stages: list[StageUse] = []
     for kind in kinds(layout, training):
-        with standing_at(kind.rank, gpus, config) as place:
-            work, tokens, found = _of_kind(config, shape, place, dtype, kind, training[kind.rank], gpu)
+        with standing_at(kind.rank, gpus, config) as mesh:
+            work, tokens, found = _of_kind(config, shape, mesh, dtype, kind, training[kind.rank], gpu)
             stages += found
     stages.sort(key=lambda one: one.stage)
     weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
@@ -94,25 +94,25 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
 def _of_kind(
     config: Config,
     shape: ModelShape,
-    place: Place,
+    mesh: MeshRank,
     dtype: torch.dtype,
     kind: Kind,
     spans: Spans,
     gpu: Gpu,
 ) -> tuple[Work, int, list[StageUse]]:
     """(work of a rank, tokens of the microbatch measured, every stage of this kind)."""
-    policy = build.named_parameters(build.build("actor", shape, config, place, dtype))
+    policy = build.named_parameters(build.build("actor", shape, config, mesh, dtype))
     problem = mismatch("training", policy, spans, row_widths(shape), all_named=False)
     if problem:
         raise ConfigError(f"model.path={config.model.path}: {problem} megatron builds another model")
-    cut = Packer.of(config, shape, place).cut
-    work, microbatch = Work.of(config, cut, place.data_size), fullest_microbatch(config, cut)
-    rank = RankModels(config, shape, place, dtype, microbatch, gpu.is_cuda)
+    cut = Packer.of(config, shape, mesh).cut
+    work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
+    rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
     models = {role: rank.use(role) for role in _roles(config)}
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
-    columns = shape.padded_vocab(place.tensor_size) // place.tensor_size
+    columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     logits = min(rows, len(microbatch.target_T)) * columns * dtype.itemsize
-    layers = sum(len(run) for run in place.layout.chunks(shape.layers, place.pipeline_rank))
+    layers = sum(len(run) for run in mesh.layout.chunks(shape.layers, mesh.pipeline_rank))
     return (
         work,
         microbatch.tokens,
@@ -123,11 +123,10 @@ def _of_kind(
                 layers=layers,
                 models=models,
                 in_flight={
-                    role: use.in_flight(place.layout, stage, work.microbatches)
-                    for role, use in models.items()
+                    role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
                 },
                 buffers=rank.buffers,
-                logits=logits if stage == place.layout.pipeline - 1 else 0,
+                logits=logits if stage == mesh.layout.pipeline - 1 else 0,
             )
             for stage, count in kind.stages.items()
         ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.sharding.hf_names import ModelShape
 
 PREFILL = 8192  # tokens of one step, as rollout/vllm_setup.py asks for
 

@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.tiles import PADDING, Spans
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
-from megatron_stppo.reshard.plan import BUCKET_BYTES, Copy, PlanError, lower_bound, plan_copies
+from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, lower_bound, plan_copies
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ReshardCost:
     copies: int
     moved: int  # bytes between ranks
     least: int  # bytes that any plan must move between ranks
@@ -46,7 +46,7 @@ def exchange(
     alike: Mapping[int, int],
     size: int,
     gpu: Gpu,
-) -> Exchange:
+) -> ReshardCost:
     """alike: {layer: how many it stands for}; size: bytes per element on the wire.
 
     Raises PlanError unless every target row is written once.
@@ -76,7 +76,7 @@ def exchange(
     )
     least = lower_bound(sources, targets, widths) * size
     seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
-    return Exchange(copies, moved, least, at_home, between, rank, node, seconds)
+    return ReshardCost(copies, moved, least, at_home, between, rank, node, seconds)
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
@@ -109,7 +109,7 @@ def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spa
     return {rank: thinned[id(spans)] for rank, spans in layouts.items()}
 
 
-def _once(copies: Iterator[Copy], targets: Mapping[int, Spans]) -> Iterator[Copy]:
+def _once(copies: Iterator[RowCopy], targets: Mapping[int, Spans]) -> Iterator[RowCopy]:
     """The copies, which must fill the rows of every target tensor in order, without a gap or an overlap."""
     expected = (
         (rank, name, span.local, span.size)

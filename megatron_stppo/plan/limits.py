@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.residency import Phase
+from megatron_stppo.model.offload import Phase
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.hardware import GIB, Gpu

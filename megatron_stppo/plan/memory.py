@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model import build
-from megatron_stppo.model.hf_names import ModelShape
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.experts import evenly_routed, forget
 from megatron_stppo.plan.fused import on_cpu, on_gpu
 from megatron_stppo.plan.meter import Meter
+from megatron_stppo.sharding.hf_names import ModelShape
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class RankModels:
         self,
         config: Config,
         shape: ModelShape,
-        place: Place,
+        mesh: MeshRank,
         dtype: torch.dtype,
         microbatch: Microbatch,
         is_cuda: bool,
     ) -> None:
-        self.config, self.shape, self.place, self.dtype = config, shape, place, dtype
+        self.config, self.shape, self.mesh, self.dtype = config, shape, mesh, dtype
         self.microbatch, self.is_cuda = microbatch, is_cuda
         self.warm = False
         self.meter = Meter(shape.experts_per_token)
@@ -99,7 +99,7 @@ class RankModels:
         return self.meter.alive
 
     def _reference(self) -> ModelUse:
-        chunks = build.build("reference", self.shape, self.config, self.place, self.dtype)
+        chunks = build.build("reference", self.shape, self.config, self.mesh, self.dtype)
         scoring, flop = self._score(chunks, "reference")
         return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, 0, flop, 0)
 
@@ -107,7 +107,7 @@ class RankModels:
         config, meter = self.config, self.meter
         settings = config.update.critic if role == "critic" else config.update.actor
         before = meter.rest()
-        chunks = build.build(role, self.shape, config, self.place, self.dtype)
+        chunks = build.build(role, self.shape, config, self.mesh, self.dtype)
         trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
         weights = _weights(chunks)
         gradients = _bytes(p.main_grad for chunk in chunks for p in chunk.parameters())
@@ -159,9 +159,7 @@ class RankModels:
         """The chunk's output, and what the stage before would have sent."""
         model, given = getattr(chunk, "module", chunk), None
         if not model.pre_process:
-            tokens = self.microbatch.tokens // (
-                self.place.tensor_size if self.config.parallel.sequence else 1
-            )
+            tokens = self.microbatch.tokens // (self.mesh.tensor_size if self.config.parallel.sequence else 1)
             given = torch.empty(tokens, 1, self.shape.hidden, dtype=self.dtype, device="meta")
             model.set_input_tensor(given.requires_grad_(torch.is_grad_enabled()))
         out = chunk(self.microbatch)
@@ -172,7 +170,7 @@ class RankModels:
     def _head(self, chunks: Sequence[torch.nn.Module]) -> PolicyHead:
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        return PolicyHead.of(chunks, self.place, self.shape.vocab, *settings)
+        return PolicyHead.of(chunks, self.mesh, self.shape.vocab, *settings)
 
     def _step(self, trainer: Trainer) -> int:
         """Trainer.reduce without the norm, which megatron's plain torch version reads number by number, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_stppo.model.residency import MAY_LEAVE, NEEDED, Offload, Phase
+from megatron_stppo.model.offload import MAY_LEAVE, NEEDED, Offload, Phase
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.memory import ModelUse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Cut, Microbatch, microbatch_runs, pack, to_batch
+from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, to_batch
 from megatron_stppo.types import Task, Trajectory, Turn
 
 
@@ -20,7 +20,7 @@ class Work:
     microbatches: int  # the same
 
     @classmethod
-    def of(cls, config: Config, cut: Cut, data: int) -> Work:
+    def of(cls, config: Config, cut: PackingSpec, data: int) -> Work:
         played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
         mine, longest = played // (config.update.minibatches * data), config.max_context
         microbatches = len(microbatch_runs([longest] * mine, range(mine), cut))
@@ -41,7 +41,7 @@ def trajectory(config: Config, length: int) -> Trajectory:
     return Trajectory(Task("", (), ("",), "train", 0), (0,) * prompt, tuple(turns), "ok")
 
 
-def fullest_microbatch(config: Config, cut: Cut) -> Microbatch:
+def fullest_microbatch(config: Config, cut: PackingSpec) -> Microbatch:
     """Trajectories of the greatest length, and a shorter one that fills the budget. What is computed with is
     on the meta device, what the host reads stays there."""
     longest = config.max_context

@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.tiles import Spans
 from megatron_stppo.parallel import groups
-from megatron_stppo.parallel.groups import Place
+from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.tiles import Spans
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kind:
 
 
 @contextlib.contextmanager
-def standing_at(rank: int, world: int, config: Config) -> Iterator[Place]:
+def standing_at(rank: int, world: int, config: Config) -> Iterator[MeshRank]:
     """This process as `rank` of `world`."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:

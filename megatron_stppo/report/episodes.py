@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from megatron_stppo.report.lines import Lines, damaged, number, short
-from megatron_stppo.runtime.trajectory_files import FOLDER, played_path, recorded, turns_path
+from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_SAID = 8  # stretches of iterations told one by one
@@ -19,16 +19,16 @@ MAX_BYTES = 12 * 2**20  # of the episodes on a page, all runs together
 TOLD = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of update/turns.py
 
 
-class Turn(msgspec.Struct):
+class TurnRow(msgspec.Struct):
     action: str = ""
     observation: str = ""
     policy_version: int | None = None
 
 
-class Episode(msgspec.Struct):
+class EpisodeRow(msgspec.Struct):
     """A line of trajectories/, as far as it is shown; what is missing is told as such."""
 
-    turns: list[Turn]
+    turns: list[TurnRow]
     data_source: str = ""
     split: str = ""
     index: int | None = None
@@ -106,7 +106,7 @@ def _of_iteration(
             if more := len(found) >= most:
                 break
             try:
-                episode = msgspec.convert(record, Episode)
+                episode = msgspec.convert(record, EpisodeRow)
             except (msgspec.ValidationError, RecursionError):
                 lines.damaged += 1
                 continue
@@ -142,7 +142,7 @@ def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
     return told
 
 
-def _shown(episode: Episode, record: dict[str, Any], told: Told | None) -> dict[str, Any]:
+def _shown(episode: EpisodeRow, record: dict[str, Any], told: Told | None) -> dict[str, Any]:
     tellings = told.turns if told and len(told.turns) == len(episode.turns) else [{} for _ in episode.turns]
     turns = []
     for turn, numbers in list(zip(episode.turns, tellings, strict=True))[:MAX_TURNS]:

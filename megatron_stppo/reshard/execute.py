@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.reshard.plan import Copy, Plan, buckets
-from megatron_stppo.reshard.staging import Bucket, Copies, Segment, Staging
+from megatron_stppo.reshard.plan import ReshardPlan, RowCopy, buckets
+from megatron_stppo.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.reshard.verify import Checks, Summed
 
 WORD = 8  # segments of a buffer start on whole words, so that any type can be viewed in place
 
 
-class Guard:
+class ErrorHolder:
     """Keeps a rank in step after an error of its own.
 
     The other ranks wait in the next collective, so a rank that fails must go on exchanging (now meaningless)
@@ -56,7 +56,7 @@ class Exchange:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReshardPlan,
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
         dtypes: Mapping[tuple[int, str], torch.dtype],
@@ -70,7 +70,7 @@ class Exchange:
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._source, self._target, self._dtypes = source, target, dtypes
 
-        def row_bytes(copy: Copy) -> int:
+        def row_bytes(copy: RowCopy) -> int:
             return widths[copy.hf_key] * dtypes[copy.target_rank, copy.target].itemsize
 
         remote = [copy for copy in plan.copies if copy.source_rank != copy.target_rank]
@@ -89,7 +89,7 @@ class Exchange:
         self._bind()
 
     @torch.no_grad()
-    def run(self, guard: Guard, on_bucket: Callable[[int], None], checks: Checks) -> None:
+    def run(self, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks) -> None:
         """One pass over the whole plan. An error of this rank's own is left in `guard`."""
         if self._addresses != self._addresses_now():
             self._addresses = self._addresses_now()
@@ -118,7 +118,7 @@ class Exchange:
         # On a GPU the memory goes back to generation and training; on a CPU touching it anew costs more.
         self._staging = None if self._device.type == "cuda" else staging
 
-    def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: Guard) -> None:
+    def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: ErrorHolder) -> None:
         if work is not None:
             work.wait()
             guard(staging.unpack, index)
@@ -141,7 +141,7 @@ class Exchange:
         self._arriving = [_summed(bucket.receives) for bucket in self.buckets]
         self._home = [self._at_home(share) for share in self._shares]
 
-    def _at_home(self, share: list[Copy]) -> Home:
+    def _at_home(self, share: list[RowCopy]) -> Home:
         sources, targets = ([view(c) for c in share] for view in (self._source_view, self._target_view))
         dtypes = [target.dtype for target in targets]
         copies = Copies(zip(sources, targets, strict=True))
@@ -150,7 +150,7 @@ class Exchange:
     def _addresses_now(self) -> list[int]:
         return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
 
-    def _bucket(self, copies: list[Copy]) -> Bucket:
+    def _bucket(self, copies: list[RowCopy]) -> Bucket:
         # Both ends sort by the other's rank and keep the plan's order within a pair: no header is needed.
         sends = sorted((c for c in copies if c.source_rank == self._rank), key=lambda c: c.target_rank)
         receives = sorted((c for c in copies if c.target_rank == self._rank), key=lambda c: c.source_rank)
@@ -159,31 +159,31 @@ class Exchange:
         return Bucket(out, into, send_splits, receive_splits)
 
     def _segments(
-        self, copies: list[Copy], view: Callable[[Copy], Tensor], peer: Callable[[Copy], int]
-    ) -> tuple[list[Segment], list[int]]:
+        self, copies: list[RowCopy], view: Callable[[RowCopy], Tensor], peer: Callable[[RowCopy], int]
+    ) -> tuple[list[BucketSlice], list[int]]:
         segments, splits, start = [], [0] * self._world, 0
         for copy in copies:
-            segment = Segment(copy, view(copy), self._dtypes[copy.target_rank, copy.target], start)
+            segment = BucketSlice(copy, view(copy), self._dtypes[copy.target_rank, copy.target], start)
             size = -(-(segment.stop - start) // WORD) * WORD
             splits[peer(copy)] += size
             start += size
             segments.append(segment)
         return segments, splits
 
-    def _source_view(self, copy: Copy) -> Tensor:
+    def _source_view(self, copy: RowCopy) -> Tensor:
         return self._source[copy.source].detach().narrow(copy.dim, copy.source_offset, copy.size)
 
-    def _target_view(self, copy: Copy) -> Tensor:
+    def _target_view(self, copy: RowCopy) -> Tensor:
         return self._target[copy.target].detach().narrow(copy.dim, copy.target_offset, copy.size)
 
 
-def _summed(segments: list[Segment]) -> Summed:
+def _summed(segments: list[BucketSlice]) -> Summed:
     return Summed([s.copy for s in segments], [s.view for s in segments], [s.dtype for s in segments])
 
 
-def _shares(copies: list[Copy], row_bytes: Callable[[Copy], int], count: int) -> list[list[Copy]]:
+def _shares(copies: list[RowCopy], row_bytes: Callable[[RowCopy], int], count: int) -> list[list[RowCopy]]:
     """The copies in order, in `count` runs (at least one) of about as many bytes."""
-    shares: list[list[Copy]] = [[] for _ in range(max(count, 1))]
+    shares: list[list[RowCopy]] = [[] for _ in range(max(count, 1))]
     total, done = sum(copy.size * row_bytes(copy) for copy in copies), 0
     for copy in copies:
         shares[done * len(shares) // total].append(copy)

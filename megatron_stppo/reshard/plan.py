@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_stppo.model.tiles import PADDING, Span, Spans
+from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 
 # What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
 BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
@@ -25,7 +25,7 @@ class PlanError(ValueError):
     """Two layouts that do not fit together; the message names the tensor and the rows."""
 
 
-class Copy(NamedTuple):
+class RowCopy(NamedTuple):
     """Rows [source_offset, +size) of a tensor on one rank become rows [target_offset, +size) on another.
 
     "Rows" counts along `dim`, on both sides.
@@ -43,8 +43,8 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    copies: tuple[Copy, ...]
+class ReshardPlan:
+    copies: tuple[RowCopy, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -69,14 +69,14 @@ def build_plan(
     widths: Mapping[str, int],
     *,
     ranks_per_node: int = 8,
-) -> Plan:
+) -> ReshardPlan:
     """Every row of every target, once, from one source.
 
     Of several holders the target's own rank comes first, then a rank of its node, then the one that has sent
     least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or the
     two sides do not hold the same rows of every checkpoint tensor that the targets name.
     """
-    return Plan(tuple(plan_copies(sources, targets, widths, ranks_per_node=ranks_per_node)))
+    return ReshardPlan(tuple(plan_copies(sources, targets, widths, ranks_per_node=ranks_per_node)))
 
 
 def plan_copies(
@@ -85,7 +85,7 @@ def plan_copies(
     widths: Mapping[str, int],
     *,
     ranks_per_node: int = 8,
-) -> Iterator[Copy]:
+) -> Iterator[RowCopy]:
     """The copies of build_plan, one after the other: those of a whole cluster need not be kept."""
     holders = _holders(_flatten("source", sources))
     distinct = {id(spans): (rank, spans) for rank, spans in targets.items()}  # replicas share their layout
@@ -119,7 +119,7 @@ class _Places:
 
 def _fetch(
     rank: int, name: str, span: Span, places: _Places, sent: Mapping[int, int], ranks_per_node: int
-) -> Iterator[Copy]:
+) -> Iterator[RowCopy]:
     at, stop, node = span.start, span.start + span.size, rank // ranks_per_node
     index = bisect_right(places.starts, at) - 1
     while at < stop:
@@ -134,7 +134,7 @@ def _fetch(
             )
         size = min(stop, best.stop) - at
         source_offset, target_offset = best.local + at - best.start, span.local + at - span.start
-        yield Copy(
+        yield RowCopy(
             best.rank, best.tensor, source_offset, rank, name, target_offset, span.dim, size, span.hf_key
         )
         at += size
@@ -207,7 +207,7 @@ def lower_bound(sources: Mapping[int, Spans], targets: Mapping[int, Spans], widt
     return missing
 
 
-def buckets(copies: list[Copy], row_bytes: Callable[[Copy], int], limit: int) -> list[list[Copy]]:
+def buckets(copies: list[RowCopy], row_bytes: Callable[[RowCopy], int], limit: int) -> list[list[RowCopy]]:
     """The copies between ranks, in groups of which no rank sends or receives more than `limit` bytes.
 
     Copies above an eighth of the limit are split (a single row never is), so that groups fill up. The copies
@@ -223,7 +223,7 @@ def buckets(copies: list[Copy], row_bytes: Callable[[Copy], int], limit: int) ->
         pair = copy.source_rank, copy.target_rank
         order.append((done[pair] / total[pair], index))
         done[pair] += copy.size * row_bytes(copy)
-    groups: list[list[Copy]] = []
+    groups: list[list[RowCopy]] = []
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for _, index in sorted(order):
@@ -239,7 +239,7 @@ def buckets(copies: list[Copy], row_bytes: Callable[[Copy], int], limit: int) ->
     return groups
 
 
-def _split(copy: Copy, row_bytes: int, limit: int) -> Iterator[Copy]:
+def _split(copy: RowCopy, row_bytes: int, limit: int) -> Iterator[RowCopy]:
     rows = max(1, limit // row_bytes)
     for first in range(0, copy.size, rows):
         yield copy._replace(

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
-from megatron_stppo.reshard.plan import Copy
+from megatron_stppo.reshard.plan import RowCopy
 
 
 @dataclass(frozen=True)
-class Segment:
+class BucketSlice:
     """A copy's place in a buffer, in bytes, and the view it is packed from or unpacked into."""
 
-    copy: Copy
+    copy: RowCopy
     view: Tensor
     dtype: torch.dtype  # the target's
     start: int
@@ -33,8 +33,8 @@ class Segment:
 class Bucket:
     """This rank's part of one exchange; splits are bytes per rank of the group."""
 
-    sends: list[Segment]
-    receives: list[Segment]
+    sends: list[BucketSlice]
+    receives: list[BucketSlice]
     send_splits: list[int]
     receive_splits: list[int]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_checksum import BucketChecksum
-from megatron_stppo.reshard.plan import Copy
+from megatron_stppo.reshard.plan import RowCopy
 
 
 class ReshardError(RuntimeError):
@@ -24,7 +24,7 @@ class Summed:
     """
 
     def __init__(
-        self, copies: Sequence[Copy], views: Iterable[Tensor], dtypes: Iterable[torch.dtype]
+        self, copies: Sequence[RowCopy], views: Iterable[Tensor], dtypes: Iterable[torch.dtype]
     ) -> None:
         self.copies = copies
         self._checksum = BucketChecksum(list(views), list(dtypes))
@@ -66,7 +66,7 @@ class Checks:
         if chosen := self._choose(self._numbers[1], ranks):
             self._due.append((summed, chosen))
 
-    def exchange(self) -> tuple[list[Copy], int, int]:
+    def exchange(self) -> tuple[list[RowCopy], int, int]:
         """-> (copies that differ on this rank, copies compared, sum of all sums found). Collective."""
         to = [rank for ranks, _ in self._sent for rank in ranks]
         due = [summed.copies[index] for summed, chosen in self._due for index in chosen]

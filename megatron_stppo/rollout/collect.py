@@ -20,15 +20,15 @@ import torch.distributed as dist
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_records
+from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
 from megatron_stppo.rollout.tool_wait import ToolWait
-from megatron_stppo.runtime.faults import ToolsStayAway
 from megatron_stppo.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from megatron_stppo.rollout.engine import Engine  # importing it loads vLLM, seconds that tests can save
+    from megatron_stppo.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # episodes ended, episodes in all; called on the group's first rank
@@ -90,7 +90,7 @@ def collect(
         engine.abort_all()
     report = _Report(
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
-        place=trouble.place if isinstance(trouble, EngineFailure) else "",
+        mesh=trouble.mesh if isinstance(trouble, EngineFailure) else "",
         misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
         away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
     )
@@ -109,7 +109,7 @@ class _Report:
     """How a rank's rollout ended, for the others."""
 
     trouble: str
-    place: str  # of an engine's failure, else ""
+    mesh: str  # of an engine's failure, else ""
     misuse: str = ""  # what a ConfigError says
     away: str = ""  # why tools were given up
 
@@ -125,8 +125,8 @@ def _agree(report: _Report, trouble: BaseException | None) -> None:
         said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
         if all(report.away for report in troubled.values()):
             raise ToolsStayAway(next(report.away for report in troubled.values()))
-        if all(report.place for report in troubled.values()):
-            places = "; ".join(f"rank {rank}: {report.place}" for rank, report in troubled.items())
+        if all(report.mesh for report in troubled.values()):
+            places = "; ".join(f"rank {rank}: {report.mesh}" for rank, report in troubled.items())
             raise EngineFailure(f"rollout failed on {said}", places) from trouble
         if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
             raise trouble

@@ -28,15 +28,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
-
-# First of what imports vLLM: it sets the environment that vLLM reads while it is imported.
-from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu, tear_down  # isort: skip
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
 from megatron_stppo.rollout.stop_strings import StopFinder
+
+# First of what imports vLLM: it sets the environment that vLLM reads while it is imported.
+from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu, tear_down
 
 
 @dataclass

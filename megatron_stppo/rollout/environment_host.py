@@ -22,9 +22,9 @@ from typing import Any, Literal
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import Environment, StepResult, ToolAway
+from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.rollout.tool_wait import ToolWait
-from megatron_stppo.runtime.faults import ToolsStayAway
 from megatron_stppo.types import Message, Task
 
 log = logging.getLogger(__name__)

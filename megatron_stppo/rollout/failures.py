@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_stppo.runtime.faults import TooManyFailures
+from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.types import FAILED, Trajectory
 
 ENOUGH = 20  # episodes that called a tool; the share of failures among fewer may be chance

@@ -19,9 +19,9 @@ class EngineFailure(RolloutError):
     Example: EngineFailure("vLLM failed: ...", "ValueError at scheduler.py:310 in step 12").
     """
 
-    def __init__(self, message: str, place: str) -> None:
+    def __init__(self, message: str, mesh: str) -> None:
         super().__init__(message)
-        self.place = place
+        self.mesh = mesh
 
 
 @dataclass(frozen=True)

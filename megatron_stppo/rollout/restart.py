@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from megatron_stppo.resilience.faults import DoNotRestart
 from megatron_stppo.rollout.generation import EngineFailure
-from megatron_stppo.runtime.faults import DoNotRestart
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class Restarts:
         Raises DoNotRestart for the same failure at the same place of the same rollout, which a new process
         would meet again; `failure` itself when the budget is spent.
         """
-        place = (seed, failure.place)
-        if place == self._last:
+        mesh = (seed, failure.mesh)
+        if mesh == self._last:
             raise DoNotRestart(f"a new engine failed at the same place: {failure}") from failure
         if self.count >= self._budget:
             raise failure
-        self._last, self.count = place, self.count + 1
+        self._last, self.count = mesh, self.count + 1
         log.error("engine restart %d of at most %d: %s", self.count, self._budget, failure)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment, ToolAway
-from megatron_stppo.parallel.collectives import all_agree, gather_records
-from megatron_stppo.runtime.faults import ToolsStayAway
+from megatron_stppo.parallel.collectives import any_rank, gather_records
+from megatron_stppo.resilience.faults import ToolsStayAway
 
 T = TypeVar("T")
 FIRST, LONGEST = 0.5, 5.0  # seconds between two attempts of a call; doubled up to the longest
@@ -98,7 +98,7 @@ def open_environment(config: EnvironmentConfig, resume: bool) -> Callable[[], En
             if waits and dist.get_rank() == 0:
                 log.warning("tools answer again after %.0f s", time.monotonic() - began)
             return make
-        if all_agree(time.monotonic() - began >= patience):
+        if any_rank(time.monotonic() - began >= patience):
             if resume:
                 raise ToolsStayAway(_gave_up(patience, reasons[0]))
             if isinstance(away, ConfigError):

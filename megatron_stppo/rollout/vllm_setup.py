@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.launch.vllm_environment import SHARED_MEMORY, prepare_environment
 from megatron_stppo.parallel.collectives import broadcast_bytes
-from megatron_stppo.runtime.vllm_environment import SHARED_MEMORY, prepare_environment
 
 prepare_environment()
 

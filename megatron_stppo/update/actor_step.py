@@ -28,7 +28,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, put_together, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
-from megatron_stppo.parallel.collectives import all_agree
+from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
@@ -63,7 +63,7 @@ class ActorLoss:
         out_T = torch.zeros(len(self.weight_T))
         for rows, logprob_T in self.seen:
             out_T[rows] = logprob_T.cpu()
-        return put_together(out_T, self.head.place)
+        return put_together(out_T, self.head.mesh)
 
     def terms(
         self,
@@ -111,7 +111,7 @@ class ActorLoss:
     def surrogate(
         self, rows: Tensor, logprob_T: Tensor, offsets: Tensor | None, **wanted: Any
     ) -> ClippedSurrogate:
-        a, place = self.algorithm, self.head.place
+        a, mesh = self.algorithm, self.head.mesh
         return ops.clipped_surrogate(
             logprob_T,
             self.at(rows, self.batch.old_logprob_T, logprob_T),
@@ -122,7 +122,7 @@ class ActorLoss:
             dual_clip=a.dual_clip,
             weight=self.at(rows, self.weight_T, logprob_T),
             pooling=a.pooling,
-            group=place.context_group if place.context_size > 1 else None,
+            group=mesh.context_group if mesh.context_size > 1 else None,
             **wanted,
         )
 
@@ -138,14 +138,14 @@ def actor_step(
 ) -> dict[str, float]:
     """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite. With
     `hold` everything is computed and reported, and the weights and the optimizer stay as they are."""
-    a, place, tokens = loss.algorithm, loss.head.place, int((loss.weight_T != 0).sum())
+    a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
     microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)
-    sums = dict(zip(SUMS, total(records, len(SUMS), place).tolist(), strict=True))
+    sums = dict(zip(SUMS, total(records, len(SUMS), mesh).tolist(), strict=True))
     norm = actor.reduce()
     # agreed on before the branch: a second backward pass is collective
-    finite = not all_agree(not all(map(math.isfinite, (*sums.values(), norm))))
+    finite = not any_rank(not all(map(math.isfinite, (*sums.values(), norm))))
     bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
     weight = float(loss.weight_T.double().sum())
     if finite and sums["clipped"] > 0:

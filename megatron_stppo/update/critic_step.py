@@ -28,7 +28,7 @@ def critic_step(
     loss = partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
     critic.zero()
     records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
-    mean_loss = float(total(records, 1, packer.place))
+    mean_loss = float(total(records, 1, packer.mesh))
     norm = critic.reduce()
     rate = critic.learning_rate
     stepped = critic.step(norm if math.isfinite(mean_loss) else math.nan)

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config_file import load
-from megatron_stppo.model import checkpoint_folder as steps
-from megatron_stppo.runtime.deadlines import Watch
-from megatron_stppo.runtime.notice import Notice
+from megatron_stppo.resilience.deadlines import Watchdog
+from megatron_stppo.resilience.preemption import PreemptionNotice
 
 RANKS, ITERATIONS = 4, 8
 OVERRIDES = [
@@ -120,8 +120,10 @@ class Ranks:
             os.environ.update({name: str(value) for name, value in world.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             run = self.config.run
-            with Watch(run.folder, self.config.deadline_by_phase, rank, RANKS) as watch:
-                sys.modules["megatron_stppo.loop"].train(self.config, True, watch, Notice(run.end_margin))
+            with Watchdog(run.folder, self.config.deadline_by_phase, rank, RANKS) as watchdog:
+                sys.modules["megatron_stppo.loop"].train(
+                    self.config, True, watchdog, PreemptionNotice(run.end_margin)
+                )
             code = 0
         except BaseException:
             traceback.print_exc()

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_stppo.model.checkpoint import Saver
+from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.model.optimizer import Trainer
 from tests.chaos.one_rank import add, files, in_child, start
 

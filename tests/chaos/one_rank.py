@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.checkpoint import saving, writer
+from megatron_stppo.checkpoint import step_folder as steps
+from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.config import Config
-from megatron_stppo.model import build, checkpoint, checkpoint_save
-from megatron_stppo.model import checkpoint_folder as steps
-from megatron_stppo.model.checkpoint_copy import Copy
-from megatron_stppo.model.hf_names import read_shape
+from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel import groups
+from megatron_stppo.sharding.hf_names import read_shape
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 
@@ -42,12 +43,12 @@ def in_child(action: Callable[..., int | None], *arguments: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def start(folder: Path, model: Path, **run: Any) -> tuple[checkpoint.Saver, dict[str, Trainer]]:
+def start(folder: Path, model: Path, **run: Any) -> tuple[saving.Saver, dict[str, Trainer]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = Config.model_validate({"model": {"path": model}, "run": run})
-    place = groups.initialize(config.parallel)
-    actor = build.trainer("actor", read_shape(model), config, place, torch.float32)
-    return checkpoint.Saver(folder, config, place.layout), {"actor": actor}
+    mesh = groups.initialize(config.parallel)
+    actor = build.trainer("actor", read_shape(model), config, mesh, torch.float32)
+    return saving.Saver(folder, config, mesh.layout), {"actor": actor}
 
 
 def add(trainers: dict[str, Trainer], amount: float) -> None:
@@ -70,14 +71,14 @@ def goes_on(root: Path, model: Path) -> None:
     groups.parallel_state.destroy_model_parallel()
 
     saver, trainers = start(root / "beside", model)
-    may_write, write = threading.Event(), Copy.write
+    may_write, write = threading.Event(), HostCopy.write
 
-    def wait_and_write(self: Copy) -> Any:
+    def wait_and_write(self: HostCopy) -> Any:
         assert may_write.wait(60)
         return write(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copy, "write", wait_and_write)
+        patch.setattr(HostCopy, "write", wait_and_write)
         saver.save(1, trainers, {"iteration": 1})
         add(trainers, 1.0)
         saver.check()
@@ -90,11 +91,11 @@ def goes_on(root: Path, model: Path) -> None:
 def writer_breaks(root: Path, model: Path) -> None:
     saver, trainers = start(root / "breaks", model)
 
-    def fail(self: Copy) -> Any:
+    def fail(self: HostCopy) -> Any:
         raise LookupError("no such tensor")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copy, "write", fail)
+        patch.setattr(HostCopy, "write", fail)
         saver.save(1, trainers, {"iteration": 1})
         saver._thread.join()  # type: ignore[union-attr]
         with pytest.raises(RuntimeError) as error:
@@ -138,7 +139,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     saver.save(1, trainers, {"iteration": 1})
     saver.finish()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    checkpoint_save._say = said.append  # type: ignore[assignment]
+    writer._say = said.append  # type: ignore[assignment]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
     for step in (2, 3):
@@ -149,14 +150,14 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     assert steps.found(folder) == [1] and steps.latest(folder) == 1
     assert len(said) == 2 and all(len(line.splitlines()) == 1 for line in said)
     assert str(folder / "step_2") in said[0] and "MiB" in said[0] and "File too large" in said[0], said
-    with pytest.raises(checkpoint.CheckpointError, match="is not saved"):
+    with pytest.raises(saving.CheckpointError, match="is not saved"):
         saver.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     saver.save(4, trainers, {"iteration": 4})
     saver.finish()
     assert steps.found(folder) == [4]
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
-    with pytest.raises(checkpoint.CheckpointError, match="3 checkpoints in a row"):
+    with pytest.raises(saving.CheckpointError, match="3 checkpoints in a row"):
         for step in (5, 6, 7):
             saver.save(step, trainers, {"iteration": step})
         saver.finish()
@@ -166,9 +167,9 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     (folder / "step_3.tmp-0" / "actor").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2048))
-        patch.setattr(Copy, "write", lambda self: pytest.fail("it is known beforehand that there is no room"))
+        patch.setattr(HostCopy, "write", lambda self: pytest.fail("there is no room for it"))
         saver.save(8, trainers, {"iteration": 8})
-        with pytest.raises(checkpoint.CheckpointError, match="is not saved"):
+        with pytest.raises(saving.CheckpointError, match="is not saved"):
             saver.finish()
     assert "No space left on device, 0.0 MiB are free" in said[-1]
     assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "what died is gone, to make room"
@@ -181,7 +182,7 @@ def not_finite(root: Path, model: Path) -> None:
     for spoil in (next(trainers["actor"].chunks[0].parameters()).data, list(trainers["actor"].states())[-1]):
         before = spoil.flatten()[0].item()
         spoil.view(-1)[0] = float("inf")
-        with pytest.raises(checkpoint.CheckpointError, match="step_2 is not saved: numbers of actor are"):
+        with pytest.raises(saving.CheckpointError, match="step_2 is not saved: numbers of actor are"):
             saver.save(2, trainers, {"iteration": 2})
         spoil.view(-1)[0] = before
     saver.finish()

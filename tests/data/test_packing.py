@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.data import context, prompts
-from megatron_stppo.data.packing import Cut, deal, microbatch_runs, pack, split_by_budget, to_batch, unpack
+from megatron_stppo.data.packing import (
+    PackingSpec,
+    microbatch_runs,
+    pack,
+    partition,
+    split_by_budget,
+    to_batch,
+    unpack,
+)
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 0)
@@ -44,7 +52,7 @@ def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:
     batch = to_batch([trajectory(2, [(2, 3), (2, 5)], first=100)])
     tokens = batch.tokens_P[batch.action_index_T].tolist()
     assert tokens == [102, 103, 107, 108]
-    (microbatch,) = pack(batch, [0], Cut(100))
+    (microbatch,) = pack(batch, [0], PackingSpec(100))
     assert microbatch.target_T.tolist() == tokens
     # the hidden state that predicts a token is the one before it, an observation's for a turn's first token
     assert batch.tokens_P[microbatch.hidden_index_T].tolist() == [101, 102, 106, 107]
@@ -60,9 +68,9 @@ def test_failed_trajectories_keep_their_place_and_carry_no_loss() -> None:
 
 
 def test_deal_balances_cost_and_leaves_nobody_without() -> None:
-    assert deal([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
-    assert deal([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
-    assert deal([0, 0, 0], 3) == [[0], [1], [2]]
+    assert partition([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
+    assert partition([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert partition([0, 0, 0], 3) == [[0], [1], [2]]
 
 
 def test_bins_keep_the_budget_and_a_longer_trajectory_has_one_of_its_own() -> None:
@@ -90,10 +98,10 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
     batch = replace(batch, routes_P=torch.arange(len(batch.tokens_P))[:, None, None])  # a token's own row
     total = torch.zeros(len(batch.action_index_T))
     for rank in range(context):
-        cut = Cut(budget, multiple, rank, context, in_step)
-        microbatches = pack(batch, order, cut)
+        spec = PackingSpec(budget, multiple, rank, context, in_step)
+        microbatches = pack(batch, order, spec)
         lengths = batch.sequence_offsets.diff().tolist()
-        assert len(microbatches) == len(microbatch_runs(lengths, order, cut))
+        assert len(microbatches) == len(microbatch_runs(lengths, order, spec))
         assert len(microbatches) % in_step == 0
         for m in microbatches:
             assert m.tokens > 0 and m.tokens % multiple == 0
@@ -110,8 +118,8 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
 @settings(max_examples=30, deadline=None)
 def test_context_ranks_share_tokens_and_turns_and_agree_on_the_whole(shapes, size) -> None:
     batch = to_batch([trajectory(p, turns, 1 + 1000 * i) for i, (p, turns) in enumerate(shapes)])
-    order, alone = list(range(len(shapes))), pack(batch, list(range(len(shapes))), Cut(10_000))[0]
-    parts = [pack(batch, order, Cut(10_000, 1, rank, size))[0] for rank in range(size)]
+    order, alone = list(range(len(shapes))), pack(batch, list(range(len(shapes))), PackingSpec(10_000))[0]
+    parts = [pack(batch, order, PackingSpec(10_000, 1, rank, size))[0] for rank in range(size)]
     assert len({part.tokens for part in parts}) == 1
     tokens = torch.cat([part.tokens_P for part in parts])
     assert sorted(tokens[tokens > 0].tolist()) == sorted(alone.tokens_P.tolist())
@@ -132,7 +140,7 @@ def test_a_shared_prompt_is_packed_once_and_every_action_token_finds_its_predece
     # Prompts 0..2, 10..11, 0..2; the third begins as the first does.
     played = [trajectory(3, [(2, 0)]), trajectory(2, [(1, 0)], first=10), trajectory(3, [(1, 2), (1, 0)])]
     batch = to_batch(played)
-    (microbatch,) = pack(batch, [0, 1, 2], Cut(100, share_prompts=True))
+    (microbatch,) = pack(batch, [0, 1, 2], PackingSpec(100, share_prompts=True))
     assert microbatch.history is not None
     assert microbatch.tokens_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 10, 11, 12]
     assert microbatch.position_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2]
@@ -154,7 +162,7 @@ def test_a_segment_attends_to_its_history_and_to_itself() -> None:
 def test_without_a_shared_prompt_nothing_is_laid_out_otherwise() -> None:
     # Two of other tokens but of the same length, and one without action tokens: it has no prompt to share.
     batch = to_batch([trajectory(3, [(2, 0)]), trajectory(3, [(2, 0)], first=5), trajectory(3, [])])
-    (shared,) = pack(batch, [0, 1, 2], Cut(100, share_prompts=True))
-    (plain,) = pack(batch, [0, 1, 2], Cut(100))
+    (shared,) = pack(batch, [0, 1, 2], PackingSpec(100, share_prompts=True))
+    (plain,) = pack(batch, [0, 1, 2], PackingSpec(100))
     assert shared.history is None and prompts.segments(batch, [0, 1, 2]) is None
     assert torch.equal(shared.tokens_P, plain.tokens_P) and torch.equal(shared.lengths, plain.lengths)

@@ -7,12 +7,7 @@ import pytest
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.base import Environment, ToolAway
-from megatron_stppo.environments.retrieval import (
-    BM25Retriever,
-    Document,
-    RetrievalError,
-    RetrievalTimeout,
-)
+from megatron_stppo.environments.retrieval import BM25Retriever, Document, RetrievalError, RetrievalTimeout
 from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, one_line, render
 from megatron_stppo.types import Message, Task
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 
 
 class Canary:
@@ -27,8 +27,8 @@ def plant(checkpoints: Path, scratch: Path) -> list[str]:
 
     Asserts that no canary was read.
     """
-    launch.prepare(engine=False)
-    from megatron_stppo.model import checkpoint
+    process.prepare(engine=False)
+    from megatron_stppo.checkpoint import saving
 
     alive = scratch / "alive"
     canary = pickle.dumps(Canary(alive))
@@ -41,8 +41,8 @@ def plant(checkpoints: Path, scratch: Path) -> list[str]:
     for file in sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "LATEST"):
         kept = file.read_bytes()
         file.write_bytes(canary)
-        with pytest.raises(checkpoint.CheckpointError):
-            checkpoint.load_weights(copy, "actor", [])
+        with pytest.raises(saving.CheckpointError):
+            saving.load_weights(copy, "actor", [])
         assert not alive.exists(), f"{file} was unpickled"
         refused.append(str(file.relative_to(copy)))
         file.write_bytes(kept)

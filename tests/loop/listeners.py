@@ -18,7 +18,7 @@ class Listener(NamedTuple):
     port: int
 
 
-class Watch:
+class Watchdog:
     """Example: with Watch(pid) as watch: ...; then watch.found holds every listener that was seen."""
 
     def __init__(self, pid: int) -> None:
@@ -27,7 +27,7 @@ class Watch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
 

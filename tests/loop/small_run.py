@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from megatron_stppo.environments.retrieval import BM25Retriever
-from tests.loop.listeners import Listener, Watch
+from tests.loop.listeners import Listener, Watchdog
 from tests.rollout.tiny import build_model
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -112,14 +112,14 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         ) as process,
-        Watch(process.pid) as watch,
+        Watchdog(process.pid) as watchdog,
     ):
         try:
             out, err = process.communicate(timeout=240)
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks
-    return Done(process.returncode, out, err, frozenset(watch.found))
+    return Done(process.returncode, out, err, frozenset(watchdog.found))
 
 
 @contextmanager

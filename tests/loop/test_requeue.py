@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.model.checkpoint_folder import compare, inspect
+from megatron_stppo.checkpoint.step_folder import compare, inspect
 from tests.loop import small_run
 from tests.loop.test_resume import rows
 from tests.slurm import cluster

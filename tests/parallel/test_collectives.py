@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.parallel.collectives import (
-    all_agree,
     all_gather_bytes,
     all_reduce_sum,
+    any_rank,
     broadcast_bytes,
     decode,
     encode,
@@ -37,8 +37,8 @@ def exchange() -> dict[str, Any]:
         "bytes": all_gather_bytes(b"x" * rank),
         "nothing": all_gather_bytes(b""),
         "sum": (all_reduce_sum(kept).tolist(), kept.tolist()),
-        "one raised": all_agree(rank == 2),
-        "none raised": all_agree(False),
+        "one raised": any_rank(rank == 2),
+        "none raised": any_rank(False),
     }
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 from tests.plan import real_step
 
 
 @pytest.fixture(scope="package")
 def planner() -> Iterator[ProcessPoolExecutor]:
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, launch.prepare, (False, "meta")) as alone:
+    with ProcessPoolExecutor(1, spawn, process.prepare, (False, "meta")) as alone:
         yield alone
 
 

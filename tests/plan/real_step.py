@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 
 LENGTH = 128  # tokens of every trajectory
 SHAPE = {
@@ -46,7 +46,7 @@ def settings(
 
 def measured(cases: list[Any]) -> list[dict[str, int]]:
     """On a rank: per case the bytes that its models held, and that each call added at most."""
-    launch.prepare(engine=False)
+    process.prepare(engine=False)
     import gc
 
     from megatron.core import parallel_state
@@ -93,23 +93,23 @@ def _measure(*case: Any) -> dict[str, int]:
 
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
-    from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.plan.work import trajectory
     from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step
     from tests.ops.memory import Peak
 
     config = settings(*case)
-    place, dtype = groups.initialize(config.parallel), launch.dtype(config)
+    mesh, dtype = groups.initialize(config.parallel), process.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm
     one = trajectory(config, LENGTH)  # prompts of their own, as the plan assumes: a shared one takes less
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(8)]
     batch, chosen = _scored(to_batch(played)), list(range(8))
-    packer = Packer.of(config, shape, place)
+    packer = Packer.of(config, shape, mesh)
     weight_T = minibatch_weights(batch, chosen, a)
     found: dict[str, int] = {}
     with Peak() as memory:
@@ -121,11 +121,11 @@ def _measure(*case: Any) -> dict[str, int]:
             found[name] = held if name in ("actor", "critic", "reference") else memory.peak - before
             return out
 
-        actor = added("actor", lambda: build.trainer("actor", shape, config, place, dtype))
-        critic = added("critic", lambda: build.trainer("critic", shape, config, place, dtype))
-        kept = added("reference", lambda: build.from_hf("reference", shape, config, place, dtype))
-        assert len(kept) == place.layout.virtual
-        head = PolicyHead.of(actor.model, place, shape.vocab, 1.0, a.segments, config.update.logit_rows)
+        actor = added("actor", lambda: build.trainer("actor", shape, config, mesh, dtype))
+        critic = added("critic", lambda: build.trainer("critic", shape, config, mesh, dtype))
+        kept = added("reference", lambda: build.from_hf("reference", shape, config, mesh, dtype))
+        assert len(kept) == mesh.layout.virtual
+        head = PolicyHead.of(actor.model, mesh, shape.vocab, 1.0, a.segments, config.update.logit_rows)
         logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
         added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
         loss = ActorLoss(batch, weight_T, a, head)

@@ -11,10 +11,10 @@ from tests.plan.real_step import settings
 
 def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]]]:
     """(first rank, {stage: ranks}) of an 8-layer model."""
-    from megatron_stppo.model.hf_names import ModelShape
-    from megatron_stppo.model.spans import training_layouts
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.world import kinds
+    from megatron_stppo.sharding.hf_names import ModelShape
+    from megatron_stppo.sharding.spans import training_layouts
 
     shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
     mesh = Layout(*layout)
@@ -77,9 +77,9 @@ def limits(folder: str) -> dict[str, list[str]]:
 def flop(folder: str) -> dict[str, tuple[int, int]]:
     """{what: FLOP of a microbatch by the formula, and counted while it runs} on one GPU."""
     from megatron_stppo.model.flop import TRAINED, forward
-    from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.work import trajectory
+    from megatron_stppo.sharding.hf_names import read_shape
 
     config = settings(folder, {"dtype": "auto"}, {})
     made, shape = plan(config, 1), read_shape(config.model.path)

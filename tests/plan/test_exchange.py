@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_stppo.model.hf_names import ModelShape
-from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.exchange import _once, exchange, layers_alike, shard_bytes
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.reshard.plan import PlanError, plan_copies
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
 ALIKE = layers_alike(Layout(tensor=2, pipeline=2), 4)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo.model.hf_names import ModelShape, hf_shapes
-from megatron_stppo.model.tiles import PADDING, Spans
-from megatron_stppo.reshard.plan import Plan
+from megatron_stppo.reshard.plan import ReshardPlan
+from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
 def model_shape(**changes) -> ModelShape:
@@ -53,7 +53,9 @@ def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
     return out
 
 
-def apply(plan: Plan, sources: dict[int, dict[str, Tensor]], targets: dict[int, dict[str, Tensor]]) -> None:
+def apply(
+    plan: ReshardPlan, sources: dict[int, dict[str, Tensor]], targets: dict[int, dict[str, Tensor]]
+) -> None:
     """The plan's meaning: its copies, one after another; every target element may be written once."""
     for c in plan.copies:
         into = targets[c.target_rank][c.target].narrow(c.dim, c.target_offset, c.size)

@@ -2,13 +2,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.ops import BucketChecksum
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import build_plan
+from megatron_stppo.reshard.resharder import Resharder, State
 from megatron_stppo.reshard.staging import Copies
-from megatron_stppo.reshard.state import Resharder, State
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from tests.ranks import run_ranks
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
 

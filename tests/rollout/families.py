@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 from tests.rollout.tiny import CONTEXT
 
 PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(3)]
@@ -17,25 +17,25 @@ def observe(folder: Path, parallel: dict[str, int], engine_tensor: int) -> dict[
     import torch.distributed as dist
 
     dist.destroy_process_group()  # the program makes its own
-    launch.prepare()
+    process.prepare()
     import torch
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.hf_names import read_shape
-    from megatron_stppo.model.spans import row_widths, serving_layouts, training_layouts
-    from megatron_stppo.reshard.state import Resharder
+    from megatron_stppo.reshard.resharder import Resharder
     from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 
     config = Config.model_validate({"model": {"path": folder}, "parallel": parallel})
-    place, shape = launch.start(config), read_shape(folder)
+    mesh, shape = process.start(config), read_shape(folder)
     engine = Engine(folder, tensor=engine_tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
-    policy = build.from_hf("actor", shape, config, place, torch.float32)
+    policy = build.from_hf("actor", shape, config, mesh, torch.float32)
     reshard = Resharder(
         build.named_parameters(policy),
         engine.parameters(),
-        training_layouts(shape, place.layout),
-        serving_layouts(shape, place.world, engine_tensor),
+        training_layouts(shape, mesh.layout),
+        serving_layouts(shape, mesh.world, engine_tensor),
         row_widths(shape),
     )
     reshard.sync(1)

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_stppo.config import Config
 from megatron_stppo.exits import exit_code, noting_the_end
+from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.rollout.failures import FailureLimit, report, warn
-from megatron_stppo.runtime.faults import TooManyFailures
 from megatron_stppo.types import Outcome, Task, Trajectory
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_stppo.resilience.faults import DoNotRestart
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
-from megatron_stppo.runtime.faults import DoNotRestart
 
 
 def failure(place: str) -> EngineFailure:

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_stppo.config import Config, ConfigError, EnvironmentConfig
 from megatron_stppo.environments.base import StepResult, ToolAway
+from megatron_stppo.resilience.faults import Requeue, ToolsStayAway
 from megatron_stppo.rollout import tool_wait
 from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.rollout.tool_wait import ToolWait, open_environment
-from megatron_stppo.runtime.faults import Requeue, ToolsStayAway
 from megatron_stppo.types import Message, Task
 from tests.ranks import run_ranks
 from tests.rollout.tiny import Game, task

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.model.hf_names import hf_shapes, read_shape
+from megatron_stppo.sharding.hf_names import hf_shapes, read_shape
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

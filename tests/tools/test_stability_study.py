@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from megatron_stppo.config_file import load
-from megatron_stppo.runtime import rows
+from megatron_stppo.telemetry import rows
 from tools import stability_study
 from tools.study import collect, matrix
 from tools.study.figures import STYLES, cut, table
-from tools.study.ledger import Ledger
+from tools.study.ledger import StudyLedger
 from tools.study.report import BEGIN, END, TABLES, sections
 from tools.study.tasks import CONFIG, tasks_of
 from tools.study.work import Crew, Task, judge, prepare
@@ -68,14 +68,14 @@ def test_arguments_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_the_ledger_goes_on_where_it_was(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.json")
+    ledger = StudyLedger(tmp_path / "ledger.json")
     ledger.begin("a", "k1")
-    assert Ledger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: nobody wrote how it ended"
+    assert StudyLedger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: nobody wrote how it ended"
     ledger.end("a", "interrupted", 2.0)
-    again = Ledger(tmp_path / "ledger.json")
+    again = StudyLedger(tmp_path / "ledger.json")
     again.begin("a", "k1")
     again.end("a", "done", 3.0)
-    last = Ledger(tmp_path / "ledger.json")
+    last = StudyLedger(tmp_path / "ledger.json")
     assert last.is_done("a", "k1") and not last.is_done("a", "k2")
     assert (entry := last["a"]) is not None and entry.seconds == 5.0, "over both attempts"
     last.begin("a", "k2")
@@ -114,7 +114,7 @@ def test_interrupted_it_gives_notice_and_the_next_call_resumes(tmp_path: Path) -
     with (tmp_path / "lock").open("w") as lock:
 
         def work(tasks: list[Task], deadline: float) -> bool:
-            crew = Crew(Ledger(tmp_path / "ledger.json"), tmp_path / "logs", 1, lock.fileno())
+            crew = Crew(StudyLedger(tmp_path / "ledger.json"), tmp_path / "logs", 1, lock.fileno())
             return crew.work(tasks, deadline, said.append)
 
         assert not work(tasks, time.monotonic()) and not said, "the time was up"
@@ -203,7 +203,9 @@ def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:
     assert values.tolist() == [[2.0, 7.0], [0.0, 3.0]]
 
 
-def finish(run: matrix.Run, exact_match: list[float], root: Path, ledger: Ledger, *overrides: str) -> None:
+def finish(
+    run: matrix.Run, exact_match: list[float], root: Path, ledger: StudyLedger, *overrides: str
+) -> None:
     """As if it had been run for 10 iterations."""
     path = root / "runs" / run.name
     path.mkdir(parents=True)
@@ -225,7 +227,7 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
         ("st_ppo", 0): [0.4, *[0.9] * 10],
         ("ppo", 100): [0.2, 0.4],
     }
-    ledger = Ledger(root / "ledger.json")
+    ledger = StudyLedger(root / "ledger.json")
     for (name, seed), values in given.items():
         finish(matrix.Run("gentle", name, seed), values, root, ledger)
     arguments = ["--report", "--root", str(root), "--docs", str(tmp_path), "--iterations", "10"]
@@ -246,7 +248,7 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
 def test_a_control_is_compared_with_the_setting_it_is_a_control_of(tmp_path: Path) -> None:
     root, study = tmp_path / "runs", tmp_path / "study"
     root.mkdir()
-    ledger = Ledger(root / "ledger.json")
+    ledger = StudyLedger(root / "ledger.json")
     of = {
         ("harsh_2", "st_ppo"): (0.9, 0.8),
         ("harsh_2", "ppo"): (0.2, 0.4),
@@ -275,7 +277,7 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
     }
     runs, root = [matrix.Run("gentle", "st_ppo_probe", seed) for seed in (0, matrix.PILOT)], tmp_path / "runs"
     root.mkdir()
-    ledger, study = Ledger(root / "ledger.json"), tmp_path / "study"
+    ledger, study = StudyLedger(root / "ledger.json"), tmp_path / "study"
     for run in runs:
         finish(run, [0.4] * 11, root, ledger)
         steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -293,7 +295,7 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
 
 
 def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
-    run, ledger, root = matrix.Run("gentle", "ppo", 0), Ledger(tmp_path / "ledger.json"), tmp_path
+    run, ledger, root = matrix.Run("gentle", "ppo", 0), StudyLedger(tmp_path / "ledger.json"), tmp_path
     finish(run, [0.4] * 11, root, ledger, "update.epochs=3", "algorithm.clip_high=0.3")
     with pytest.raises(ValueError, match=r"another update\.epochs, algorithm; move it away"):
         stability_study.gather([run], ledger, root, tmp_path / "study", 10)
@@ -319,7 +321,7 @@ def test_a_trial_does_not_get_among_the_results(tmp_path: Path) -> None:
 
 def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:
     run = matrix.Run("gentle", "ppo", 0)
-    ledger = Ledger(tmp_path / "ledger.json")
+    ledger = StudyLedger(tmp_path / "ledger.json")
     ledger.begin(run.name, "of before")
     ledger.end(run.name, "done", 1.0)
     given = ["--root", str(tmp_path), "--only", "ppo", "--settings", "gentle", "--seeds", "0", "--plan"]

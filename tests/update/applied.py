@@ -6,36 +6,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 from tests.update.layouts import SETTINGS, batch
 
 
 def first_steps(model: str, algorithms: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any, Any]]:
     """By name: (numbers, the gradient that Adam was given, how the weights moved), as flat float64 lists."""
-    launch.prepare(engine=False)
+    process.prepare(engine=False)
     import torch
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 
     def config_of(algorithm: dict[str, Any]) -> Config:
         update = {"actor": SETTINGS | {"distributed": False, "weight_decay": 0.0}}
         return Config.model_validate({"model": {"path": model}, "update": update, "algorithm": algorithm})
 
-    place, shape, chosen = groups.initialize(config_of({}).parallel), read_shape(Path(model)), list(range(8))
+    mesh, shape, chosen = groups.initialize(config_of({}).parallel), read_shape(Path(model)), list(range(8))
     found = {}
     for name, algorithm in algorithms.items():
         config = config_of({"entropy_coefficient": 0, "kl_coefficient": 0} | algorithm)
-        actor, a = build.trainer("actor", shape, config, place, torch.float32), config.algorithm
+        actor, a = build.trainer("actor", shape, config, mesh, torch.float32), config.algorithm
         head, packer = (
-            PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments),
-            Packer.of(config, shape, place),
+            PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments),
+            Packer.of(config, shape, mesh),
         )
         given = batch()
         own_T = logprobs(actor.model, head, given, packer, [chosen])

@@ -8,25 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 from tests.update.faults import state_of
 from tests.update.layouts import SETTINGS, batch
 
 
 def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -> dict[str, Any]:
     """What test_experts makes claims about."""
-    launch.prepare(engine=False)
+    process.prepare(engine=False)
     import torch
     from megatron.core import tensor_parallel
 
+    from megatron_stppo.checkpoint import saving
     from megatron_stppo.config import Config
-    from megatron_stppo.model import build, checkpoint
-    from megatron_stppo.model.hf_names import read_shape
+    from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.routing import recording
     from megatron_stppo.parallel import groups
     from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 
     torch.set_num_threads(1)
@@ -38,13 +39,13 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             "algorithm": {"routing_replay": "old_policy", "correction": "gradient"},
         }
     )
-    place, a, chosen, given = groups.initialize(config.parallel), config.algorithm, list(range(8)), batch()
+    mesh, a, chosen, given = groups.initialize(config.parallel), config.algorithm, list(range(8)), batch()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = read_shape(Path(model))
-    actor = build.trainer("actor", shape, config, place, torch.float32)
-    packer = Packer.of(config, shape, place)
-    packer = replace(packer, cut=replace(packer.cut, budget=24))
-    head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
+    actor = build.trainer("actor", shape, config, mesh, torch.float32)
+    packer = Packer.of(config, shape, mesh)
+    packer = replace(packer, spec=replace(packer.spec, budget=24))
+    head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
 
     def routes() -> tuple[Any, Any]:
         with recording(actor.chunks) as record:
@@ -63,7 +64,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             numbers = actor_step(actor, loss, chosen, packer)
         return numbers, used
 
-    saver = checkpoint.Saver(Path(folder), config, place.layout)
+    saver = saving.Saver(Path(folder), config, mesh.layout)
     saver.save(1, {"actor": actor}, {"iteration": 1})
     plain, plain_maps = step()  # while the checkpoint is written
     saver.finish()
@@ -80,7 +81,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     return {
         "routes": old.tolist(),
         "moved": float((old.sort(-1)[0] != new.sort(-1)[0]).float().mean()),
-        "uses": uses(used, expected(replayed, shape.experts, place, parallel)),
+        "uses": uses(used, expected(replayed, shape.experts, mesh, parallel)),
         "dummies": sum(int((microbatch.rows_P < 0).sum()) for microbatch in replayed),
         "plain maps": Counter(map(fingerprint, plain_maps)),
         "replayed maps": Counter(map(fingerprint, same_maps)),
@@ -121,7 +122,7 @@ def uses(used: list[Any], maps: list[Any]) -> list[int]:
     return counts
 
 
-def expected(microbatches: Any, experts: int, place: Any, parallel: dict[str, Any]) -> list[Any]:
+def expected(microbatches: Any, experts: int, mesh: Any, parallel: dict[str, Any]) -> list[Any]:
     """Return (map [tokens, experts], live tokens [tokens]) of every microbatch and layer on this rank."""
     import torch
 
@@ -129,7 +130,7 @@ def expected(microbatches: Any, experts: int, place: Any, parallel: dict[str, An
     for microbatch in microbatches:
         own_P = microbatch.routes_P.long()
         if parallel.get("sequence"):
-            own_P = own_P.chunk(place.tensor_size)[place.tensor_rank]
+            own_P = own_P.chunk(mesh.tensor_size)[mesh.tensor_rank]
         live = own_P[:, 0, 0] >= 0
         for layer in range(own_P.shape[1]):
             chosen = own_P[:, layer].clamp(min=0)

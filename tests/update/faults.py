@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
 from tests.update.layouts import SETTINGS, batch
 
 
@@ -16,8 +16,8 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
     from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
-    from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.parallel import groups
+    from megatron_stppo.sharding.hf_names import read_shape
 
     config = Config.model_validate(
         {
@@ -29,18 +29,18 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
         }
     )
     again = parallel_state.model_parallel_is_initialized()
-    place = (groups.replace if again else groups.initialize)(config.parallel)
-    return config, place, read_shape(Path(model))
+    mesh = (groups.replace if again else groups.initialize)(config.parallel)
+    return config, mesh, read_shape(Path(model))
 
 
 def trainer(model: str) -> Any:
-    launch.prepare(engine=False)
-    config, place, shape = settings(model, 1)
+    process.prepare(engine=False)
+    config, mesh, shape = settings(model, 1)
     import torch
 
     from megatron_stppo.model import build
 
-    return build.trainer("actor", shape, config, place, torch.float32)
+    return build.trainer("actor", shape, config, mesh, torch.float32)
 
 
 def state_of(actor: Any) -> list[Any]:
@@ -56,13 +56,13 @@ def state_of(actor: Any) -> list[Any]:
 
 def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
     """Of every layout: what `_step_on_faults` found."""
-    launch.prepare(engine=False)
+    process.prepare(engine=False)
     return [_step_on_faults(model, tensor) for tensor in layouts]
 
 
 def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     """(skipped, untouched, steps refused so far) of every fault, each planted on the second rank only."""
-    config, place, shape = settings(model, tensor)
+    config, mesh, shape = settings(model, tensor)
     import torch
     import torch.distributed as dist
 
@@ -73,9 +73,9 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     from megatron_stppo.update.critic_step import critic_step
 
     here, nan, a, chosen = dist.get_rank() == 1, float("nan"), config.algorithm, list(range(8))
-    learner = build_learner(config, shape, place, torch.float32)
+    learner = build_learner(config, shape, mesh, torch.float32)
     actor, critic, packer = learner.actor, learner.critic, learner.packer
-    head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
+    head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
     models, found = (actor, critic), {}
 
     def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
@@ -123,10 +123,10 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     """(the step that is read after a byte of the newest was flipped, the complaint once both are damaged)."""
     actor = trainer(model)
-    config, place, _ = settings(model, 1)
-    from megatron_stppo.model import checkpoint
+    config, mesh, _ = settings(model, 1)
+    from megatron_stppo.checkpoint import saving
 
-    saver = checkpoint.Saver(Path(folder), config, place.layout)
+    saver = saving.Saver(Path(folder), config, mesh.layout)
     for step in (1, 2):
         saver.save(step, {"actor": actor}, {"iteration": step})
     saver.finish()
@@ -136,7 +136,7 @@ def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     flip(Path(folder) / "step_1")
     try:
         saver.load({"actor": actor})
-    except checkpoint.CheckpointError as error:
+    except saving.CheckpointError as error:
         return state["iteration"], str(error)
     return state["iteration"], ""
 

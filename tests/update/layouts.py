@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.model.hf_names import LLAMA3
-from megatron_stppo.runtime import launch
+from megatron_stppo.launch import process
+from megatron_stppo.sharding.hf_names import LLAMA3
 
 # No clipping by norm: the gradients that remain after the step are those of the loss.
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
@@ -118,20 +118,20 @@ def steps(
 
     Of the last budget, the updated actor and its gradients go to `out`, as Hugging Face folders.
     """
-    launch.prepare(engine=False)
+    process.prepare(engine=False)
     import torch
 
+    from megatron_stppo.commands.convert import export_hf
     from megatron_stppo.config import Config
-    from megatron_stppo.convert import export_hf
     from megatron_stppo.data.observed import with_observations
     from megatron_stppo.model import build
-    from megatron_stppo.model.hf_names import read_shape
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.model.spans import training_layouts
     from megatron_stppo.parallel import groups
     from megatron_stppo.score.logprobs import logprobs
     from megatron_stppo.score.values import values
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.sharding.spans import training_layouts
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step
     from megatron_stppo.update.ratios import Ratios
@@ -145,18 +145,18 @@ def steps(
             "algorithm": algorithm,
         }
     )
-    place = groups.initialize(config.parallel)
+    mesh = groups.initialize(config.parallel)
     shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
     results = []
     for budget in budgets:
         roles = ("actor", "critic", "critic")
-        actor, critic, second = (build.trainer(role, shape, config, place, torch.float32) for role in roles)
-        packer = Packer.of(config, shape, place)
-        packer = replace(packer, cut=replace(packer.cut, budget=budget))
-        if place.is_last_stage:
+        actor, critic, second = (build.trainer(role, shape, config, mesh, torch.float32) for role in roles)
+        packer = Packer.of(config, shape, mesh)
+        packer = replace(packer, spec=replace(packer.spec, budget=budget))
+        if mesh.is_last_stage:
             for trainer in (critic, second):
                 trainer.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
-        head = PolicyHead.of(actor.model, place, shape.vocab, segments=a.segments)
+        head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
         own_T = logprobs(actor.model, head, batch(), packer, [chosen])
@@ -171,7 +171,7 @@ def steps(
         observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)
         numbers |= {f"observing {name}": value for name, value in observing.items()}
         results.append((numbers, own_T.tolist(), value_R.tolist()))
-    layouts = training_layouts(shape, place.layout)
+    layouts = training_layouts(shape, mesh.layout)
     weights = build.named_parameters(actor.chunks)
     export_hf(Path(out) / "weights", weights, layouts, shape, Path(model))
     if not distributed:

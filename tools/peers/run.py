@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def ours(folder: Path, model: Path, case: Case, start: Start, iterations: int) -
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "ours.yaml").write_text(yaml.safe_dump(config(folder, model, case, start, iterations)))
     metrics = folder / "ours" / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
+    shutil.rmtree(metrics.parent, ignore_errors=True)  # of an earlier start: a run's name is used once
     script = ["-m", "megatron_stppo", "train", str(folder / "ours.yaml")]
     path = os.pathsep.join([str(HERE), str(ROOT)])
     _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})

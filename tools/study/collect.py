@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_stppo.runtime.rows import column, read
+from megatron_stppo.telemetry.rows import column, read
 from tools.study.judge import FINAL, THRESHOLDS, collapse_began, time_to
 from tools.study.matrix import PILOT, Run
 

@@ -21,7 +21,7 @@ class Entry:
     reason: str = ""  # why it ended, if not as planned
 
 
-class Ledger:
+class StudyLedger:
     """Example: after ledger.begin("ppo-0", "a1") and ledger.end("ppo-0", "done", 120.0) the file knows it."""
 
     def __init__(self, path: Path) -> None:

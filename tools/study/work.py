@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stppo.runtime.faults import DO_NOT_RESTART, REQUEUE
-from megatron_stppo.runtime.rows import read
-from tools.study.ledger import Ledger, Status
+from megatron_stppo.resilience.faults import DO_NOT_RESTART, REQUEUE
+from megatron_stppo.telemetry.rows import read
+from tools.study.ledger import Status, StudyLedger
 
 ROOT = Path(__file__).parents[2]
 NOT_FINITE = "steps were not finite"  # of exit code 93's reason: the one that is a result
@@ -55,7 +55,7 @@ class Child:
 class Crew:
     """Example: Crew(ledger, logs, jobs=2, lock=7).work(tasks, time.monotonic() + 3600, print)."""
 
-    def __init__(self, ledger: Ledger, logs: Path, jobs: int, lock: int) -> None:
+    def __init__(self, ledger: StudyLedger, logs: Path, jobs: int, lock: int) -> None:
         """`lock`: an open file that children inherit, so that it is held as long as one of them lives."""
         self._ledger, self._logs, self._jobs, self._lock = ledger, logs, jobs, lock
         self._children: list[Child] = []

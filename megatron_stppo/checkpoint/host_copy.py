@@ -1,0 +1,164 @@
+"""One rank's share of a model's checkpoint: planned by megatron, copied to the host, written while training
+goes on.
+
+The files are megatron's (torch_dist). Its own writer forks processes for every save, which a rank with a GPU,
+an engine and threads should not do, and waits for ever for one that dies; here the calling thread writes one
+file per rank and hashes the bytes as they pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_stppo.checkpoint.step_folder import File
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a piece of a tensor lies: bytes [offset, offset + length) of `file`."""
+
+    tensor: str
+    at: tuple[int, ...] | None  # its first element in the whole tensor
+    index: int | None
+    file: str
+    offset: int
+    length: int
+
+
+class HostCopy:
+    """One rank's share of one model. Collective. keep=True copies the tensors, which may change then;
+    keep=False leaves them where they are until they are written."""
+
+    def __init__(self, tensors: dict[str, Any], folder: Path, keep: bool) -> None:
+        sharded, common = save_preprocess(tensors)
+        renamed, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        self._folder = folder
+        self._writer = _HostWriter(folder, keep)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        (_, metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
+        )
+        self._metadata: Metadata | None = metadata  # of all ranks' shares; rank 0 only
+        buffer = io.BytesIO()
+        torch.save(common, buffer)
+        self._common = buffer.getvalue()
+
+    @property
+    def bytes(self) -> int:
+        """About what this rank will write."""
+        return sum(_size(data) for _, data in self._writer.items)
+
+    def write(self) -> tuple[list[Written], dict[str, File]]:
+        """Writes this rank's file, if it has one, and waits until it is on disk. Raises OSError."""
+        items, name = self._writer.items, self._writer.name
+        if not items:
+            return [], {}
+        written = []
+        with (self._folder / name).open("wb") as file:
+            stream = _Hashed(file)
+            for item, data in items:
+                start = stream.bytes
+                stream.put(data)
+                at = tuple(item.index.offset) if item.index.offset is not None else None
+                place = (name, start, stream.bytes - start)
+                written.append(Written(item.index.fqn, at, item.index.index, *place))
+            file.flush()
+            os.fsync(file.fileno())
+        return written, {name: File(stream.hash.hexdigest(), stream.bytes)}
+
+    def finish(self, written: Sequence[Written]) -> list[str]:
+        """Rank 0's share: what tells the other files apart, from all ranks' reports. Returns the names of the
+        files it wrote, which need not be on disk yet."""
+        assert self._metadata is not None, "only rank 0 knows the whole plan"
+        results = [
+            WriteResult(
+                MetadataIndex(w.tensor, None if w.at is None else torch.Size(w.at), w.index),
+                w.length,
+                _StorageInfo(w.file, w.offset, w.length),
+            )
+            for w in written
+        ]
+        self._writer.finish(self._metadata, [results])
+        (self._folder / COMMON_STATE_FNAME).write_bytes(self._common)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+        return [p.name for p in self._folder.iterdir() if not p.name.endswith(DEFAULT_SUFFIX)]
+
+
+class _HostWriter(FileSystemWriterAsync):
+    """Takes part in megatron's planning; what is planned for this rank stays in `items`."""
+
+    def __init__(self, folder: Path, keep: bool) -> None:
+        super().__init__(folder, thread_count=1)
+        self._keep = keep
+        self.items: list[tuple[WriteItem, Tensor | bytes]] = []
+        self.name = ""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # megatron's would make the folder
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                self.items.append((item, data.getvalue()))
+            else:
+                self.items.append((item, data.detach().to("cpu", copy=True) if self._keep else data.detach()))
+
+
+class _Hashed:
+    """Writes to a file and hashes on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.hash, self.bytes = file, hashlib.sha256(), 0
+        self._refused: OSError | None = None
+
+    def put(self, data: Tensor | bytes) -> None:
+        """Raises OSError."""
+        if isinstance(data, bytes):
+            self.write(data)
+        else:
+            data = data.cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all the memory behind it
+                data = data.clone()
+            torch.save(data, self)
+        if self._refused is not None:
+            raise self._refused
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:  # torch would report a full disk as a position that it did not expect
+            self._refused = error
+        self.hash.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+def _size(data: Tensor | bytes) -> int:
+    return len(data) if isinstance(data, bytes) else data.nbytes

@@ -1,0 +1,135 @@
+"""The writing of one checkpoint by all ranks, in any thread: it meets in a process group of its own.
+
+Rank 0 makes the folder; every rank writes its file; rank 0 adds what tells them apart, the loop's state and
+the manifest, and publishes. After each of these the ranks agree on how it went, so none waits for one that
+failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_stppo.checkpoint import step_folder as steps
+from megatron_stppo.checkpoint.host_copy import HostCopy, Written
+from megatron_stppo.checkpoint.step_folder import STATE, File, Manifest
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank did: the pieces and the files it wrote, or why it did not."""
+
+    pieces: dict[str, list[Written]] = field(default_factory=dict)  # by role
+    files: dict[str, File] = field(default_factory=dict)  # by path under the step's folder
+    refused: str = ""  # by the file system
+    broken: str = ""  # anything else
+
+
+class Refused(RuntimeError):
+    """The file system of some rank did not do what it was asked; every rank raises it."""
+
+
+@dataclass
+class Save:
+    scratch: Path
+    final: Path
+    copies: dict[str, HostCopy]  # by role
+    state: bytes  # the loop's, JSON
+    manifest: Manifest  # without the files
+    bytes: int  # that all ranks will write, about
+    retire: Callable[[], None]  # removes what the new step makes superfluous
+    group: dist.ProcessGroup
+    refused: str = ""  # the outcome, on every rank: why the file system refused,
+    broken: BaseException | None = None  # or what else went wrong
+
+    def run(self) -> None:
+        """Collective. Never raises: in a thread nobody would hear it."""
+        try:
+            self._write()
+        except Refused as error:
+            self.refused = f"{self.final} is not saved ({self.bytes / 2**20:.1f} MiB): {error}"
+            if self._first:
+                shutil.rmtree(self.scratch, ignore_errors=True)
+                _say(f"WARNING: {self.refused}; training goes on, the next checkpoint will be tried")
+        except BaseException as error:
+            self.broken = error
+        finally:
+            self.copies = {}  # host memory
+
+    @property
+    def _first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _write(self) -> None:
+        self._together(lambda: self._prepare() if self._first else Report())
+        reports = self._together(self._own)
+        self._together(lambda: self._publish(reports) if self._first else Report())
+
+    def _together(self, action: Callable[[], Report]) -> list[Report]:
+        """Every rank's report, on rank 0. Raises Refused or RuntimeError on every rank if one failed."""
+        cause = None
+        try:
+            report = action()
+        except OSError as error:
+            report = Report(refused=f"{error.strerror or error} (rank {dist.get_rank()})")
+        except Exception as error:
+            report, cause = Report(broken=f"rank {dist.get_rank()}: {type(error).__name__}: {error}"), error
+        given = gather_bytes(encode(report), self.group)
+        reports = [decode(payload, Report) for payload in given]
+        broken = next((r.broken for r in reports if r.broken), "")
+        refused = next((r.refused for r in reports if r.refused), "")
+        broken, refused = decode(broadcast_bytes(encode((broken, refused)), 0, self.group), tuple[str, str])
+        if broken:
+            raise RuntimeError(broken) from cause
+        if refused:
+            raise Refused(refused)
+        return reports
+
+    def _prepare(self) -> Report:
+        """Removes what saves that died have left. Raises OSError, also where there is too little room: a run
+        writes more than checkpoints."""
+        folder = self.final.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("step_*.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        room = shutil.disk_usage(folder).free
+        if room < self.bytes:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {room / 2**20:.1f} MiB are free")
+        for role in self.copies:
+            (self.scratch / role).mkdir(parents=True)
+        return Report()
+
+    def _own(self) -> Report:
+        pieces, files = {}, {}
+        for role, copy in self.copies.items():
+            pieces[role], written = copy.write()
+            files |= {f"{role}/{name}": file for name, file in written.items()}
+        return Report(pieces, files)
+
+    def _publish(self, reports: Iterable[Report]) -> Report:
+        files = {name: file for report in reports for name, file in report.files.items()}
+        for role, copy in self.copies.items():
+            for name in copy.finish([piece for report in reports for piece in report.pieces[role]]):
+                steps.flush(self.scratch / role / name)
+                files[f"{role}/{name}"] = steps.describe(self.scratch / role / name)
+        steps.write_durably(self.scratch / STATE, self.state)
+        files[STATE] = steps.describe(self.scratch / STATE)
+        steps.publish(self.scratch, self.final, replace(self.manifest, files=files))
+        _say(f"saved {self.final}")
+        try:
+            self.retire()
+        except OSError as error:  # the step is there; only room is lost
+            _say(f"WARNING: older checkpoints could not be removed: {error}")
+        return Report()
+
+
+def _say(text: str) -> None:
+    print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""Cold start: language modelling on whole scripted trajectories, so that reinforcement learning has skills
+to select from.
+
+Loss on every token but the first, observations included: a small model learns to copy names from documents
+only if it also learns what documents look like. (Reinforcement learning's own loss stays on action tokens.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from megatron_stppo.commands.convert import export_hf
+from megatron_stppo.config import Config, ConfigError, OptimizerConfig
+from megatron_stppo.data import demonstrations
+from megatron_stppo.data.packing import Microbatch, to_batch
+from megatron_stppo.launch import process
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.spans import training_layouts
+from megatron_stppo.telemetry.console import say, timed
+from megatron_stppo.telemetry.metrics import progress
+from megatron_stppo.types import Batch, Task, Trajectory, Turn
+
+SCRIPT = Task("demonstrations", (), ("",), "train", 0)
+
+
+def cold_start(config: Config) -> None:
+    """Trains model.path on data.demonstrations and writes a Hugging Face folder to cold_start.output."""
+    if config.cold_start.output is None or config.data.demonstrations is None:
+        raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
+    settings = config.cold_start
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+    scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
+    mesh, shape = process.start(config), read_shape(config.model.path)
+    first_rank = mesh.rank == 0
+    steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size))
+    with timed("model", first_rank):
+        model = build.data_parallel(
+            build.from_hf("actor", shape, config, mesh, process.dtype(config)),
+            config,
+            distributed_optimizer=True,
+        )
+    optimizer = OptimizerConfig(
+        lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
+    )
+    trainer = Trainer(model, optimizer, len(steps))
+    packer = Packer.of(config, shape, mesh)
+    head = PolicyHead.of(model, mesh, shape.vocab, chunk=config.update.logit_rows)
+    for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
+        rate = _cosine(step, len(steps), settings.warmup_fraction)
+        loss = _step(trainer, head, batch, mesh, packer, rate)
+        if step % 20 == 0 or step == len(steps) - 1:
+            say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
+    source = build.named_parameters(trainer.chunks)
+    export_hf(
+        settings.output,
+        source,
+        training_layouts(shape, mesh.layout, spec=layer_spec(config)),
+        shape,
+        config.model.path,
+        overwrite=True,
+    )
+    say(f"done; the model is {settings.output}", first_rank)
+    process.stop()
+
+
+def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Iterator[Batch]:
+    """Scripts in order, about `budget` tokens a step and at least one script per data-parallel rank."""
+    remaining = iter(scripts)
+    while step := list(itertools.islice(remaining, ranks)):
+        tokens = sum(map(len, step))
+        for script in remaining:
+            step.append(script)
+            tokens += len(script)
+            if tokens >= budget:
+                break
+        if len(step) >= ranks:  # a last step too small for every rank is dropped
+            yield _as_batch(step)
+
+
+def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
+    """Everything after the first token is predicted: one long turn, in the terms of a Batch."""
+    return to_batch(
+        [Trajectory(SCRIPT, s[:1], (Turn(s[1:], (0.0,) * (len(s) - 1), (), 0.0, 0),), "ok") for s in scripts]
+    )
+
+
+def _step(
+    trainer: Trainer, head: PolicyHead, batch: Batch, mesh: MeshRank, packer: Packer, rate: float
+) -> float:
+    loss = partial(_loss, head=head, tokens=len(batch.action_index_T))
+    trainer.zero()
+    records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
+    trainer.step(trainer.reduce(), rate_scale=rate)
+    return float(total(records, 1, mesh))
+
+
+def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int) -> tuple[Tensor, Tensor]:
+    def terms(logprob_T: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        loss = -logprob_T.sum() / tokens
+        return loss, loss.detach().reshape(1)
+
+    return head.loss(hidden, microbatch, terms)
+
+
+def _cosine(step: int, steps: int, warmup_fraction: float) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    warmup = max(1, math.ceil(warmup_fraction * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

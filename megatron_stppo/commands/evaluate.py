@@ -1,0 +1,97 @@
+"""Exact match on held-out tasks, of a checkpoint or of the policy in training."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_stppo.checkpoint import saving as checkpoints
+from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
+from megatron_stppo.describe import outcomes
+from megatron_stppo.rollout.collect import Progress
+from megatron_stppo.rollout.failures import warn
+from megatron_stppo.telemetry.console import say, timed
+from megatron_stppo.telemetry.metrics import counting
+from megatron_stppo.telemetry.trajectory_files import new_folder
+from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
+from megatron_stppo.types import Task
+from megatron_stppo.worker import Worker, assemble, rollout_settings
+
+HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
+
+
+def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
+    """Plays data.evaluate with model.path itself, or with checkpoint "step_N" or "latest"; prints a table.
+
+    The numbers (result.json) and the episodes (trajectories/) go to a new folder of the run: evaluate/step_N
+    or evaluate/model, or step_N-2 and so on where there is one. `output` names one more JSON file for the
+    numbers. Raises ConfigError.
+    """
+    worker = assemble(config, training=False)
+    iteration = 0
+    if checkpoint is not None:
+        folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
+        state = checkpoints.load_weights(folder, "actor", worker.policy, step)
+        iteration = state["iteration"]
+        say(f"weights of {folder / f'step_{iteration}'}", worker.mesh.rank == 0)
+    rank = worker.mesh.rank
+    with timed("first reshard", rank == 0):
+        worker.serve(version=iteration)
+    folder = config.run.folder / "evaluate"
+    if rank == 0:
+        folder = new_folder(folder, "model" if checkpoint is None else f"step_{iteration}")
+    log = TrajectoryLog(folder, rank, worker.engine.tokenizer)
+    with counting("episodes", worker.mesh.rank == 0) as show:
+        row = held_out(worker, log, iteration, show)
+    if worker.mesh.rank == 0:
+        table = Table("held out", "value", title=f"{config.run.name}, iteration {iteration}")
+        for name, value in row.items():
+            table.add_row(name, f"{value:.3f}")
+        Console().print(table)
+        files = [folder / "result.json", *([output] if output is not None else [])]
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(row, indent=1))
+        say(f"done; the numbers are {files[-1]}, the episodes are in {folder}")
+    worker.close()
+
+
+def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
+    """`count` of them, always the same ones, in their order: files are often sorted by data set."""
+    if count is None or count >= len(given):
+        return given
+    chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(given)), count))
+    return [given[i] for i in chosen]
+
+
+def held_out(
+    worker: Worker, log: TrajectoryLog | None = None, iteration: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """evaluate/* of the weights that the engine serves. Collective; equal on all ranks but for the clock."""
+    config = worker.config
+    chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
+    settings = rollout_settings(config, config.evaluate.temperature)
+    started = time.perf_counter()
+    played = worker.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED, progress)
+    seconds = time.perf_counter() - started
+    warn("evaluation", played, worker.mesh.rank)
+    if log is not None:
+        log.write(iteration, played)
+    counted = outcomes(played)
+    return {
+        "evaluate/exact_match": counted["ok"] / max(1, len(played) - counted["error"] - counted["timeout"]),
+        "evaluate/searched": statistics.mean(t.searches > 0 for t in played),
+        "evaluate/turns": statistics.mean(len(t.turns) for t in played),
+        "evaluate/failed": counted["error"] + counted["timeout"],
+        "evaluate/episodes": len(played),
+        "evaluate/tokens_per_second": sum(len(turn.token_ids) for t in played for turn in t.turns) / seconds,
+    }

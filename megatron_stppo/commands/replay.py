@@ -1,0 +1,141 @@
+"""Score, advantage and update again, of what a run recorded: training without an engine.
+
+rollouts: from trajectories/, which every run writes. On a CPU the numbers and weights are the run's, bit for
+bit, as long as the run did not roll back.
+batches: from the scored batches in dumps/; log-probs and values are those of then, advantage and update are
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.advantage.estimate import estimate, has_signal
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.describe import describe_batch, describe_rollouts
+from megatron_stppo.launch import process
+from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.resilience import dumps
+from megatron_stppo.resilience.guard import Guard
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.stages import score, update
+from megatron_stppo.telemetry import trajectory_files, trajectory_log
+from megatron_stppo.telemetry.console import RowLines, say, timed
+from megatron_stppo.telemetry.metrics import Metrics, progress
+from megatron_stppo.types import Batch
+from megatron_stppo.validation import attempts, checks
+
+Read = Callable[[Learner, Path, int], tuple[Batch, Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the scored batches come from."""
+
+    recorded: Callable[[Path], list[int]]  # iterations that a run's folder holds
+    read: Read  # (scored batch, group_N, what only the trajectories tell) of one of them; collective
+
+
+def replay(config: Config, what: str, run: Path, start: str | None = None) -> None:
+    """Replays every recorded iteration of the folder `run` up to run.iterations, with the models of
+    model.path, or after its checkpoint `start`, "step_N" or "latest". Collective.
+
+    Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
+    Raises ConfigError for records that are missing, damaged or do not fit the layout.
+    """
+    source = SOURCES[what]
+    shape = read_shape(config.model.path)
+    mesh, first_rank = process.start(config), process.rank() == 0
+    with timed("models", first_rank):
+        learner = build_learner(config, shape, mesh, process.dtype(config))
+    state = _start(learner, run, start) if start else {"iteration": 0}
+    first = int(state["iteration"])
+    done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
+    if not done:
+        raise ConfigError(
+            f"--from={run}: holds no {what} of iterations {first + 1} to {config.run.iterations}; choose "
+            "another run, --start or run.iterations"
+        )
+    rank, folder = learner.mesh.rank, config.run.folder
+    process.log_to(folder, rank)
+    attempts.record(config, rank)
+    name = f"replay of {what}"
+    metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
+    saver = saving.Saver(folder / "checkpoints", config, learner.mesh.layout)
+    # no rollback: the checkpoints it would take are the replayed run's
+    kept = config.run.model_copy(update={"rollback": False})
+    guard = Guard(kept, learner.mesh, learner.trainers, saver)
+    guard.restore(state)
+    for number in progress(done, name, rank == 0, every=None):
+        with metrics.phase("score"):
+            learner.train("score")
+            batch, group_N, told = source.read(learner, run, number)
+        with metrics.phase("advantage"):
+            batch = estimate(batch, config.algorithm, group_N)
+        with metrics.phase("update"):
+            learner.train("update")
+            hold = not has_signal(batch, config.algorithm, group_N)
+            row, _ = update(learner, batch, number - 1, hold)
+            row |= describe_batch(batch) | told
+            row |= guard.look(number, row, batch, group_N)
+        metrics.log(number, row)
+    learner.train("checkpoint")
+    saver.save(done[-1], learner.trainers, {"iteration": done[-1]} | guard.state())
+    saver.finish()
+    metrics.close()
+    say(f"done; metrics and checkpoint are in {folder}", rank == 0)
+    process.stop()
+
+
+def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
+    """The loop's state of the checkpoint that the models now are."""
+    state = saving.load(run / "checkpoints", learner.trainers, saving.step_of(start))
+    if state is None:
+        raise ConfigError(f"--start={start}: {run} holds no checkpoint; leave it out")
+    return state
+
+
+def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    played = trajectory_log.read(run, iteration)
+    batch = to_batch(played)
+    _check(learner, batch, run, iteration)
+    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played, iteration - 1)
+
+
+def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    batch, group_N = dumps.read(run, iteration, learner.mesh)
+    _check(learner, batch, run, iteration)
+    for column, needed in (
+        ("value_T", learner.config.needs_critic),
+        ("value_R", learner.config.algorithm.gae_observations),
+        ("reference_logprob_T", learner.config.needs_reference),
+    ):
+        if needed and getattr(batch, column) is None:
+            raise ConfigError(
+                f"--from={run}: the batch of iteration {iteration} has no {column}; set algorithm: as that "
+                "run had it, or replay its rollouts"
+            )
+    return batch, group_N, {}
+
+
+def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
+    checks.check_trajectories(learner.config, learner.mesh.layout, len(batch.live_N))
+    largest = int(batch.tokens_P.max())
+    if largest >= learner.shape.vocab:
+        raise ConfigError(
+            f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, {run} holds token "
+            f"{largest} in iteration {iteration}; give the model of that run"
+        )
+
+
+SOURCES = {
+    "rollouts": Source(trajectory_files.recorded, _rollouts),
+    "batches": Source(dumps.recorded, _batches),
+}

@@ -1,0 +1,52 @@
+"""Episodes without a trainer: the engine plays data.train and writes the trajectories; nothing is learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
+from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.launch import process
+from megatron_stppo.rollout.failures import warn
+from megatron_stppo.telemetry.console import RowLines, say, timed
+from megatron_stppo.telemetry.metrics import Metrics, progress
+from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
+from megatron_stppo.validation import attempts
+from megatron_stppo.worker import assemble, rollout_settings, seed_of
+
+
+def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
+    """Plays the iterations up to run.iterations with model.path, or after checkpoint `start`, "step_N" or
+    "latest", of the run in folder `source`.
+
+    Tasks, seeds and sampling are those of a training run, whose next iteration the first one therefore is.
+    Neither optimizer nor critic is built. Collective. Raises ConfigError.
+    """
+    run, cursor = config.run, tasks.TaskCursor(tasks.read(config.data.train), config.run.seed)
+    worker, version = assemble(config, training=False), 0
+    if source is not None:
+        folder, step = source / "checkpoints", saving.step_of(start)
+        state = saving.load_weights(folder, "actor", worker.policy, step)
+        version = int(state["iteration"])
+        if "cursor" in state:  # a converted model has none
+            cursor.restore(state["cursor"])
+    rank = worker.mesh.rank
+    process.log_to(run.folder, rank)
+    attempts.record(config, rank)
+    metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
+    log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
+    with timed("first reshard", rank == 0):
+        worker.serve(version)
+    settings, samples = rollout_settings(config), config.rollout.samples_per_task
+    for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
+        drawn = cursor.take(config.rollout.tasks_per_iteration)
+        with metrics.phase("rollout"):
+            played = worker.play(drawn, samples, settings, seed_of(run, iteration))
+        log.write(iteration + 1, played)
+        warn(f"iteration {iteration + 1}", played, rank)
+        metrics.log(iteration + 1, describe_rollouts(played, version))
+    metrics.close()
+    say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
+    worker.close()

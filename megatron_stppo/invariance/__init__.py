@@ -1,1 +1,0 @@
-"""check-invariance: the same step under every layout that fits the ranks at hand."""

@@ -1,0 +1,179 @@
+"""From a bare process to a rank: environment, import order, process group, megatron's groups.
+
+The imports here are lazy on purpose: vLLM must be imported before torch.cuda is substituted on a CPU, and
+megatron after.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.launch import slurm
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_stppo.parallel.groups import MeshRank
+
+
+def discover() -> None:
+    """Under srun, the rank in torchrun's variables; once per process, first of all. Raises ConfigError."""
+    os.environ.update(slurm.torchrun_variables(os.environ))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@functools.cache
+def prepare(engine: bool = True, device: str = "cpu") -> None:
+    """Sets what must be set before megatron is imported. A second call like the first does nothing.
+    `engine=False` leaves vLLM out; device="meta" is for a dry run, where no GPU may be seen."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
+    if not _has_gpu():
+        # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no triton is known
+    if engine:
+        from megatron_stppo.launch.vllm_environment import prepare_environment
+
+        prepare_environment()
+        import vllm
+        import vllm.v1.engine.core
+        import vllm.v1.worker.gpu_model_runner
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+    from megatron_stppo.parallel import cpu_platform
+
+    if cpu_platform.needed():
+        cpu_platform.install(device)
+
+
+def check(config: Config) -> None:
+    """What only an imported torch and megatron can tell, alike on every rank. Raises ConfigError."""
+    from megatron_stppo.model.layers import layer_spec
+
+    layer_spec(config)
+    dtype(config)
+    if config.telemetry.nvtx and not _has_gpu():
+        raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def start(config: Config) -> MeshRank:
+    """Joins the default process group (one process counts as a world of one) and builds megatron's groups."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_stppo.launch.rendezvous import meeting
+    from megatron_stppo.parallel import groups
+
+    check(config)
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
+        )
+    cuda = torch.cuda.is_available()
+    if slurm.started_by_srun(os.environ):  # which keeps a log per rank
+        print(f"megatron-stppo: {slurm.told(os.environ)}", file=sys.stderr)
+    if cuda:
+        torch.cuda.set_device(_device())
+    elif world_size() > 1:
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+        )
+    # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
+    # a GPU
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backends, **meeting(config.timeout))
+    mesh = groups.initialize(config.parallel, config.timeout)
+    if mesh.rank == 0:
+        print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
+    return mesh
+
+
+def _opening(config: Config, mesh: MeshRank) -> str:
+    """One line: the layout, the arithmetic, and what the run does without."""
+    import torch
+
+    from megatron_stppo.launch import doctor
+    from megatron_stppo.model.layers import layer_spec
+    from megatron_stppo.ops import extension
+
+    gpu, layout = torch.cuda.is_available(), mesh.layout
+    axes = {
+        name: getattr(layout, name) for name in ("tensor", "context", "expert", "pipeline", "virtual", "data")
+    }
+    shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    parts = [
+        f"{mesh.world} ranks ({shared})" if shared else "1 rank",
+        f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, torch.cuda answers for the CPU",
+        str(dtype(config)).removeprefix("torch."),
+        f"{layer_spec(config)} layers",
+        f"ops of {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
+        *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
+    ]
+    return "; ".join(parts)
+
+
+def log_to(folder: Path, rank: int) -> None:
+    """Warnings and errors of every rank also go to folder/logs/rank-N.log."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+def dtype(config: Config) -> torch.dtype:
+    import torch
+
+    name = config.model.dtype
+    if name == "auto":
+        name = "bfloat16" if torch.cuda.is_available() else "float32"
+    if name == "float32" and torch.cuda.is_available():
+        raise ConfigError("model.dtype=float32: packed attention on CUDA takes bfloat16; choose auto")
+    return getattr(torch, name)
+
+
+def stop() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the engine's end takes the groups with it
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _device() -> int:
+    import torch
+
+    local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if ranks > seen:  # on every rank of the node: its first one tells
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start no more ranks on a node "
+            "than that, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
+        )
+    return local
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,92 @@
+"""Which layouts, microbatch sizes and packing orders a number of ranks allows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_stppo.config import ConfigError, ParallelConfig
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.mlp_spans import check_experts
+from megatron_stppo.sharding.spans import check_layout, check_stages
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same step.
+
+    Example: Case(ParallelConfig(tensor=2), 64) on 4 ranks is called "TP2 DP2, 64 tokens".
+    """
+
+    parallel: ParallelConfig
+    budget: int  # tokens of a microbatch on one rank
+    reverse: bool = False  # the trajectories in the opposite order
+
+    def name(self, world: int) -> str:
+        p, layout = self.parallel, Layout.of_world(world, self.parallel)
+        ends = f"{p.first_stage_layers or ''}..{p.last_stage_layers or ''}"
+        parts = [
+            f"TP{p.tensor}" * (p.tensor > 1),
+            "SP" * p.sequence,
+            f"CP{p.context}" * (p.context > 1),
+            f"EP{p.expert}" * (p.expert > 1),
+            f"PP{p.pipeline}" * (p.pipeline > 1),
+            f"stages {ends}" * (ends != ".."),
+            f"VPP{p.virtual}" * (p.virtual > 1),
+            f"DP{layout.data}" * (layout.data > 1),
+        ]
+        text = f"{' '.join(filter(None, parts)) or 'one rank'}, {self.budget:,} tokens"
+        return text + ", reversed" * self.reverse
+
+
+def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:
+    """The given layout with every microbatch size and both orders, then all other layouts with the first
+    size."""
+    own = [Case(given, budget) for budget in budgets] + [Case(given, budgets[0], reverse=True)]
+    return own + [Case(other, budgets[0]) for other in layouts(shape, world) if other != given]
+
+
+def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
+    """Every product of tensor, context, pipeline and data that makes `world` and that the model allows; with
+    and without sequence parallelism, in one and in two chunks, in even stages and in uneven ones, and with a
+    model's experts on any number of ranks."""
+    for tensor, context, pipeline in itertools.product(_divisors(world), repeat=3):
+        if world % (tensor * context * pipeline):
+            continue
+        axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+        others = itertools.product(
+            (False, True) if tensor > 1 else (False,),
+            _divisors(world // tensor // pipeline) if shape.experts else (1,),
+            _stages(shape.layers, pipeline),
+        )
+        for sequence, expert, stages in others:
+            candidate = ParallelConfig(**axes, sequence=sequence, expert=expert, **stages)
+            if fits(shape, world, candidate):
+                yield candidate
+
+
+def fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
+    try:
+        check_layout(shape, parallel.tensor)
+        check_stages(shape, Layout.of_world(world, parallel))
+        check_experts(shape, parallel)
+    except ConfigError:
+        return False
+    return True
+
+
+def _stages(layers: int, pipeline: int) -> Iterator[dict[str, int]]:
+    yield {}
+    if pipeline > 1:
+        yield {"virtual": 2}
+        even, rest = divmod(layers, pipeline)
+        for first in range(1, layers):
+            if (rest or first != even) and not (layers - first) % (pipeline - 1):
+                yield {"first_stage_layers": first}
+                return
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,147 @@
+"""One step of actor and critic under one layout: what it reports, and the weights it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.commands.convert import by_file, gather
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.launch import process
+from megatron_stppo.layout_check.cases import Case
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel import groups
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.score.logprobs import logprobs
+from megatron_stppo.sharding.hf_names import HEAD, ModelShape
+from megatron_stppo.sharding.spans import training_spans
+from megatron_stppo.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.update.critic_step import critic_step
+
+# Adam's first step, lr g / (|g| + eps), is nearly the sign of g, which a gradient that is summed twice does
+# not change. With an epsilon far above |g| it is the gradient itself, times lr / eps: so much that it stands
+# out from the rounding of a weight. Nothing else moves a weight: no decay, no clipping by norm.
+OPTIMIZER = {"lr": 1e9, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e9}
+EPSILON = 1e3
+NUMBERS = (
+    "actor/objective",
+    "actor/entropy",
+    "actor/kl_loss",
+    "actor/clip_fraction",
+    "actor/clipping_bias",
+    "actor/correction_scale",
+    "actor/gradient_norm",
+    "critic/loss",
+    "critic/gradient_norm",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`before` and `after` are the weights by role and Hugging Face name, on rank 0; elsewhere empty."""
+
+    numbers: dict[str, float]  # NUMBERS
+    logprob_T: Tensor  # float32 [T], before the step
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
+    """Trajectories of 1 to 4 turns over random tokens, one failed; random advantages, values and returns.
+
+    Its old_logprob_T is an offset, to be added to a policy's own: it moves ratios beyond both clip bounds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+    def turn() -> Turn:
+        action = ids(number(1, 13))
+        return Turn(action, (0.0,) * len(action), ids(number(0, 9)), 0.0, 0)
+
+    task = Task("invariance", (), ("",), "train", 0)
+    played = [
+        Trajectory(task, ids(number(3, 17)), tuple(turn() for _ in range(number(1, 5))), "ok")
+        for _ in range(trajectories)
+    ]
+    played[-1] = replace(played[-1], outcome="timeout")
+    batch = to_batch(played)
+
+    def normal_T(scale: float) -> Tensor:
+        return torch.randn(len(batch.action_index_T), generator=generator) * scale
+
+    return replace(
+        batch,
+        old_logprob_T=normal_T(0.5),
+        reference_logprob_T=normal_T(0.5) - 5,
+        advantage_T=normal_T(1.0),
+        value_T=normal_T(0.3),
+        return_T=normal_T(1.0),
+    )
+
+
+def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: Tensor | None) -> Measured:
+    """Collective. own_T [T]: log-probs that the offsets of `batch` are added to; None: this case's own."""
+    sections = {
+        role: getattr(config.update, role).model_copy(update=OPTIMIZER) for role in ("actor", "critic")
+    }
+    update = config.update.model_copy(update=sections)
+    config = config.model_copy(update={"parallel": case.parallel, "update": update})
+    mesh, dtype, a = groups.replace(case.parallel), process.dtype(config), config.algorithm
+    roles: tuple[build.Role, ...] = ("actor", "critic")
+    trainers = {role: build.trainer(role, shape, config, mesh, dtype) for role in roles}
+    for trainer in trainers.values():
+        for group in trainer.optimizer.param_groups:
+            group["eps"] = EPSILON
+    actor, critic = trainers.values()
+    if mesh.is_last_stage:  # at its initial zero the head would leave the trunk without a gradient
+        weight = critic.chunks[-1].output_layer.weight
+        weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
+    packer = Packer.of(config, shape, mesh)
+    packer = replace(packer, cut=replace(packer.cut, budget=case.budget))
+    temperature, rows = config.rollout.temperature, config.update.logit_rows
+    head = PolicyHead.of(actor.model, mesh, shape.vocab, temperature, a.segments, rows)
+    chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
+    logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
+    assert batch.old_logprob_T is not None
+    policy_T = logprob_T if own_T is None else own_T
+    # The engine stands where the policy does: a weight for train/serve mismatch has something on both sides.
+    given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
+    before = _whole(trainers, shape, config, mesh) if own_T is None else {}
+    numbers = actor_step(
+        actor, ActorLoss(given, minibatch_weights(given, chosen, a), a, head), chosen, packer
+    )
+    numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
+    after = _whole(trainers, shape, config, mesh)
+    return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
+
+
+def _whole(
+    trainers: Mapping[build.Role, Trainer], shape: ModelShape, config: Config, mesh: MeshRank
+) -> dict[str, Tensor]:
+    """The weights by role and Hugging Face name, on the host of rank 0; without a critic's scalar head."""
+    whole = {}
+    for role, trainer in trainers.items():
+        with_head, spec = role != "critic", layer_spec(config)
+        layouts = {
+            rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head)
+            for rank in range(mesh.world)
+        }
+        source = build.named_parameters(trainer.chunks)
+        for keys in by_file(shape, next(iter(source.values())).itemsize).values():
+            found = gather(source, layouts, shape, [key for key in keys if with_head or key != HEAD])
+            whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
+    return whole

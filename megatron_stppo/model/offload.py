@@ -1,0 +1,129 @@
+"""Which of a trainer's memory lies on the device in which phase, and where it waits otherwise.
+
+While the engine serves, the optimizer's states can wait on the host and gradients need no memory at all; with
+`update.offload: all` weights wait there too while nobody reads them. A tensor that leaves keeps its identity:
+only its storage is emptied, and filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_stppo.model.optimizer import Trainer
+
+Phase = Literal["rollout", "reshard", "score", "update", "checkpoint"]
+Offload = Literal["none", "optimizer", "all"]
+
+NEEDED: dict[Phase, tuple[str, ...]] = {
+    "rollout": (),
+    "reshard": ("actor",),
+    "score": ("actor", "critic", "reference"),
+    "update": ("actor", "critic", "optimizer", "gradients"),
+    "checkpoint": ("actor", "critic", "optimizer"),
+}
+MAY_LEAVE: dict[Offload, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer", "gradients"),
+    "all": ("optimizer", "gradients", "actor", "critic", "reference"),
+}
+
+
+Tensors = Callable[[], Iterable[Tensor]]
+
+
+class Storages:
+    """The memory behind some tensors, on the device or on the host.
+
+    tensors: asked each time before they leave; loading a checkpoint may have put others in their place.
+    besides: tensors whose memory stays, though some of `tensors` are views of it. keep=False: what the memory
+    holds is lost, and zero when it comes back.
+    """
+
+    def __init__(self, tensors: Tensors, *, besides: Tensors = tuple, keep: bool = True) -> None:
+        self._tensors, self._besides, self._keep = tensors, besides, keep
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+        self._host: list[Tensor] = []
+        self.here = True
+
+    def find(self) -> list[torch.UntypedStorage]:
+        staying = {tensor.untyped_storage()._cdata for tensor in self._besides()}
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        return [storage for key, storage in found.items() if key not in staying]
+
+    def leave(self) -> None:
+        if not self.here:
+            return
+        self.here, self._storages = False, self.find()
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        if self._keep:
+            if [len(host) for host in self._host] != self._sizes:
+                pinned = torch.cuda.is_available()
+                self._host = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in self._sizes]
+            for storage, host in zip(self._storages, self._host, strict=True):
+                host.copy_(_bytes(storage), non_blocking=True)
+            if any(storage.device.type == "cuda" for storage in self._storages):
+                torch.cuda.synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def come(self) -> None:
+        if self.here:
+            return
+        self.here = True
+        for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+            storage.resize_(size)
+            if self._keep:
+                _bytes(storage).copy_(self._host[index], non_blocking=True)
+            else:
+                _bytes(storage).zero_()
+
+
+class Offloader:
+    """Moves what a phase does not need off the device, and what it needs back.
+
+    Example: Residency({"actor": trainer}, None, "optimizer").to("rollout") leaves the actor's weights there.
+    """
+
+    def __init__(
+        self, trainers: Mapping[str, Trainer], reference: Sequence[torch.nn.Module] | None, offload: Offload
+    ) -> None:
+        every = tuple(trainers.values())
+        groups = {role: Storages(partial(_weights, trainer.chunks)) for role, trainer in trainers.items()}
+        if reference is not None:
+            groups["reference"] = Storages(partial(_weights, reference))
+        # in float32 the optimizer's parameters are the weights themselves
+        groups["optimizer"] = Storages(
+            lambda: (x for trainer in every for x in trainer.states()),
+            besides=lambda: (x for trainer in every for x in _weights(trainer.chunks)),
+        )
+        groups["gradients"] = Storages(
+            lambda: (x for trainer in every for x in trainer.gradient_buffers()), keep=False
+        )
+        self._groups = {name: group for name, group in groups.items() if name in MAY_LEAVE[offload]}
+
+    def to(self, phase: Phase) -> None:
+        """On a GPU the copies are enqueued on the current stream."""
+        wanted = NEEDED[phase]
+        left = [group for name, group in self._groups.items() if name not in wanted and group.here]
+        for group in left:
+            group.leave()
+        if left:
+            torch.cuda.empty_cache()  # others take their memory from the driver, not from torch's cache
+        for name in wanted:
+            if name in self._groups:
+                self._groups[name].come()
+
+
+def _weights(model: Sequence[torch.nn.Module]) -> Iterable[Tensor]:
+    return (parameter for chunk in model for parameter in chunk.parameters())
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

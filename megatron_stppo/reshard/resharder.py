@@ -1,0 +1,220 @@
+"""The reshard as the loop sees it: sync a version, and ask which version the engine holds.
+
+    SYNCED(v) -> UPDATING -> SYNCED(v+1)   or   POISONED
+
+A sync is all or nothing on all ranks. After an error nothing may be generated, because the engine then holds
+rows of two versions (it would serve them without complaint); the remedy is another whole sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank, gather_records
+from megatron_stppo.reshard.execute import ErrorHolder, Exchange
+from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
+from megatron_stppo.reshard.verify import Checks, ReshardError
+from megatron_stppo.sharding.tiles import PADDING, Spans
+
+
+class State(Enum):
+    SYNCED = "synced"
+    UPDATING = "updating"
+    POISONED = "poisoned"
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Example: two ranks each sending half of a 1 MB model to the other: bytes_moved = bytes_self = 1 MB."""
+
+    version: int
+    bytes_moved: int  # between ranks, over all ranks; the least that this pair of layouts allows
+    bytes_self: int  # copied within a rank, over all ranks
+    buckets: int
+    compared: int  # copies whose checksums were compared, over all ranks
+    checksum: int  # of all of them; equal for equal weights under equal layouts
+    seconds: float  # on this rank, until the device is idle
+
+
+def nothing(bucket: int) -> None:
+    """Called before a bucket is packed: does nothing."""
+
+
+class Resharder:
+    """Writes the trainer's parameters into the engine's, in place.
+
+    source, target: this rank's tensors by name. Layouts: {rank of the group: spans}, equal on all ranks.
+    widths: {hf_key: elements per row}. bucket_bytes: the most that a rank sends at once; default:
+    BUCKET_BYTES of the device.
+    verify_share=n compares every n-th copy, another n-th each version.
+    `on_bucket(index)` runs before a bucket is packed; an error it raises fails the sync.
+    Collective; raises ReshardError on all ranks if one finds its tensors at odds with its layout, or if two
+    ranks planned differently.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        source_layouts: Mapping[int, Spans],
+        target_layouts: Mapping[int, Spans],
+        widths: Mapping[str, int],
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+        verify_share: int = 1,
+        ranks_per_node: int = 8,
+        on_bucket: Callable[[int], None] = nothing,
+    ) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._verify_share, self._on_bucket = verify_share, on_bucket
+        self._state, self._version, self._reason = State.POISONED, -1, "no sync has run yet"
+        self._device = next((t.device for t in [*source.values(), *target.values()]), torch.device("cpu"))
+        own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
+        problem = mismatch("source", source, own_source, widths, all_named=False)
+        problem += mismatch("target", target, own_target, widths, all_named=True)
+        plan = ReshardPlan(())
+        try:
+            plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
+        except PlanError as error:  # told to all ranks, which may have planned without one
+            problem += str(error)
+        dtypes = self._agree(plan.digest, target, problem)
+        limit = bucket_bytes or BUCKET_BYTES[self._device.type]
+        self._padding = _padding(target, own_target)
+        self._exchange = Exchange(
+            plan, source, target, dtypes, widths, group=group, device=self._device, bucket_bytes=limit
+        )
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def published(self) -> int:
+        """The version the engine holds. Raises ReshardError unless its last sync succeeded on all ranks."""
+        if self._state is not State.SYNCED:
+            raise ReshardError(
+                f"the engine's weights are {self._state.value} ({self._reason}); run a whole sync first"
+            )
+        return self._version
+
+    def poison(self, reason: str) -> None:
+        """Refuses generation until the next sync; for what the loop finds out. Call it on all ranks."""
+        self._state, self._reason = State.POISONED, reason
+
+    def sync(self, version: int) -> SyncReport:
+        """Brings all of the engine's weights to `version`. Collective.
+
+        Raises ReshardError on all ranks if any rank failed or any checksum differs. Calling it again is safe:
+        every row is written anew.
+        """
+        self._state, self._reason = State.UPDATING, f"sync to version {version} has not ended"
+        started = time.perf_counter()
+        try:
+            compared, total = self._sync(version)
+        except BaseException as error:
+            self.poison(f"sync to version {version} failed: {error}")
+            raise
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._state, self._version = State.SYNCED, version
+        seconds = time.perf_counter() - started
+        moved, at_home = self._exchange.bytes_moved, self._exchange.bytes_self
+        return SyncReport(version, moved, at_home, len(self._exchange.buckets), compared, total, seconds)
+
+    def _sync(self, version: int) -> tuple[int, int]:
+        guard, share = ErrorHolder(), self._verify_share
+        checks = Checks(
+            self._group,
+            dist.get_world_size(self._group),
+            self._device,
+            lambda number: (number + version) % share == 0,
+        )
+        guard(self._zero_padding)
+        self._exchange.run(guard, self._on_bucket, checks)
+        self._raise_together(guard.error)
+        differ, compared, total = checks.exchange()
+        error = None
+        if differ:
+            first = differ[0]
+            error = ReshardError(
+                f"{len(differ)} copies arrived changed, first {first.target} rows {first.target_offset}.."
+                f"{first.target_offset + first.size - 1} from rank {first.source_rank}"
+            )
+        self._raise_together(error)
+        sums = all_reduce_sum(torch.tensor([compared, total]), self._group)
+        return int(sums[0]), int(sums[1])
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raises ReshardError on all ranks if any has an error; only then are messages exchanged."""
+        if any_rank(error is not None, self._group):
+            own = [f"{type(error).__name__}: {error}"] if error else []
+            said = gather_records(own, str, self._group)
+            raise ReshardError(
+                "; ".join(f"rank {rank}: {lines[0]}" for rank, lines in enumerate(said) if lines)
+            ) from error
+
+    @torch.no_grad()
+    def _zero_padding(self) -> None:
+        for rows in self._padding:
+            rows.zero_()
+
+    def _agree(
+        self, digest: str, target: Mapping[str, Tensor], problem: str
+    ) -> dict[tuple[int, str], torch.dtype]:
+        """The targets' types on all ranks; ReshardError unless all planned alike without a problem."""
+        types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
+        records = gather_records([_Declared(digest, types, problem)], _Declared, self._group)
+        said = [record for (record,) in records]
+        if any(record.problem for record in said):
+            raise ReshardError(" ".join(f"rank {r}: {d.problem}" for r, d in enumerate(said) if d.problem))
+        odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
+        if odd:
+            raise ReshardError(
+                f"ranks {odd} planned another reshard than rank 0; give all ranks the same layouts"
+            )
+        return {
+            (rank, name): getattr(torch, dtype)
+            for rank, record in enumerate(said)
+            for name, dtype in record.types.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What a rank tells the others before the first sync."""
+
+    digest: str
+    types: dict[str, str]  # of its target tensors
+    problem: str  # "" if none
+
+
+def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:
+    return [
+        target[name].detach().narrow(span.dim, span.local, span.size)
+        for name, tensor_spans in spans.items()
+        for span in tensor_spans
+        if span.hf_key == PADDING
+    ]
+
+
+def mismatch(
+    side: str, tensors: Mapping[str, Tensor], spans: Spans, widths: Mapping[str, int], *, all_named: bool
+) -> str:
+    """What is wrong between a rank's tensors and its layout; "" if nothing is."""
+    odd = sorted(set(spans) - set(tensors)) + (sorted(set(tensors) - set(spans)) if all_named else [])
+    if odd:
+        return f"{side} tensors and layout name different things: {odd[:4]}."
+    for name, tensor_spans in spans.items():
+        shape, last = tuple(tensors[name].shape), tensor_spans[-1]
+        rows = last.local + last.size
+        width = {widths[span.hf_key] for span in tensor_spans if span.hf_key != PADDING}
+        if shape[last.dim] != rows or any(tensors[name].numel() != rows * w for w in width):
+            return f"{side} {name} has shape {shape}, its layout {rows} rows of {width} along dim {last.dim}."
+    return ""

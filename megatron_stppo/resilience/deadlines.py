@@ -1,0 +1,198 @@
+"""Every phase of a run has a deadline. A rank that passes it says where all ranks stand, and ends.
+
+A rank has two threads besides its main one, and a timer below Python, since each sees what the others cannot:
+
+- one writes a sign of life every BEAT seconds to heartbeats/rank-N.json of the run: the phase, and where the
+  main thread stands. A stopped or dead rank gives none, and that is how the others know it: a file, because a
+  store lives in one of the processes that may be stopped;
+- one waits for the deadline, reports the stacks of this rank's threads, compares the signs of life of all
+  ranks, and ends the process. gloo lets go of the GIL while it waits, so that this thread runs;
+- faulthandler's timer ends the process GRACE seconds after that, with the stacks on stderr, where a thread
+  holds the GIL for ever or the file system of the run no longer answers.
+
+The launcher ends what cannot end itself: torchrun sends SIGTERM, which a stopped process does not see, and
+30 s later SIGKILL, which it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from megatron_stppo.resilience.phases import OTHER, START_UP
+
+log = logging.getLogger(__name__)
+BEAT = 2.0  # seconds between signs of life
+SILENT = 3 * BEAT  # without a new one in this time a rank counts as stopped or dead
+STDERR = 2  # as faulthandler wants it: a file descriptor
+GRACE = 20.0  # seconds from a deadline to the end by the timer; the report takes SILENT of them
+# Seconds from an error of the run to the end by the timer, which takes the exit code with it: more than a
+# checkpoint in flight may still take (checkpoint.LAST_SECONDS), less than srun waits (attempt.sh).
+END = 90.0
+# Files whose functions, where they are among the INNERMOST ones, wait for other ranks.
+WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4
+PACKAGE = f"/{__name__.partition('.')[0]}/"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's sign of life. Example: Beat(17, 4, "score", "model/pipeline.py:88 forward", False)."""
+
+    number: int  # grows with every sign of life
+    entered: int  # phases entered so far; equal on all ranks that are in step
+    phase: str
+    at: str  # where the main thread stands
+    waits: bool  # for other ranks
+
+
+class Watchdog:
+    """Use as a context manager around a run: from there on it is in phase start_up, between two phases in
+    phase other. Where the run raises, the process ends END seconds later even if its threads do not.
+
+    deadlines: seconds by name of phase. folder: the run's, shared by all ranks.
+    """
+
+    def __init__(self, folder: Path, deadlines: Mapping[str, float], rank: int, world: int) -> None:
+        self._folder, self._deadlines = folder / "heartbeats", dict(deadlines)
+        self._rank, self._world = rank, world
+        self._main = threading.get_ident()
+        self._number = self._entered = 0
+        self._ended = threading.Event()
+        self._begin(START_UP)
+
+    def __enter__(self) -> Watchdog:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0:  # what an earlier attempt left; the others write theirs anew
+            for old in self._folder.glob("rank-*.json"):
+                old.unlink(missing_ok=True)
+        for loop in (self._keep_beating, self._wait):
+            threading.Thread(target=loop, name=f"deadlines{loop.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+        if kind is not None:
+            faulthandler.dump_traceback_later(END, exit=True, file=STDERR)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time inside counts against the deadline of `name`; after it, that of the phase around it runs
+        anew."""
+        outer = OTHER if self._now[0] == START_UP else self._now[0]
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._begin(outer)
+
+    def _begin(self, phase: str) -> None:
+        seconds = self._deadlines[phase]
+        self._entered += 1
+        # one assignment: the other threads see the phase with its own deadline
+        self._now = (phase, seconds, time.monotonic() + seconds)
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=STDERR)
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(BEAT if self._number else 0):
+            self._number += 1
+            at, waits = place(sys._current_frames().get(self._main))
+            beat = Beat(self._number, self._entered, self._now[0], at, waits)
+            path = self._folder / f"rank-{self._rank}.json"
+            scratch = path.with_suffix(".tmp")
+            with contextlib.suppress(OSError):  # a full disk: this rank is silent until there is room
+                scratch.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+                os.replace(scratch, path)
+
+    def _wait(self) -> None:
+        while not self._ended.wait(min(BEAT, max(0.0, self._now[2] - time.monotonic()))):
+            phase, seconds, due = self._now
+            if time.monotonic() >= due:
+                self._expire(phase, seconds)
+
+    def _expire(self, phase: str, seconds: float) -> None:
+        """Ends the process with exit code 1."""
+        said = f"rank {self._rank}: phase {phase} passed its deadline of {seconds:g} s (deadlines.{phase})"
+        print(f"megatron-stppo: {said}", file=sys.stderr, flush=True)  # before anything that could block
+        log.critical("%s; stacks of its threads:\n%s", said, stacks())
+        first = self._beats()
+        time.sleep(SILENT)
+        found = verdict(first, self._beats())
+        log.critical("%s: %s", said, found)
+        print(f"megatron-stppo: {said}: {found}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _beats(self) -> list[Beat | None]:
+        return [read(self._folder / f"rank-{rank}.json") for rank in range(self._world)]
+
+
+def read(path: Path) -> Beat | None:
+    """None where there is none yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return Beat(**json.loads(path.read_text(encoding="utf-8")))
+    return None
+
+
+def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
+    """Who keeps the others waiting, from two looks at the signs of life of ranks 0, 1, ..: the silent ones;
+    if none is, those that entered fewer phases; if none did, those that do not wait for others themselves.
+    Then where every rank stands.
+
+    Example: "rank 1 is silent since phase score. rank 0: score, model/pipeline.py:9 score > ...; rank 1: .."
+    """
+    seen = {rank: beat for rank, beat in enumerate(after) if beat is not None}
+    never = [rank for rank in range(len(after)) if rank not in seen]
+    silent = [rank for rank, beat in seen.items() if before[rank] == beat]
+    alive = {rank: beat for rank, beat in seen.items() if rank not in silent}
+    last = max((beat.entered for beat in alive.values()), default=0)
+    behind = [rank for rank, beat in alive.items() if beat.entered < last]
+    busy = [rank for rank, beat in alive.items() if not beat.waits]
+    if silent or never:
+        parts = [f"rank {rank} is silent since phase {seen[rank].phase}" for rank in silent]
+        parts += [f"rank {rank} never gave a sign of life" for rank in never]
+    elif behind:
+        parts = [f"rank {rank} is still in phase {alive[rank].phase}" for rank in behind]
+    elif not busy:
+        parts = ["all ranks wait for others"]
+    elif len(busy) == len(alive):
+        parts = ["no rank waits for another"]
+    else:
+        parts = [f"rank {rank} is in {alive[rank].at}, the others wait" for rank in busy]
+    where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())
+    return f"{', '.join(parts)}. {where}"
+
+
+def place(frame: FrameType | None) -> tuple[str, bool]:
+    """(where a thread stands: the innermost frame of this package and the innermost of all, whether it waits
+    for other ranks). Example: ("update/actor_step.py:90 actor_step > torch/_ops.py:12 __call__", False)."""
+    if frame is None:
+        return "no thread", False
+    frames = [found for found, _ in traceback.walk_stack(frame)]
+    files = [found.f_code.co_filename for found in frames[:INNERMOST]]
+    own = next((found for found in frames if PACKAGE in found.f_code.co_filename), frame)
+    said = [
+        f"{'/'.join(Path(f.f_code.co_filename).parts[-2:])}:{f.f_lineno} {f.f_code.co_name}"
+        for f in dict.fromkeys([own, frame])
+    ]
+    return " > ".join(said), any(part in file for file in files for part in WAITS)
+
+
+def stacks() -> str:
+    """Of all threads of this process that run Python."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

@@ -1,0 +1,114 @@
+"""dumps/iteration-00012/: the scored batch of an iteration, to be looked at and to be replayed.
+
+batch.json says why it was written and what it holds; stage-K.safetensors are the tensors, and group_N: which
+trajectories belong to one task. One stage holds all but under routing replay, where every pipeline stage has
+its own layers' routes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.finite import columns
+from megatron_stppo.parallel.collectives import any_rank
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.types import Batch
+
+log = logging.getLogger(__name__)
+FOLDER, RECORD, GROUP = "dumps", "batch.json", "group_N"
+DUMP = re.compile(r"^iteration-(\d+)$")
+
+
+def write(
+    run: Path,
+    iteration: int,
+    batch: Batch,
+    group_N: Tensor,
+    mesh: MeshRank,
+    reasons: Sequence[str],
+    keep: int,
+) -> None:
+    """Collective. The folder appears whole, replacing one of an interrupted attempt; the newest `keep` stay.
+
+    A disk that refuses it is a warning: the run does not need the dump.
+    """
+    final = run / FOLDER / f"iteration-{iteration:05d}"
+    scratch = final.with_suffix(".tmp")
+    routed = _stages(mesh) if batch.routes_P is not None else None
+    first = mesh.tensor_rank == mesh.context_rank == mesh.data_rank == 0  # of its pipeline stage
+    failed = False
+    if mesh.rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    dist.barrier()
+    try:
+        if first and (routed or mesh.pipeline_rank == 0):
+            scratch.mkdir(parents=True, exist_ok=True)
+            _file(scratch, mesh.pipeline_rank).write_bytes(save(_tensors(batch, group_N)))
+        if mesh.rank == 0:
+            record = {"iteration": iteration, "reasons": list(reasons), "routed": routed}
+            (scratch / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError as error:
+        log.warning("%s: not dumped: %s", final, error)
+        failed = True
+    if any_rank(failed) or mesh.rank != 0:
+        return
+    try:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(scratch, final)
+        # those of later iterations belong to a course that was left, which somebody may still look at
+        for older in [n for n in recorded(run) if n <= iteration][:-keep]:
+            shutil.rmtree(run / FOLDER / f"iteration-{older:05d}")
+    except OSError as error:
+        log.warning("%s: %s", final, error)
+
+
+def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
+    """(batch, group_N) as they were written.
+
+    Raises ConfigError if the dump is damaged, or holds the routes of other pipeline stages.
+    """
+    folder = run / FOLDER / f"iteration-{iteration:05d}"
+    try:
+        routed = json.loads((folder / RECORD).read_text(encoding="utf-8"))["routed"]
+        if routed not in (None, _stages(mesh)):
+            raise ConfigError(f"{folder}: holds the routes of other pipeline stages; set {routed}")
+        tensors = load(_file(folder, mesh.pipeline_rank if routed else 0).read_bytes())
+        group_N = tensors.pop(GROUP)
+        return Batch(**tensors), group_N
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: cannot be read ({error}); choose another run or iteration") from None
+
+
+def recorded(run: Path) -> list[int]:
+    """Iterations that have a dump, in order."""
+    found = (DUMP.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _tensors(batch: Batch, group_N: Tensor) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in (columns(batch) | {GROUP: group_N}).items()}
+
+
+def _file(folder: Path, stage: int) -> Path:
+    return folder / f"stage-{stage}.safetensors"
+
+
+def _stages(mesh: MeshRank) -> str:
+    """What decides which layers a pipeline rank has, as fields of the configuration."""
+    names = ("pipeline", "virtual", "first_stage_layers", "last_stage_layers")
+    given = ((name, getattr(mesh.layout, name)) for name in names)
+    return ", ".join(f"parallel.{name}={value}" for name, value in given if value is not None)

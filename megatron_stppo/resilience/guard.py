@@ -1,0 +1,123 @@
+"""Looks at what every update reports, refused steps and spikes: warns, dumps, rolls back, ends the run.
+
+A rollback happens in place: the trainers take the newest checkpoint, the iteration keeps its number and the
+task cursor its position, so that the run goes on with the tasks after the offending ones. The same checkpoint
+is rolled back to once; a spike after that, before there is a newer one, is reported and otherwise left alone:
+it did not come from the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.config import RunConfig
+from megatron_stppo.data.finite import not_finite
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.parallel.collectives import any_rank, gather_records
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.resilience import dumps
+from megatron_stppo.resilience.faults import DoNotRestart
+from megatron_stppo.resilience.spikes import Spikes
+from megatron_stppo.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+class UpdateGuard:
+    """Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12."""
+
+    def __init__(
+        self, run: RunConfig, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
+    ) -> None:
+        self._run, self._mesh, self._trainers, self._saver = run, mesh, dict(trainers), saver
+        self._spikes = Spikes(run.spike_window, run.spike_deviations)
+        self._taken: int | None = None  # the step that was rolled back to last
+        self._held = 0  # iterations in a row whose rewards did not vary
+
+    def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
+        """What it found, for the iteration's row. Collective, and of one mind on all ranks.
+
+        Raises DoNotRestart when more steps than run.nonfinite_budget were refused.
+        """
+        self._count_held(iteration, bool(row.get("actor/held")))
+        spikes = [str(spike) for spike in self._spikes.look(row)]
+        refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
+        spiked = any_rank(bool(spikes))
+        where = _where_not_finite(batch) if refused else []
+        reasons = [*refused, *where, *spikes]
+        for reason in reasons:
+            self._warn(iteration, reason)
+        if {"none": False, "faults": spiked or bool(refused), "all": True}[self._run.dump]:
+            given = (self._run.folder, iteration, batch, group_N, self._mesh)
+            dumps.write(*given, reasons, self._run.keep_dumps)
+        self._spend_budget(where)
+        found = {"fault/spikes": float(len(spikes))}
+        return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; for the checkpoint."""
+        return {"spikes": self._spikes.state(), "held": self._held}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._spikes.restore(state.get("spikes", {}))
+        self._held = state.get("held", 0)
+
+    def _count_held(self, iteration: int, held: bool) -> None:
+        """Warns in iterations 1, 2, 4, 8, .. of a row, so that a long one does not fill the console."""
+        self._held = self._held + 1 if held else 0
+        if self._held & (self._held - 1) == 0 and self._held:
+            often = f", {self._held} iterations in a row" if self._held > 1 else ""
+            self._warn(
+                iteration,
+                f"rewards do not vary: they teach the actor nothing, and it is not updated{often}; look at "
+                "episodes and reward, or take more or other tasks",
+            )
+
+    def _spend_budget(self, where: list[str]) -> None:
+        """`where` says which of the last batch's numbers are not finite."""
+        skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
+        if skipped > budget:
+            cause = f"; the last batch: {where[0]}" if where else ""
+            raise DoNotRestart(
+                f"{skipped} steps were not finite, run.nonfinite_budget={budget}{cause}; {remedy(where)}"
+            )
+
+    def _roll_back(self, iteration: int) -> dict[str, float]:
+        newest = self._saver.newest()
+        if newest == self._taken:
+            self._warn(iteration, "no second rollback before there is a newer checkpoint")
+            return {}
+        skipped = {role: trainer.skipped for role, trainer in self._trainers.items()}
+        state = self._saver.load(self._trainers)
+        if state is None:
+            self._warn(iteration, "no rollback: there is no checkpoint yet")
+            return {}
+        for role, trainer in self._trainers.items():
+            trainer.skipped = skipped[role]  # what was spent of the budget stays spent
+        self._taken = newest
+        self._warn(iteration, f"rolled back to step_{state['iteration']}, on with the tasks that follow")
+        return {"fault/rolled_back_to": float(state["iteration"])}
+
+    def _warn(self, iteration: int, text: str) -> None:
+        if self._mesh.rank == 0:
+            log.warning("iteration %d: %s", iteration, text)
+
+
+def remedy(where: list[str]) -> str:
+    """What a user changes, by what is not finite in the batch. Example: remedy(["reward_T: 1 of 40 .."])."""
+    if any(text.startswith("reward_T") for text in where):
+        return "the environment returned these rewards, correct it to return finite numbers"
+    return "lower update.actor.lr and update.critic.lr"
+
+
+def _where_not_finite(batch: Batch) -> list[str]:
+    """Collective. Example: ["value_T: 3 of 40 not finite on ranks [1]"], where all should hold the same."""
+    of_rank = gather_records(not_finite(batch), str)
+    every = list(range(len(of_rank)))
+    ranks = {text: [rank for rank in every if text in of_rank[rank]] for said in of_rank for text in said}
+    return [text if on == every else f"{text} on ranks {on}" for text, on in ranks.items()]

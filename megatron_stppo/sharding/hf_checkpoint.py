@@ -1,0 +1,102 @@
+"""Fills one rank's parameters from a Hugging Face folder, reading only the rows that live on this rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.sharding.tiles import PADDING, Span, Spans
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@torch.no_grad()
+def load_hf(
+    folder: Path, spans: Spans, parameters: Mapping[str, Tensor], *, keep: Collection[str] = ()
+) -> None:
+    """Copies the rows that `spans` describe into `parameters`, in place, cast to each parameter's type.
+
+    Padding rows become zero. `keep` names parameters that the checkpoint does not have (a value head).
+    Raises ConfigError, naming the tensor, if the folder lacks one or holds it in another size.
+    """
+    unknown = (set(parameters) - set(keep)) ^ set(spans)
+    assert not unknown, f"parameters and layout name different tensors: {sorted(unknown)}"
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(folder), stack)
+        for name, tensor_spans in spans.items():
+            parameter = parameters[name]
+            for span in tensor_spans:
+                rows = parameter.narrow(span.dim, span.local, span.size)
+                if span.hf_key == PADDING:
+                    rows.zero_()
+                else:
+                    rows.copy_(checkpoint.read(span, tuple(rows.shape)))
+
+
+class _Checkpoint:
+    """The folder's safetensors files, each opened (mapped, not read) when its first tensor is asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self._file_of = _weight_map(folder)
+        self._open: dict[str, safe_open] = {}
+
+    def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:
+        """The span's rows, of this shape."""
+        key, dim, start, size, _ = span
+        if self._file_of is not None and key not in self._file_of:
+            raise ConfigError(f"{self.folder}/{INDEX}: has no tensor {key!r}; the checkpoint is not complete")
+        file = self._file(SINGLE if self._file_of is None else self._file_of[key])
+        try:
+            view: Any = file.get_slice(key)  # type: ignore[no-untyped-call]
+        except SafetensorError:
+            raise ConfigError(
+                f"{self.folder}: has no tensor {key!r}; the checkpoint is not complete"
+            ) from None
+        held = view.get_shape()
+        across = (held[:dim] + held[dim + 1 :], [*shape[:dim], *shape[dim + 1 :]])
+        if across[0] != across[1] or held[dim] < start + size:
+            raise ConfigError(
+                f"{self.folder}: tensor {key!r} has shape {held}, config.json says otherwise; mend it"
+            )
+        rows = slice(start, start + size)
+        read: Tensor = view[rows] if dim == 0 else view[:, rows]
+        return read
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            path = self.folder / name
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
+        return self._open[name]
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """{tensor: file name} of a checkpoint in several files; None: everything is in one."""
+    path = folder / INDEX
+    if not path.exists():
+        if not (folder / SINGLE).exists():
+            raise ConfigError(
+                f"{folder}: holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors"
+            )
+        return None
+    try:
+        files: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}); fetch the file again") from None
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"{path}: names a file outside the folder ({name!r}); fetch the checkpoint again"
+            )
+    return files

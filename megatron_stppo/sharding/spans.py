@@ -1,0 +1,242 @@
+"""Where the rows of a checkpoint live: on a training rank, on a serving rank, and in the checkpoint itself.
+
+Nothing here moves or converts a weight; the same three descriptions serve the reshard into the engine, the
+import and the export. mlp_spans.py has what follows attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.hf_names import EMBEDDING, FAMILIES, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.sharding.mlp_spans import LayerSpec, serving_mlp, training_mlp
+from megatron_stppo.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
+
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight", "w2.weight")  # the last is Mixtral's down projection
+
+
+def training_spans(
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    *,
+    spec: LayerSpec = "local",
+    head: bool = True,
+    tied_copy: bool = False,
+) -> dict[str, tuple[Span, ...]]:
+    """This rank's megatron parameters; of several model chunks, with `chunk_prefix` before their names.
+
+    head=False leaves the vocabulary head out (a critic brings its own). tied_copy=True adds the copy of a
+    tied embedding that megatron keeps on the last of several stages: an import must fill it, a reshard or an
+    export reads the first stage's.
+    """
+    tensor, stage = (at := layout.coordinates(rank)).tensor, at.pipeline
+    padded, spans = shape.padded_vocab(layout.tensor), {}
+    for chunk, layers in enumerate(layout.chunks(shape.layers, stage)):
+        prefix = chunk_prefix(layout.virtual, chunk)
+        if stage == chunk == 0:
+            spans[prefix + "embedding.word_embeddings.weight"] = _vocabulary(
+                EMBEDDING, shape, padded, tensor, layout.tensor
+            )
+        for local, layer in enumerate(layers):
+            source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
+            spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+            spans |= training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
+        if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
+            continue
+        spans[prefix + "decoder.final_layernorm.weight"] = whole(NORM, shape.hidden)
+        output = prefix + "output_layer.weight"
+        if head and not shape.tied:
+            spans[output] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
+        if head and shape.tied and tied_copy and layout.pipeline > 1:
+            spans[output] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
+    return spans
+
+
+def chunk_prefix(virtual: int, chunk: int) -> str:
+    """What a parameter's name begins with where a pipeline rank holds several model chunks. Example: "1."."""
+    return f"{chunk}." if virtual > 1 else ""
+
+
+def _training_layer(
+    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: LayerSpec
+) -> dict[str, tuple[Span, ...]]:
+    heads, fused = shape.heads * shape.head_dim // size, spec == "transformer_engine"
+    norms = (
+        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight" if fused and not shape.experts else "pre_mlp_layernorm.weight",
+    )
+    spans = {
+        target + "self_attention.linear_proj.weight": tile(
+            1, [(source + "self_attn.o_proj.weight", tensor * heads, heads)]
+        ),
+        target + norms[0]: whole(source + "input_layernorm.weight", shape.hidden),
+        target + norms[1]: whole(source + "post_attention_layernorm.weight", shape.hidden),
+    }
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        spans[target + f"self_attention.linear_qkv.{kind}"] = _grouped_qkv(
+            shape, size, tensor, source + "self_attn.", kind
+        )
+    for x in "qk" if shape.qk_norm else "":
+        spans[target + f"self_attention.{x}_layernorm.weight"] = whole(
+            source + f"self_attn.{x}_norm.weight", shape.head_dim
+        )
+    return spans
+
+
+def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: str) -> tuple[Span, ...]:
+    """megatron's linear_qkv: per KV group its query heads, key and value, cut evenly over the tensor axis.
+
+    With more tensor ranks than KV groups the cut falls inside a group, anywhere (megatron gathers the
+    activations of the group), so a rank may hold only query rows, or a piece of a key.
+    """
+    dim, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
+    parts: list[Part] = []
+    for group in range(shape.kv_heads):
+        parts += [
+            (f"{prefix}q_proj.{kind}", group * queries, queries),
+            (f"{prefix}k_proj.{kind}", group * dim, dim),
+            (f"{prefix}v_proj.{kind}", group * dim, dim),
+        ]
+    rows = (shape.heads + 2 * shape.kv_heads) * dim // size
+    return cut(tile(0, parts), tensor * rows, rows)
+
+
+def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
+    """The engine's parameters on tensor rank `tensor` of `tensor_size` (vLLM's own modules).
+
+    vLLM pads the vocabulary to a multiple of 64, and repeats a KV head on tensor_size / kv_heads ranks.
+    A tied model has no lm_head parameter.
+    """
+    padded = -(-shape.vocab // 64) * 64
+    spans = {EMBEDDING: _vocabulary(EMBEDDING, shape, padded, tensor, tensor_size)}
+    if not shape.tied:
+        spans[HEAD] = _vocabulary(HEAD, shape, padded, tensor, tensor_size)
+    spans[NORM] = whole(NORM, shape.hidden)
+    queries = shape.heads // tensor_size * shape.head_dim
+    keys = max(1, shape.kv_heads // tensor_size) * shape.head_dim
+    key_rank = tensor // max(1, tensor_size // shape.kv_heads)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            parts = [
+                (f"{attention}q_proj.{kind}", tensor * queries, queries),
+                (f"{attention}k_proj.{kind}", key_rank * keys, keys),
+                (f"{attention}v_proj.{kind}", key_rank * keys, keys),
+            ]
+            spans[f"{attention}qkv_proj.{kind}"] = tile(0, parts)
+        spans[attention + "o_proj.weight"] = tile(
+            1, [(attention + "o_proj.weight", tensor * queries, queries)]
+        )
+        spans |= serving_mlp(shape, layer, tensor_size, tensor)
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            spans[prefix + norm] = whole(prefix + norm, shape.hidden)
+        for x in "qk" if shape.qk_norm else "":
+            spans[f"{attention}{x}_norm.weight"] = whole(f"{attention}{x}_norm.weight", shape.head_dim)
+    return spans
+
+
+def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:
+    """{rank: training_spans} of every rank, as a reshard's or an export's source."""
+    return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
+
+
+def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int, Spans]:
+    """{rank: serving_spans} of engines that each span `tensor_size` neighbouring ranks."""
+    per_rank = [serving_spans(shape, tensor_size, tensor) for tensor in range(tensor_size)]
+    return {rank: per_rank[rank % tensor_size] for rank in range(world)}
+
+
+def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
+    """The whole checkpoint as one rank that holds everything."""
+    return {
+        name: (Span(name, dim, 0, size[dim], 0),)
+        for name, size in hf_shapes(shape).items()
+        for dim in (shard_dim(name),)
+    }
+
+
+def shard_dim(hf_key: str) -> int:
+    """The dimension both sides cut: the input of a row-parallel projection, otherwise the output."""
+    return 1 if hf_key.endswith(ROW_PARALLEL) else 0
+
+
+def row_widths(shape: ModelShape) -> dict[str, int]:
+    """{hf_key: elements per index of the dimension that is cut}. Example: hidden for a projection's rows."""
+    widths = {}
+    for key, size in hf_shapes(shape).items():
+        dim = shard_dim(key)
+        widths[key] = size[1 - dim] if len(size) == 2 else 1
+    return widths
+
+
+def check_layout(
+    shape: ModelShape, tensor: int, *, field: str = "parallel.tensor", serving: bool = False
+) -> None:
+    """Raises ConfigError unless megatron (serving: vLLM) can cut the model so; `field` names tensor."""
+    reason = _obstacle(shape, tensor, serving)
+    if reason:
+        works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
+        raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
+
+
+def check_stages(shape: ModelShape, layout: Layout) -> None:
+    """Raises ConfigError unless the layers can be shared out over pipeline ranks and their model chunks."""
+    ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
+    given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
+    if layout.pipeline == 1 and (layout.virtual > 1 or given):
+        raise ConfigError(
+            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; leave them out, "
+            "or raise parallel.pipeline"
+        )
+    plain = replace(layout, virtual=1)
+    if plain.stage_sizes(shape.layers) is None:
+        works = [
+            p for p in range(1, shape.layers + 1) if replace(plain, pipeline=p).stage_sizes(shape.layers)
+        ]
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
+            f"{' less those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
+            + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
+        )
+    if layout.stage_sizes(shape.layers) is None:
+        sizes = sorted(set(plain.stage_sizes(shape.layers) or []))
+        works = [v for v in range(1, min(sizes) + 1) if not any(size % v for size in sizes)]
+        raise ConfigError(
+            f"parallel.virtual={layout.virtual} must divide the {_listed(sizes)} layers of a pipeline rank; "
+            f"choose {_listed(works)}"
+        )
+
+
+def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
+    if shape.heads % tensor:
+        return f"must divide model.num_attention_heads={shape.heads}"
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
+    if shape.ffn % tensor:
+        return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if not serving and rows % tensor:
+        return f"must divide the {rows} rows of the joint q, k, v projection"
+    if serving and 0 < shape.experts < tensor:
+        return f"exceeds the model's {shape.experts} experts"
+    padded = -(-shape.vocab // 64) * 64
+    if serving and padded % tensor:
+        return f"must divide model.vocab_size={shape.vocab} padded to {padded}"
+    return None
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:
+    parts: list[Part] = [(key, 0, shape.vocab)]
+    if padded > shape.vocab:
+        parts.append((PADDING, 0, padded - shape.vocab))
+    rows = padded // size
+    return cut(tile(0, parts), tensor * rows, rows)

@@ -1,0 +1,54 @@
+"""gpu/*: what NVML says of all GPUs of a run. Without a GPU there is nothing to say, and nothing is asked."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+import pynvml
+import torch
+
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.telemetry.nvml import Sampler
+
+logger = logging.getLogger(__name__)
+# Over the GPUs: the fullest, the slowest, all errors, and the mean of the rest.
+OVER_GPUS: dict[str, Callable[[Sequence[float]], float]] = {
+    "memory_gib": max,
+    "watts": statistics.fmean,
+    "sm_mhz": min,
+    "ecc_corrected": sum,
+    "ecc_uncorrected": sum,
+    "nvlink_sent_gb_per_second": statistics.fmean,
+    "nvlink_received_gb_per_second": statistics.fmean,
+}
+
+
+class Gauges:
+    """Every rank watches the GPU it uses: which of a node's GPUs a process sees depends on the launcher."""
+
+    def __init__(self) -> None:
+        self._sampler: Sampler | None = None
+        if torch.cuda.is_available():
+            try:
+                self._sampler = Sampler(f"GPU-{torch.cuda.get_device_properties().uuid}")
+            except pynvml.NVMLError as error:
+                logger.warning("no GPU gauges: NVML says %s", error)
+
+    def read(self) -> dict[str, float]:
+        """gpu/* since the last reading, over all ranks and equal on them. Collective where there are GPUs."""
+        if not torch.cuda.is_available():
+            return {}
+        mine = self._sampler.read() if self._sampler else {}
+        return over_gpus([of_rank[0] for of_rank in gather_records([mine], dict[str, float])])
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+
+
+def over_gpus(readings: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Example: [{"watts": 600.0}, {"watts": 700.0}, {}] gives {"gpu/watts": 650.0}."""
+    found = {name: [one[name] for one in readings if name in one] for name in OVER_GPUS}
+    return {f"gpu/{name}": OVER_GPUS[name](values) for name, values in found.items() if values}

@@ -1,0 +1,173 @@
+"""What a run reports: metrics.jsonl, tensorboard/, time per phase, and progress for whoever watches."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from torch.profiler import record_function
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_stppo.resilience.phases import OTHER
+from megatron_stppo.telemetry.reporters import Reporter
+from megatron_stppo.telemetry.rows import truncate
+
+Item = TypeVar("Item")
+QUIET_SECONDS = 5.0  # between the plain lines that stand in for a progress bar
+
+
+class Metrics:
+    """One row per iteration, written by rank 0; the other ranks only measure.
+
+    Every second belongs to exactly one phase, an inner phase interrupting the outer one and "other" taking
+    what is between phases, so the shares of a row sum to 1. On a GPU work is queued: a phase is charged up
+    to where the host waits for its results, which every phase of the loop does at its end.
+
+    Example: 3 s in phase("rollout") and 1 s outside give {"iteration": 7, ..., "seconds": 4.0,
+    "seconds/rollout": 3.0, "seconds/other": 1.0, "share/rollout": 0.75, "share/other": 0.25}.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        resumed_at: int | None = None,
+        reporters: Sequence[Reporter] = (),
+        nvtx: bool = False,
+    ) -> None:
+        """Continues after iteration `resumed_at`, whose later rows are dropped; None starts empty files.
+
+        `reporters` are given every row too; `nvtx` makes each phase a range of that name.
+        """
+        self._reporters, self._nvtx = reporters, nvtx
+        self._file: TextIO | None = None
+        self._board: SummaryWriter | None = None
+        self._phase = OTHER
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "metrics.jsonl"
+            truncate(path, -1 if resumed_at is None else resumed_at)
+            self._file = path.open("a", encoding="utf-8")
+            # purge_step hides the points of iterations that are done again
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=None if resumed_at is None else resumed_at + 1
+            )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charges the time inside to `name`, and names it in a trace."""
+        outer = self._phase
+        self._switch(name)
+        try:
+            with record_function(name), torch.cuda.nvtx.range(name) if self._nvtx else nullcontext():
+                yield
+        finally:
+            self._switch(outer)
+
+    def seconds(self, phase: str) -> float:
+        """Charged to a phase since the last row."""
+        return self._seconds[phase]
+
+    def log(self, iteration: int, values: Mapping[str, float | int | str | bool | None]) -> dict[str, Any]:
+        """Writes the iteration's row and starts the next one's clock; returns the row (on every rank)."""
+        self._switch(self._phase)
+        row = {"iteration": iteration, **values, **self._times()}
+        self._seconds.clear()
+        row = {name: _json_number(value) for name, value in row.items()}
+        if self._file is not None and self._board is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    self._board.add_scalar(name, value, iteration)
+            self._board.flush()
+        for reporter in self._reporters:
+            reporter.write(row)
+        return row
+
+    def close(self) -> None:
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
+        for reporter in self._reporters:
+            reporter.close()
+
+    def _switch(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def _times(self) -> dict[str, float]:
+        total = sum(self._seconds.values())
+        named = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+        shares = {f"share/{phase}": seconds / total for phase, seconds in self._seconds.items()}
+        return {name: round(value, 4) for name, value in {"seconds": total, **named, **shares}.items()}
+
+
+def peak_gib() -> float:
+    """Most memory this process has held so far: on the GPU where there is one, else resident on the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null says that the number is missing without breaking readers."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def progress(
+    items: Sequence[Item], description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
+) -> Iterator[Item]:
+    """Yields the items and shows how many are done; ranks > 0 pass enabled=False. `every`: see counting()."""
+    with counting(description, enabled, every) as show:
+        for done, item in enumerate(items, 1):
+            yield item
+            show(done, len(items))
+
+
+@contextmanager
+def counting(
+    description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
+) -> Iterator[Callable[[int, int], None]]:
+    """A function to be called with (done, total): a bar on a terminal, else a plain line at most once in
+    `every` seconds. None: no such line, for a caller that prints its own (console.RowLines)."""
+    console = Console(stderr=True)
+    if not enabled or (every is None and not console.is_terminal):
+        yield lambda done, total: None
+    elif console.is_terminal:
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        assert every is not None
+        yield _plain(description, every, console)
+
+
+def _plain(description: str, every: float, console: Console) -> Callable[[int, int], None]:
+    started = shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= every or done == total:
+            console.print(f"{description} {done}/{total}, {now - started:.0f} s", highlight=False)
+            shown = now
+
+    return show

@@ -1,0 +1,56 @@
+"""All that watches a run while it trains: deadlines, clocks, devices, and the rows that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_stppo.config import Config
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.resilience.deadlines import Watchdog
+from megatron_stppo.resilience.phases import Phases
+from megatron_stppo.resilience.stragglers import Stragglers
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.telemetry.gauges import Gauges
+from megatron_stppo.telemetry.metrics import Metrics, peak_gib
+from megatron_stppo.telemetry.profile import profiled
+from megatron_stppo.telemetry.reporters import Reporter
+from megatron_stppo.telemetry.throughput import throughput
+from megatron_stppo.types import Batch
+
+
+class Observer:
+    """`with observer.phase("rollout"):` watches a phase, `observer.log(n, row)` writes iteration n's row."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        mesh: MeshRank,
+        watchdog: Watchdog,
+        resumed_at: int,
+        reporting: Sequence[Reporter],
+    ) -> None:
+        """Goes on after iteration `resumed_at`; 0 starts anew."""
+        self._config, self._shape, self._mesh = config, shape, mesh
+        folder, telemetry = config.run.folder, config.telemetry
+        self._metrics = Metrics(folder, mesh.rank, resumed_at or None, reporting, telemetry.nvtx)
+        self._gauges, self._stragglers = Gauges(), Stragglers()
+        self.phase = Phases(watchdog.phase, self._stragglers.phase, self._metrics.phase)
+        self.log = self._metrics.log
+
+    def profiled(self, iterations: Iterable[int]) -> Iterator[int]:
+        """The iterations; rank 0 traces those of telemetry.profile."""
+        window = self._config.telemetry.profile if self._mesh.rank == 0 else None
+        return profiled(iterations, window, self._config.run.folder / "profile")
+
+    def measure(self, batch: Batch) -> Mapping[str, Any]:
+        """Tokens per second, MFU, devices and stragglers since the last row; rank 0's memory at its highest.
+        Collective."""
+        speed = throughput(self._config, self._shape, batch, self._metrics.seconds, self._mesh.world)
+        peak = {"memory/peak_gib": peak_gib()}
+        return speed | self._gauges.read() | self._stragglers.compare() | peak
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._gauges.close()

@@ -1,0 +1,50 @@
+"""Tokens per second of an iteration, and the share of the GPUs' peak that its model FLOP are (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_stppo.config import Config
+from megatron_stppo.model.flop import TRAINED, forward
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.types import Batch
+
+# Dense bfloat16 FLOP per second by the name that the driver gives the device: NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def throughput(
+    config: Config, shape: ModelShape, batch: Batch, seconds: Callable[[str], float], world: int
+) -> dict[str, float]:
+    """rollout/ and update/tokens_per_second; on a GPU whose peak is known mfu/score and mfu/update too.
+
+    `seconds` tells a phase's, as Metrics.seconds does; `world`: ranks, one GPU each.
+    """
+    rows = {
+        "rollout/tokens_per_second": len(batch.action_index_T) / seconds("rollout"),
+        "update/tokens_per_second": config.update.epochs * len(batch.tokens_P) / seconds("update"),
+    }
+    peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if peak is not None:
+        for phase, flop in phase_flop(config, shape, batch).items():
+            rows[f"mfu/{phase}"] = flop / (seconds(phase) * world * peak)
+    return rows
+
+
+def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int]:
+    """Model FLOP of the iteration over all ranks: every model scores each token once, actor and critic learn
+    from it once per epoch."""
+    lengths = batch.sequence_offsets.diff().tolist()
+    policy, trunk = forward(shape, lengths, len(batch.action_index_T)), forward(shape, lengths)
+    critic = trunk if config.needs_critic else 0
+    return {
+        "score": policy * (1 + config.needs_reference) + critic,
+        "update": TRAINED * config.update.epochs * (policy + critic),
+    }

@@ -1,0 +1,127 @@
+"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed.
+
+Line k of iteration-00012.turns.jsonl is what the update made of the turns of line k: written after the
+update, and missing where it was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
+from megatron_stppo.types import Trajectory
+
+# JSON escapes control codes below space; these act on a terminal or a line reader too: C1, zero-width,
+# line separators, direction overrides, and halves of surrogate pairs, which are no text at all.
+_ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+class TrajectoryLog:
+    """Rank 0 writes every iteration's trajectories; the other ranks nothing."""
+
+    def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._run, self._rank, self._tokenizer = folder, rank, tokenizer
+
+    def write(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
+        """One line per trajectory; the file appears whole, replacing one of an interrupted attempt."""
+        if self._rank != 0:
+            return
+        path = played_path(self._run, iteration)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        turns_path(self._run, iteration).unlink(missing_ok=True)  # of the interrupted attempt
+        records = (self._record(iteration, trajectory) for trajectory in trajectories)
+        _replace(path, records)
+
+    def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
+        """One line per trajectory: update/turns.py. None are written where there are none."""
+        if self._rank != 0:
+            return
+        records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
+        if records:
+            _replace(turns_path(self._run, iteration), records)
+
+    def _record(self, iteration: int, trajectory: Trajectory) -> dict[str, Any]:
+        task = trajectory.task
+        return {
+            "iteration": iteration,
+            "data_source": task.data_source,
+            "split": task.split,
+            "index": task.index,
+            "group": trajectory.group,
+            "outcome": trajectory.outcome,
+            "reward": trajectory.reward,
+            "searches": trajectory.searches,
+            "valid_actions": trajectory.valid_actions,
+            "detail": trajectory.detail,
+            "overlong_prompt": trajectory.overlong_prompt,
+            "targets": task.targets,
+            "prompt": self._text(trajectory.prompt_ids),
+            "turns": [
+                {
+                    "action": self._text(turn.token_ids),
+                    "observation": self._text(turn.observation_ids),
+                    "reward": turn.reward,
+                    "policy_version": turn.policy_version,
+                    "token_ids": turn.token_ids,
+                    "rollout_logprob": [_float32(logprob) for logprob in turn.rollout_logprob],
+                    "observation_ids": turn.observation_ids,
+                }
+                for turn in trajectory.turns
+            ],
+            "prompt_ids": trajectory.prompt_ids,
+        }
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def read(run: Path, iteration: int) -> list[Trajectory]:
+    """The iteration's trajectories, less what no update needs: the task's messages and extra fields.
+
+    Packed, they are the batch that was trained on, bit for bit. Raises ConfigError naming the line.
+    """
+    path = played_path(run, iteration)
+    played: list[Trajectory] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            # fields by name; those of no record, such as the text of an action, are left out
+            played.append(msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
+    except (ValueError, TypeError) as error:  # msgspec.ValidationError is a ValueError
+        raise ConfigError(
+            f"{path} line {len(played) + 1}: is no trajectory ({error}); choose another run"
+        ) from None
+    if not played:
+        raise ConfigError(f"{path}: is empty; choose another run")
+    return played
+
+
+def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def _float32(value: float) -> float:
+    """The shortest decimal that is the same float32, which is what the engine reports and a batch holds."""
+    return float(str(np.float32(value)))
+
+
+def encode(record: dict[str, Any]) -> str:
+    """One line of JSON, readable in any language and inert on a terminal.
+
+    Example: {"action": "Lomé\\x1b[2J\\u202e"} becomes {"action": "Lomé\\\\u001b[2J\\\\u202e"}.
+    """
+    return _ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(record, ensure_ascii=False))

@@ -1,0 +1,245 @@
+"""What can be known to fail before a model is built: files, layout, divisibility.
+
+Every function raises ConfigError naming field, value and remedy. No torch, no process group: all ranks reach
+the same verdict on their own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+from megatron_stppo.config import Config, ConfigError, ParallelConfig
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.mlp_spans import check_experts
+from megatron_stppo.sharding.spans import check_layout, check_stages
+from megatron_stppo.telemetry import reporters
+from megatron_stppo.validation import megatron_fields, model_folder
+
+# The files of data.* that a command reads.
+DATA = {
+    "train": ("train",),
+    "rollout": ("train",),
+    "replay": (),
+    "evaluate": ("evaluate",),
+    "cold-start": ("demonstrations",),
+    "convert": (),
+    "check-invariance": (),
+    "plan": (),
+}
+ROLLS_OUT = ("train", "rollout", "evaluate")
+WRITES_RUN = (*ROLLS_OUT, "replay")
+
+
+def check(config: Config, world_size: int, command: str) -> None:
+    """Everything below, for one command: a key of DATA."""
+    model_folder.check_model(config)
+    if command != "plan":
+        model_folder.check_tokenizer(config)
+    if command in WRITES_RUN:
+        check_folder("run.root", config.run.folder)
+    for field in data_files(config, command):
+        _data_file(f"data.{field}", getattr(config.data, field))
+    if command == "cold-start":
+        _cold_start_output(config)
+    layout = check_parallel(config, world_size)
+    if command in (*ROLLS_OUT, "plan"):
+        check_engine(config, world_size)
+        _context(config)
+    if command in ROLLS_OUT:
+        model_folder.check_chat_template(config)
+    if command in ("train", "plan"):
+        _batches(config, layout)
+    if command == "train":
+        reporters.check(config)
+    megatron_fields.check(config)
+
+
+def data_files(config: Config, command: str) -> tuple[str, ...]:
+    """The fields of data: that the command reads. Example: ("train", "evaluate")."""
+    during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
+    return DATA[command] + during
+
+
+def check_folder(field: str, folder: Path) -> None:
+    """Raises ConfigError unless `folder` is a writable folder or can be made. Nothing is written."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        problem = f"{there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"no permission to write to {there}"
+    else:
+        return
+    raise ConfigError(f"{field}={folder}: cannot be written, {problem}; name a folder that you may write to")
+
+
+def _cold_start_output(config: Config) -> None:
+    """The output replaces what is there: an earlier model, and nothing else."""
+    output = config.cold_start.output
+    if output is None:
+        raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
+    check_folder("cold_start.output", output)
+    if output.exists() and output.resolve() == config.model.path.resolve():
+        raise ConfigError(f"cold_start.output={output}: is model.path; name another folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(
+            f"cold_start.output={output}: holds something else than a model, and would be replaced; name "
+            "another folder"
+        )
+
+
+def check_checkpoint(config: Config, checkpoint: str | None) -> None:
+    """Raises ConfigError unless it is None, latest or step_N, and there."""
+    if checkpoint is not None:
+        check_step(config.run.folder, "checkpoint", checkpoint)
+
+
+def check_step(run: Path, field: str, checkpoint: str) -> None:
+    """Raises ConfigError unless the run's folder holds the checkpoint, which `field` names: latest or
+    step_N."""
+    folder = run / "checkpoints"
+    steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
+    if checkpoint not in (*steps, "latest") or not steps:
+        raise ConfigError(
+            f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
+        )
+
+
+def with_fitting_layout(config: Config, world_size: int) -> Config:
+    """Return `config`, or where its `parallel` does not fit the ranks a copy in which every rank holds the
+    whole model. For `convert`: what it reads and writes is the same under every layout."""
+    if Layout.fits(world_size, config.parallel):
+        return config
+    return config.model_copy(update={"parallel": ParallelConfig()})
+
+
+def listener_token(host: str, token_env: str | None) -> str | None:
+    """The bearer token of a listener. Raises ConfigError for a host others can reach without one."""
+    token = os.environ.get(token_env, "") if token_env else None
+    if token == "":
+        raise ConfigError(f"--token-env={token_env}: that variable is not set; export it or leave it out")
+    if token is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--host={host}: other machines could reach it; give --token-env NAME, or bind 127.0.0.1"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: where it leads is not known here
+        return False
+
+
+def _data_file(field: str, path: Path | None) -> None:
+    if path is None:
+        raise ConfigError(f"{field}: missing; give a .jsonl or .parquet file")
+    if not path.is_file():
+        raise ConfigError(f"{field}={path}: no such file; correct the path or build the data first")
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{field}={path}: is empty; give at least one row")
+
+
+def _context(config: Config) -> None:
+    """The model must hold the longest trajectory, and the longest prompt must leave room for a turn."""
+    r, e = config.rollout, config.environment
+    longest = read_shape(config.model.path).max_positions
+    if config.max_context > longest:
+        parts = (
+            f"rollout.max_context={r.max_context}"
+            if r.max_context is not None
+            else f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} "
+            f"+ 1) * (rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
+            f"{e.max_observation_tokens}) = {config.max_context}"
+        )
+        raise ConfigError(
+            f"{parts} exceeds the model's max_position_embeddings={longest}; lower one of these fields"
+            + ("" if r.max_context is not None else f", or set rollout.max_context={longest}")
+        )
+    needed = r.max_prompt_tokens + r.max_turn_tokens
+    if config.max_context < needed:
+        raise ConfigError(
+            f"rollout.max_context={r.max_context} is less than rollout.max_prompt_tokens="
+            f"{r.max_prompt_tokens} + rollout.max_turn_tokens={r.max_turn_tokens}; raise it to {needed} "
+            "or more, or lower these two"
+        )
+
+
+def check_parallel(config: Config, world_size: int) -> Layout:
+    """The training layout. Raises ConfigError unless it fits the ranks and the model."""
+    parallel = config.parallel
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
+        )
+    shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
+    check_layout(shape, parallel.tensor)
+    check_stages(shape, layout)
+    check_experts(shape, parallel)
+    if config.algorithm.routing_replay != "off" and not shape.experts:
+        raise ConfigError(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
+            "set it to off"
+        )
+    return layout
+
+
+def check_engine(config: Config, world_size: int) -> None:
+    """Raises ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
+    tensor = config.engine_tensor
+    if world_size % tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
+            f"choose {_choices(world_size)}"
+        )
+    check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
+
+
+def _batches(config: Config, layout: Layout) -> None:
+    advantage = config.algorithm.advantage
+    if advantage != "gae" and config.rollout.samples_per_task == 1:
+        raise ConfigError(
+            "rollout.samples_per_task=1: a group of one teaches nothing with "
+            f"algorithm.advantage={advantage}; choose 4 or more"
+        )
+    tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
+    if tasks % replicas:
+        raise ConfigError(
+            f"rollout.tasks_per_iteration={tasks} must be a multiple of the {replicas} engine replicas; "
+            f"choose {_multiple(tasks, replicas)}"
+        )
+    samples = config.rollout.samples_per_task
+    check_trajectories(
+        config,
+        layout,
+        tasks * samples,
+        f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task={samples} = ",
+    )
+
+
+def check_trajectories(config: Config, layout: Layout, trajectories: int, why: str = "") -> None:
+    """Raises ConfigError unless an iteration's trajectories can be dealt to minibatches and ranks; `why` is
+    where their number comes from."""
+    parts = config.update.minibatches * layout.data
+    if trajectories % parts:
+        raise ConfigError(
+            f"{why}{trajectories} trajectories must be a multiple of "
+            f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
+            f"choose {_multiple(trajectories, parts)} trajectories"
+        )
+
+
+def _choices(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _multiple(value: int, of: int) -> str:
+    low = value // of * of
+    return f"{low} or {low + of}" if low else str(of)

@@ -1,0 +1,84 @@
+"""Whether model.path holds what a command reads of it: configuration, tokenizer, chat template. No torch.
+
+Every function raises ConfigError naming field, value and remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.sharding.hf_names import read_shape
+
+
+def check_model(config: Config) -> None:
+    for field, folder in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
+        if folder is None:
+            continue
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
+                "tokenizer.json, *.safetensors)"
+            )
+        read_shape(folder)
+    if config.model.critic_path is not None:
+        _same_network(config.model.path, config.model.critic_path)
+
+
+def _same_network(actor: Path, critic: Path) -> None:
+    """A critic is built in the actor's shape; a rotary base of its own, say, would be lost without a word."""
+    wanted, given = asdict(read_shape(actor)), asdict(read_shape(critic))
+    for name in sorted(wanted.keys() - {"tied", "max_positions"}):
+        if given[name] != wanted[name]:
+            raise ConfigError(
+                f"model.critic_path={critic}: its {name}={given[name]!r}, model.path's is {wanted[name]!r}; "
+                "give a checkpoint of the same architecture, or leave it out"
+            )
+
+
+def check_tokenizer(config: Config) -> None:
+    path = config.model.path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
+    try:
+        known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+    except Exception as error:  # the Rust library raises no narrower type
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
+            "copy it again from the model's source"
+        ) from None
+    added = _tokenizer_settings(config.model.path).get("added_tokens_decoder") or {}
+    largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
+    vocabulary = read_shape(config.model.path).vocab
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.path={config.model.path}: its tokenizer has the token id {largest}, config.json's "
+            f"vocab_size={vocabulary} allows ids below it; give the tokenizer of this model"
+        )
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, {} where there is none. Raises ConfigError for one that is not an object."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: holds {type(settings).__name__}, not an object; fetch the file again")
+    return settings
+
+
+def check_chat_template(config: Config) -> None:
+    folder = config.model.path
+    inline = "chat_template" in _tokenizer_settings(folder)
+    if not inline and not (folder / "chat_template.jinja").is_file():
+        raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")

@@ -1,0 +1,74 @@
+"""Whether a run's folder is free for a new run, or holds one that can be resumed.
+
+No torch, no process group: all ranks reach the same verdict on their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_stppo.checkpoint import step_folder
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.sharding.hf_names import read_shape
+
+# What a run's folder holds once the run has something to lose.
+WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
+
+
+def check_new(config: Config, remedy: str = "give another run.name") -> None:
+    """Raises ConfigError if the run's folder holds records or checkpoints of a run: they would be
+    overwritten."""
+    folder = config.run.folder
+    held = [name for name in WRITTEN if _holds_something(folder / name)]
+    if held:
+        raise ConfigError(f"run.name={config.run.name}: {folder} holds {', '.join(held)}; {remedy}")
+
+
+def check_resume(config: Config) -> None:
+    """Raises ConfigError unless the run's folder holds a run, with or without a checkpoint, of the same model
+    and with a critic or without as now."""
+    run, folder = config.run, config.run.folder
+    if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
+        return _check_same_models(config, folder / "checkpoints")
+    names = [path.parent.name for path in sorted(run.root.glob("*/config.yaml"))]
+    near = difflib.get_close_matches(run.name, names, 1)
+    hint = f"did you mean run.name={near[0]}? To start a new run," if near else "to start one,"
+    raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
+
+
+class _Models(msgspec.Struct):
+    """What a checkpoint's state.json says of its models; those of older versions have no shape."""
+
+    trainers: dict[str, Any]  # by role
+    shape: dict[str, Any] = {}
+
+
+def _check_same_models(config: Config, checkpoints: Path) -> None:
+    try:
+        path = checkpoints / f"step_{step_folder.latest(checkpoints)}"
+        written = msgspec.convert(step_folder.read_state(path), _Models)
+    except (step_folder.Damaged, OSError, ValueError):
+        return  # there is none yet; or it is damaged, which is found when it is loaded
+    shape = asdict(read_shape(config.model.path))
+    for name in sorted(written.shape.keys() - {"max_positions"}):
+        if written.shape[name] != shape.get(name):
+            raise ConfigError(
+                f"model.path={config.model.path}: its {name}={shape.get(name)!r}, that of {path} is "
+                f"{written.shape[name]!r}; give the model that the run began with, or another run.name"
+            )
+    wanted = "a critic" if config.needs_critic else "no critic"
+    found = "a critic" if "critic" in written.trainers else "no critic"
+    if wanted != found:
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage}: trains {wanted}, {path} holds {found}; "
+            "set algorithm as the run had it, or give another run.name"
+        )
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0

@@ -1,0 +1,43 @@
+"""Whether a run's folder has what is to be replayed or played with, and ours is free for what comes of it.
+
+No torch, no process group: all ranks reach the same verdict on their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.validation.checks import check_step
+from megatron_stppo.validation.run_folder import check_new
+
+RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
+
+
+def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
+    check_source(config, source, start)
+    folder = source / RECORDS[what]
+    if not any(folder.glob("iteration-*")):
+        remedy = "choose another run" if what == "rollouts" else "that run needed run.dump=faults or all"
+        raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
+
+
+def check_left(config: Config, source: Path, start: str) -> None:
+    """Raises ConfigError if the checkpoint `start` of `source` has all of run.iterations behind it."""
+    steps = [int(path.name.removeprefix("step_")) for path in (source / "checkpoints").glob("step_[0-9]*")]
+    done = max(steps) if start == "latest" else int(start.removeprefix("step_"))
+    if done >= config.run.iterations:
+        raise ConfigError(
+            f"run.iterations={config.run.iterations}: --start={start} of {source} has {done} behind it, "
+            f"nothing is left to play; give run.iterations={done + 1} or more"
+        )
+
+
+def check_source(config: Config, source: Path, start: str | None) -> None:
+    """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
+    if not source.is_dir():
+        raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
+    if start is not None:
+        check_step(source, "--start", start)
+    check_new(config)

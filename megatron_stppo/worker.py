@@ -1,0 +1,198 @@
+"""Builds what a run works with, in the order that its parts demand: ranks, engine, models, reshard,
+environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.config import Config, RunConfig
+from megatron_stppo.environments.base import Environment
+from megatron_stppo.launch import process
+from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.offload import Phase
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.reshard.resharder import Resharder
+from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
+from megatron_stppo.rollout.engine import Engine
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.failures import FailureLimit
+from megatron_stppo.rollout.generation import EngineFailure
+from megatron_stppo.rollout.restart import Restarts
+from megatron_stppo.rollout.tool_wait import open_environment
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.telemetry.console import timed
+from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.validation import checks
+
+
+@dataclass
+class Worker(Learner):
+    """One rank's share of everything. The reshard is replaced when the engine is."""
+
+    engine: Engine
+    reshard: Resharder
+    make_environment: Callable[[], Environment]
+    restarts: Restarts
+    failures: FailureLimit
+
+    def close(self) -> None:
+        dist.barrier()  # a rank that left early would break the others' last messages
+        self.engine.close()
+        process.stop()
+
+    def serve(self, version: int) -> None:
+        """Wakes the engine and brings it to the policy's weights."""
+        self.offloader.to("reshard")
+        torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
+        self.engine.wake_weights()
+        self.reshard.sync(version)
+        self.offloader.to("rollout")
+        torch.cuda.empty_cache()  # the reshard's buffers, before the key-value cache takes its share
+        self.engine.wake()
+        self.engine.refresh()
+
+    def train(self, phase: Phase) -> None:
+        """Puts the engine to sleep and brings back what the phase needs."""
+        self.engine.sleep()
+        super().train(phase)
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> list[Trajectory]:
+        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank.
+
+        Where vLLM fails, a new engine plays all of them again: the same tokens, since seeds are the same.
+        Raises DoNotRestart or EngineFailure where that is pointless (Restarts), and TooManyFailures.
+        """
+        while True:
+            try:
+                played = self._play(tasks, samples, settings, seed, progress)
+                self.restarts.passed()
+                self.failures.check(played)
+                return played
+            except EngineFailure as failure:
+                self.restarts.admit(failure, seed)
+            self._renew_engine()
+
+    def _renew_engine(self) -> None:
+        """A new engine, at the version that the failed one served. Traffic waits for the reshard's checks."""
+        version = self.reshard.published()
+        del self.reshard  # it holds the failed engine's weights
+        self.engine.rebuild()
+        self.engine.sleep()  # as a first engine does: the reshard leaves no room for a key-value cache
+        self.offloader.to("reshard")  # views of the policy's weights are taken
+        self.reshard = _resharder(self.config, self.mesh, self.shape, self.policy, self.engine)
+        self.serve(version)
+
+    def _play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None,
+    ) -> list[Trajectory]:
+        engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
+        cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
+        first, last = cuts[engine.replica], cuts[engine.replica + 1]
+        mine = everything[first:last]
+        played = collect(
+            engine,
+            engine.tokenizer,
+            [task for task, _ in mine],
+            self.make_environment,
+            settings,
+            seed,
+            engine.group,
+            progress,
+            first_index=first,
+            groups=[group for _, group in mine],
+        )
+        speaks = self.mesh.rank % (self.mesh.world // engine.replicas) == 0
+        return [t for part in gather_records(played if speaks else [], Trajectory) for t in part]
+
+
+def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:
+    """The configuration's sampling; `temperature` replaces it for evaluation."""
+    r, e = config.rollout, config.environment
+    settings = RolloutSettings(
+        limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
+        temperature=r.temperature,
+        top_p=r.top_p,
+        overlap_tools=r.overlap_tools,
+        concurrency=e.concurrency,
+        deadline=e.deadline,
+        tool_wait=e.tool_wait,
+    )
+    return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
+
+
+def seed_of(run: RunConfig, iteration: int) -> int:
+    """Of an iteration's rollouts."""
+    return run.seed * 1_000_003 + iteration
+
+
+def assemble(config: Config, training: bool = True, resume: bool = False) -> Worker:
+    """Collective. `training=False` leaves optimizers, critic and reference out; `resume` waits for tools that
+    are away.
+
+    Raises ConfigError for what does not fit, before anything large is built, and ToolsStayAway.
+    """
+    shape = read_shape(config.model.path)
+    checks.check_parallel(config, process.world_size())
+    checks.check_engine(config, process.world_size())
+    mesh, dtype = process.start(config), process.dtype(config)
+    make_environment = open_environment(config.environment, resume)
+    with timed("engine", mesh.rank == 0):
+        engine = _engine(config, dtype)
+        engine.sleep()  # its memory is the trainer's until the first reshard
+    with timed("models", mesh.rank == 0):
+        learner = build_learner(config, shape, mesh, dtype, training)
+    reshard = _resharder(config, mesh, shape, learner.policy, engine)
+    restarts = Restarts(config.rollout.engine_restarts)
+    failures = FailureLimit(config.environment.max_failure_rate)
+    made = {"engine": engine, "reshard": reshard, "make_environment": make_environment}
+    return Worker(**vars(learner), **made, restarts=restarts, failures=failures)
+
+
+def _resharder(
+    config: Config, mesh: MeshRank, shape: ModelShape, policy: list[build.TokenModel], engine: Engine
+) -> Resharder:
+    """From the policy to the engine, which from now on generates with what it publishes only."""
+    reshard = Resharder(
+        build.named_parameters(policy),
+        engine.parameters(),
+        training_layouts(shape, mesh.layout, spec=layer_spec(config)),
+        serving_layouts(shape, mesh.world, config.engine_tensor),
+        row_widths(shape),
+    )
+    engine.published = reshard.published
+    return reshard
+
+
+def _engine(config: Config, dtype: torch.dtype) -> Engine:
+    r = config.rollout
+    sizes: dict[str, Any] = {"max_context": config.max_context, "max_sequences": r.max_sequences}
+    memory = {"kv_cache_gib": r.kv_cache_gib, "gpu_memory_utilization": r.gpu_memory_utilization}
+    return Engine(
+        config.model.path,
+        tensor=config.engine_tensor,
+        dtype=str(dtype).removeprefix("torch."),
+        seed=config.run.seed,
+        **sizes,
+        **memory,
+    )

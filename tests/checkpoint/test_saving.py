@@ -1,0 +1,116 @@
+"""All of this runs in one process that imports megatron once and forks; `make chaos` does it at length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch import process
+from tests.update import layouts
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    layouts.write_model(
+        folder, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Calls a function of this file in that process."""
+    with ProcessPoolExecutor(1, get_context("spawn"), prepare) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def prepare() -> None:
+    process.prepare(engine=False)
+    torch.set_num_threads(1)
+
+
+def case(name: str, *arguments: Any) -> int:
+    from tests.chaos import one_rank
+
+    return one_rank.in_child(getattr(one_rank, name), *arguments)
+
+
+@pytest.mark.parametrize("name", ["goes_on", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"])
+def test_saver(run: Run, model: Path, tmp_path: Path, name: str) -> None:
+    assert run(case, name, tmp_path, model, *([[]] if name == "disk_full" else [])) == 0
+
+
+def test_a_save_killed_at_a_call_leaves_the_step_before_or_its_own(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    """At every rename, after which something else is visible, and at four calls drawn at random."""
+    left, wrong = run(die, tmp_path, model, 4)
+    assert not wrong
+    assert left == {1, 2}, "killed too early or too late to prove anything"
+
+
+def die(root: Path, model: Path, draws: int) -> tuple[set[int], list[str]]:
+    from tests.chaos.killed_saves import Bench
+
+    bench = Bench(root, model, background=True)
+    chosen = {n for n, name in enumerate(bench.calls, 1) if name in ("rename", "replace")}
+    chosen |= set(random.Random(0).sample(range(1, len(bench.calls) + 1), draws))
+    results = [bench.die_at(call) for call in sorted(chosen)]
+    return {step for step, _ in results}, [wrong for _, wrong in results if wrong]
+
+
+def test_random_damage_is_noticed_and_the_newest_whole_step_is_taken(run: Run, tmp_path: Path) -> None:
+    assert run(damage, tmp_path, 100) == 0
+
+
+def damage(root: Path, examples: int) -> int:
+    from tests.chaos import corruption, one_rank
+
+    return one_rank.in_child(corruption.always_noticed, root, examples, 0)
+
+
+def test_a_checkpoint_of_other_layers_or_of_experts_on_every_rank_is_refused_by_name(run: Run) -> None:
+    for message, beginning in zip(
+        run(refuse),
+        (
+            "was written with model.layers=local, this run has transformer_engine",
+            "was written with parallel.expert=1, whose optimizer state does not fit parallel.expert=4 with "
+            "update's distributed=false",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(f"step_3: {beginning}")
+
+
+def refuse() -> list[str]:
+    from megatron_stppo.checkpoint.saving import _check_experts, _check_layers, layers_of
+
+    local, fused = torch.nn.Module(), torch.nn.Module()
+    fused.linear_qkv = torch.nn.Module()
+    fused.linear_qkv.layer_norm_weight = torch.nn.Parameter(torch.ones(2))
+    assert (layers_of([local]), layers_of([fused])) == ("local", "transformer_engine")
+    _check_layers(Path("step_3"), {"layers": "local"}, [local])
+    chunk = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=4))
+    shared = SimpleNamespace(chunks=[chunk], settings=SimpleNamespace(distributed=False))
+    _check_experts(Path("step_3"), {"expert": 2}, shared)
+    messages = []
+    for check, state, given in (
+        (_check_layers, {"layers": "local"}, [fused]),
+        (_check_experts, {"expert": 1}, shared),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check(Path("step_3"), state, given)
+        messages.append(str(error.value))
+    return messages

@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from megatron_stppo.commands import convert
+from megatron_stppo.sharding.hf_checkpoint import INDEX
+from megatron_stppo.sharding.hf_names import hf_shapes, read_shape
+from tests.commands.conversion import LAYOUT, import_and_export
+from tests.ranks import run_ranks
+from tests.reshard.pieces import model_shape
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=6, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, moe_intermediate_size=12, tie_word_embeddings=True)
+    ),
+}
+
+
+def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
+    for family, make in FAMILIES.items():
+        torch.manual_seed(0)
+        model = make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that are not all alike
+        model.save_pretrained(tmp_path / family)
+        (tmp_path / family / "tokenizer.json").write_text("{}")
+    names = run_ranks(import_and_export, LAYOUT.world, tmp_path, tuple(FAMILIES))[0]
+    assert "failed" not in names
+    for family in FAMILIES:
+        original = load_file(tmp_path / family / "model.safetensors")
+        exported = load_file(tmp_path / "out" / family / "model.safetensors")
+        shape = read_shape(tmp_path / family)
+        assert {key: tuple(t.shape) for key, t in original.items()} == hf_shapes(shape)
+        assert original.keys() == exported.keys()
+        assert all(torch.equal(exported[key], original[key]) for key in original)
+        assert (tmp_path / "out" / family / "tokenizer.json").read_text() == "{}"
+        assert read_shape(tmp_path / "out" / family) == shape
+
+        split = tmp_path / "split" / family
+        files = set(json.loads((split / INDEX).read_text())["weight_map"].values())
+        assert len(files) > 2 and all((split / name).exists() for name in files)
+        reloaded = type(FAMILIES[family]()).from_pretrained(split)
+        assert reloaded.dtype == torch.bfloat16
+        reloaded.save_pretrained(tmp_path / "again" / family)  # by a checkpoint's names
+        held = load_file(tmp_path / "again" / family / "model.safetensors")
+        assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)
+
+
+def test_a_checkpoint_is_put_together_where_the_parameters_are(monkeypatch):
+    # a reshard's copies stay on one device: what a GPU's parameters are copied into must lie there too
+    class Given(Exception):
+        pass
+
+    def resharder(source, target, *_, **__):
+        raise Given(*{tensor.device.type for tensor in target.values()})
+
+    monkeypatch.setattr(convert, "Resharder", resharder)
+    monkeypatch.setattr(convert.dist, "get_rank", lambda group: 0)
+    with pytest.raises(Given, match="meta"):
+        parameters = {"weight": torch.empty(2, device="meta")}
+        convert.gather(parameters, {}, model_shape(), ["model.norm.weight"])

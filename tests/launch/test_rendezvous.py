@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_stppo.launch.rendezvous import INTERFACES, meeting
+from megatron_stppo.launch.slurm import torchrun_variables
+
+SOON = timedelta(seconds=20)
+
+
+def among(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, **environment: str) -> None:
+    """This process is rank `rank` of `world`, as far as the environment says."""
+    monkeypatch.setattr(os, "environ", environment | {"RANK": str(rank), "WORLD_SIZE": str(world)})
+
+
+def listeners() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections("inet")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_single_rank_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = listeners()
+    among(monkeypatch, 0, 1)
+    assert isinstance(meeting(SOON)["store"], dist.HashStore)
+    assert listeners() == before
+
+
+TORCHRUN = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
+SRUN |= {"SLURM_JOB_NODELIST": socket.gethostname(), "SLURM_GTIDS": "0,1", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_the_first_rank_listens_on_the_address_that_the_others_were_given_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
+) -> None:
+    port, before, got = free_port(), listeners(), []
+    if launcher is SRUN:
+        launcher = torchrun_variables(launcher)
+    among(monkeypatch, 0, 2, **launcher | {"MASTER_PORT": str(port)})
+
+    def other() -> None:
+        got.append(dist.TCPStore("127.0.0.1", port, 2, False, SOON).get("hello"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    store = meeting(SOON)["store"]
+    store.set("hello", "you")
+    thread.join()
+    assert got == [b"you"]
+    assert listeners() - before == {("127.0.0.1", port)}
+
+
+def test_ranks_of_one_host_talk_over_the_loopback_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    among(monkeypatch, 1, 2, LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0", **agent)
+    assert meeting(SOON) == {"timeout": SOON}, "torchrun has opened a store"
+    assert [os.environ[name] for name in INTERFACES] == ["ib0", "lo"]
+    among(monkeypatch, 1, 4, LOCAL_WORLD_SIZE="2", **agent)
+    meeting(SOON)
+    assert not set(INTERFACES) & set(os.environ), "ranks of several hosts need an interface between them"

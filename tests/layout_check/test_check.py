@@ -1,0 +1,91 @@
+"""The command on four ranks, and on a step with mistakes that only some layouts can show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.launch import process
+from tests.ranks import run_ranks
+from tests.update import layouts
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("invariance")
+    for name, family, layers in (
+        ("two_layers", "qwen3", 2),
+        ("dense", "qwen3", 4),
+        ("experts", "qwen3_moe", 4),
+    ):
+        layouts.write_model(folder / name, family, num_hidden_layers=layers)
+    return folder
+
+
+def check(model: str, output: str, parallel: dict[str, int], mistaken: bool = False) -> int:
+    process.prepare(engine=False)
+    from megatron_stppo.config import Config
+    from megatron_stppo.layout_check.check import compare
+
+    if mistaken:
+        make_mistakes()
+    # the random offsets of the old policy put some tokens beyond the bound of the mask too
+    algorithm = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "mismatch": "mask"}
+    config = Config.model_validate({"model": {"path": model}, "parallel": parallel, "algorithm": algorithm})
+    return compare(config, Path(output))
+
+
+def make_mistakes() -> None:
+    from megatron_stppo import ops
+    from megatron_stppo.model import layers
+
+    whole, start = ops.clipped_surrogate, layers.RMSNorm.__init__
+
+    def alone(*arguments, group, **settings):  # each rank takes its part of a turn for the turn
+        return whole(*arguments, **settings)
+
+    def unmarked(norm, *arguments, **settings):  # each rank takes its part of a gradient for the gradient
+        start(norm, *arguments, **settings)
+        norm.weight.sequence_parallel = False
+
+    ops.clipped_surrogate, layers.RMSNorm.__init__ = alone, unmarked
+
+
+# which axes its cases must name; stages and chunks of two layers are on two ranks, below
+AXES = {
+    "two_layers": ("TP4", "SP", "CP4", "PP2", "DP4", "reversed"),
+    "dense": ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed"),
+    "experts": ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed", "EP2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["two_layers", *(pytest.param(name, marks=pytest.mark.long) for name in ("dense", "experts"))]
+)
+def test_four_ranks_agree_under_every_layout(models: Path, tmp_path: Path, name: str) -> None:
+    output, own = tmp_path / "cases.json", {"tensor": 2, "sequence": True}
+    assert run_ranks(check, 4, str(models / name), str(output), own, timeout=280) == [0] * 4
+    record = json.loads(output.read_text())
+    names = [case["case"] for case in record["cases"]]
+    assert len(names) == len(set(names)) >= 16
+    for axis in AXES[name]:
+        assert any(axis in text for text in names), axis
+    assert not any(case["broken"] for case in record["cases"])
+    assert 0.05 < record["cases"][0]["numbers"]["actor/clip_fraction"] < 0.9
+
+
+def test_a_turn_and_a_small_tensor_of_which_ranks_forget_the_others_part_are_found(
+    models: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "cases.json"
+    broken = run_ranks(check, 2, str(models / "dense"), str(output), {"tensor": 2}, True)
+    cases = {case["case"]: set(case["broken"]) for case in json.loads(output.read_text())["cases"]}
+    context, sequence = ({name for name in cases if axis in name} for axis in ("CP2", "SP"))
+    assert broken == [len(context | sequence)] * 2
+    assert any("VPP2" in name for name in cases) and any("stages" in name for name in cases)
+    for name, found in cases.items():
+        assert ("actor/objective" in found) == (name in context)
+        assert ("weights" in found) == (name in context | sequence)
+        assert found or name not in context | sequence

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.resilience.deadlines import Beat, place, read, verdict
+from tests.resilience import in_step
+
+START = """
+import ctypes, threading, time
+from pathlib import Path
+from megatron_stppo.resilience import deadlines
+deadlines.BEAT, deadlines.SILENT, deadlines.GRACE, deadlines.END = 0.05, 0.1, 0.5, 0.5
+limits = {"start_up": 9, "score": 0.8, "rollout": 9, "other": 9}
+"""
+
+
+def run(body: str, folder: Path) -> tuple[int, str, float]:
+    """(exit code, stderr, seconds) of a process whose deadlines are short."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{START}\nfolder = Path({str(folder)!r})\n{body}"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return done.returncode, done.stderr, time.monotonic() - started
+
+
+def beat(
+    number: int, entered: int = 4, phase: str = "score", at: str = "a.py:1 f", waits: bool = True
+) -> Beat:
+    return Beat(number, entered, phase, at, waits)
+
+
+def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Path) -> None:
+    """Three real processes over gloo, the second gets SIGSTOP."""
+    context, deadline = mp.get_context("spawn"), 2.0
+    ranks = [context.Process(target=in_step.walk, args=(r, 3, tmp_path, deadline)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        paths = [tmp_path / "heartbeats" / f"rank-{rank}.json" for rank in range(3)]
+        until = time.monotonic() + 200
+        while not all((b := read(path)) and b.entered > 20 for path in paths):
+            assert time.monotonic() < until and all(process.is_alive() for process in ranks)
+            time.sleep(0.05)
+        assert ranks[1].pid is not None
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        for rank in (0, 2):
+            ranks[rank].join(30)
+        assert time.monotonic() - stopped < deadline + 10
+        assert [process.exitcode for process in ranks] == [1, None, 1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for rank in (0, 2):
+        told = (tmp_path / f"stderr-{rank}").read_text()
+        start = (
+            f"rank {rank}: phase score passed its deadline of 2 s (deadlines.score): rank 1 is silent since"
+        )
+        assert f"megatron-stppo: {start} phase " in told and "; rank 2: score, " in told
+        logged = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert start in logged
+        assert "thread MainThread:" in logged and "in all_reduce" in logged
+
+
+def test_a_rank_alone_past_its_deadline_ends_with_its_stacks(tmp_path: Path) -> None:
+    body = 'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"): time.sleep(9)'
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 5
+    assert "rank 0: phase score passed its deadline of 0.8 s (deadlines.score)" in told
+    assert "thread MainThread:" in told
+
+
+def test_a_thread_that_never_lets_go_of_the_interpreter_does_not_outlive_the_timer(tmp_path: Path) -> None:
+    """PyDLL keeps the GIL while it calls: no thread of Python runs."""
+    body = (
+        'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"):\n'
+        "    ctypes.PyDLL(None).sleep(15)"
+    )
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 8
+    assert "Timeout" in told and "<module>" in told
+
+
+def test_a_phase_counts_from_its_own_start_and_gives_its_time_back(tmp_path: Path) -> None:
+    body = (
+        "with deadlines.Watchdog(folder, limits, 0, 1) as watch:\n"
+        "    for _ in range(3):\n"
+        '        with watch.phase("rollout"), watch.phase("score"): time.sleep(0.3)\n'
+        "    time.sleep(0.9)\n"
+        "time.sleep(1.4)\n"
+    )
+    code, told, _ = run(body, tmp_path)
+    assert (code, told) == (0, "")
+
+
+def test_a_run_that_raised_ends_though_one_of_its_threads_does_not(tmp_path: Path) -> None:
+    body = (
+        "threading.Thread(target=time.sleep, args=(15,)).start()\n"
+        "with deadlines.Watchdog(folder, limits, 0, 1): raise ValueError('out of blocks')\n"
+    )
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 8
+    assert "ValueError: out of blocks" in told
+
+
+def test_a_run_that_raised_keeps_its_exit_code_while_a_checkpoint_in_flight_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "import atexit, sys\n"
+        "deadlines.END = 9\n"
+        "atexit.register(time.sleep, 1.5)\n"
+        "try:\n"
+        "    with deadlines.Watchdog(folder, limits, 0, 1): raise ValueError('too many are not finite')\n"
+        "except ValueError: sys.exit(93)\n"
+    )
+    assert run(body, tmp_path)[:2] == (93, "")
+
+
+def test_a_disk_that_was_full_does_not_end_the_signs_of_life(tmp_path: Path) -> None:
+    """A folder in the scratch file's place refuses the writes."""
+    body = (
+        "blocked = folder / 'heartbeats' / 'rank-0.tmp'\n"
+        "blocked.mkdir(parents=True)\n"
+        "with deadlines.Watchdog(folder, limits, 0, 1):\n"
+        "    time.sleep(0.3)\n"
+        "    blocked.rmdir()\n"
+        "    until = time.monotonic() + 8\n"
+        "    while deadlines.read(folder / 'heartbeats' / 'rank-0.json') is None:\n"
+        "        assert time.monotonic() < until\n"
+        "        time.sleep(0.05)\n"
+    )
+    assert run(body, tmp_path)[:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([beat(9), beat(2)], "rank 1 is silent since phase score. rank 0: score, a.py:1 f; rank 1: score,"),
+        ([beat(9), None], "rank 1 never gave a sign of life. rank 0: score, a.py:1 f"),
+        ([beat(9), beat(9, 3, "advantage")], "rank 1 is still in phase advantage. "),
+        ([beat(9), beat(9, at="b.py:7 g", waits=False)], "rank 1 is in b.py:7 g, the others wait. "),
+        ([beat(9), beat(9)], "all ranks wait for others. "),
+        ([beat(9, waits=False), beat(9, waits=False)], "no rank waits for another. "),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(after: list[Beat | None], said: str) -> None:
+    before = [beat(2), beat(2) if after[1] else None]
+    assert verdict(before, after).startswith(said)
+
+
+def test_a_place_is_the_packages_own_frame_and_the_innermost_one() -> None:
+    at, waits = place(sys._getframe())
+    assert at.startswith("resilience/test_deadlines.py:") and at.endswith(sys._getframe().f_code.co_name)
+    assert not waits

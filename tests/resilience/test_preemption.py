@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.resilience.preemption import SIGNALS, PreemptionNotice
+
+# Stands for a training that reports its progress.
+PRINTS = """
+import pathlib, sys, time
+from megatron_stppo.resilience.preemption import Notice
+notice = Notice(margin=0)
+print("ready", flush=True)
+while not notice.due(bool):
+    time.sleep(0.05)
+for _ in range(3):
+    print("saved", flush=True)
+    print("saved", file=sys.stderr, flush=True)
+pathlib.Path(sys.argv[1]).write_text(notice.reason)
+"""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def alone(flag: bool) -> bool:
+    return flag
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_until_it_is_asked_for_and_a_second_one_does_nothing(number: signal.Signals) -> None:
+    notice = PreemptionNotice(margin=0)
+    assert not notice.due(alone)
+    os.kill(os.getpid(), number)
+    assert notice.due(alone)
+    assert notice.reason == number.name
+    for again in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), again)
+        assert signal.getsignal(again) == signal.SIG_IGN, "children would die of it"
+
+
+def test_ctrl_c_is_a_notice_and_the_kernel_ends_the_process_at_the_second(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    notice = PreemptionNotice(margin=0)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert "SIGINT: checkpoints after this iteration and ends; a second Ctrl-C" in capfd.readouterr().err
+    assert notice.due(alone) and notice.reason == "SIGINT"
+    assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_that_comes_after_another_ranks_does_not_end_this_one() -> None:
+    notice = PreemptionNotice(margin=0)
+    assert notice.due(lambda mine: True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    notice = PreemptionNotice(margin=0)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not notice.due(alone)
+
+
+def test_a_terminal_that_closes_is_a_notice_and_what_is_printed_later_is_no_error(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", PRINTS, str(tmp_path / "reason")])
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "reason").read_text() == "SIGHUP"
+
+
+def test_a_pipe_whose_reader_dies_of_the_same_ctrl_c_ends_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS, str(tmp_path / "reason")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as child:
+        assert child.stdout is not None and child.stdout.read(5) == b"ready"
+        child.stdout.close()
+        child.send_signal(signal.SIGINT)
+    assert child.returncode == 0
+    assert (tmp_path / "reason").read_text() == "SIGINT"
+
+
+def test_another_ranks_notice_is_ours() -> None:
+    notice = PreemptionNotice(margin=0)
+    assert notice.due(lambda mine: True)
+    assert notice.reason == "another rank was given notice"
+
+
+def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All must be over at 1040: after 30 s that end at 1000 there is another go, after 20 at 1030 none."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    times = iter((970.0, 1000.0, 1010.0, 1030.0))  # the start; ends of iterations of 30, 10 and 20 s
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    notice = PreemptionNotice(margin=60)
+    assert [notice.due(alone) for _ in range(3)] == [False, False, True]
+    assert notice.reason == "SLURM_JOB_END_TIME is near"
+
+
+def test_an_end_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is no time"):
+        PreemptionNotice(margin=0)

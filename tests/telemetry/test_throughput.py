@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.model.flop import forward
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.telemetry.throughput import phase_flop, throughput
+from megatron_stppo.types import Task, Trajectory, Turn
+
+# 144 weights in its layer, a head of 4 x 10.
+SHAPE = ModelShape("llama", 1, 4, 2, 1, 2, 8, 10, False, False, False, 1e4, 1e-6, 64)
+SECONDS = {"rollout": 2.0, "score": 1.0, "update": 4.0}
+
+
+def settings(**algorithm: float | str) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "update": {"epochs": 2}, "algorithm": algorithm})
+
+
+def batch():
+    """One trajectory: a prompt of 1 token, then 2 action tokens."""
+    turn = Turn((5, 6), (-0.5, -0.5), (), 1.0, 0)
+    return to_batch([Trajectory(Task("", (), ("",), "train", 0), (3,), (turn,), "ok")])
+
+
+def test_a_forward_pass_takes_two_flop_per_weight_and_token_and_attention_sees_half() -> None:
+    assert forward(SHAPE, [3]) == 2 * 144 * 3 + 2 * 4 * 9 == 936
+    assert forward(SHAPE, [3, 3], head_tokens=2) == 2 * 936 + 2 * 2 * 40
+
+
+def test_only_a_tokens_own_experts_count_and_the_router_does() -> None:
+    sparse = ModelShape(*("qwen3_moe", 1, 4, 2, 1, 2, 8, 10, False, False, False, 1e4, 1e-6, 64, None, 6, 2))
+    assert forward(sparse, [1]) - forward(SHAPE, [1]) == 2 * (3 * 32 + 4 * 6)
+
+
+def test_every_model_scores_once_and_two_learn_in_every_epoch() -> None:
+    policy, critic = 936 + 160, 936
+    assert phase_flop(settings(), SHAPE, batch()) == {
+        "score": 2 * policy + critic,  # with the reference
+        "update": 3 * 2 * (policy + critic),
+    }
+    alone = settings(preset="grpo", kl_coefficient=0)
+    assert phase_flop(alone, SHAPE, batch()) == {"score": policy, "update": 3 * 2 * policy}
+
+
+def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    row = throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=2)
+    assert row["rollout/tokens_per_second"] == 1.0
+    assert row["update/tokens_per_second"] == 2 * 3 / 4
+    assert row["mfu/update"] == pytest.approx(3 * 2 * (1096 + 936) / (4 * 2 * 989e12))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Unheard Of")
+    assert "mfu/update" not in throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=2)
+
+
+def test_a_cpu_has_no_share_of_a_peak() -> None:
+    row = throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=1)
+    assert set(row) == {"rollout/tokens_per_second", "update/tokens_per_second"}

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.finite import columns
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.telemetry.trajectory_files import new_folder, recorded, turns_path
+from megatron_stppo.telemetry.trajectory_log import TrajectoryLog, encode, read
+from megatron_stppo.types import Message, Task, Trajectory, Turn
+
+WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
+TASK = Task("geography", (Message("user", "capital of Togo ?"),), ("Lomé",), "train", 17)
+EPISODE = Trajectory(
+    TASK,
+    (0, 1, 2, 3),
+    (Turn((4, 2), (-0.5, -0.25), (5,), 0.0, 3), Turn((5, 6), (-0.125, 0.0), (), 1.0, 3)),
+    "ok",
+    group=2,
+    searches=1,
+    valid_actions=2,
+    detail="Lomé",
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+
+
+def test_a_line_holds_what_was_written_read_and_earned(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(12, [EPISODE, EPISODE])
+    lines = (tmp_path / "trajectories" / "iteration-00012.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    assert len(lines) == 2
+    assert row["prompt"] == "capitalofTogo?"
+    assert [turn["action"] for turn in row["turns"]] == ["<search>Togo", "Lomé<eos>"]
+    assert row["turns"][0]["observation"] == "Lomé"
+    assert row["turns"][0]["token_ids"] == [4, 2]
+    assert row["turns"][0]["rollout_logprob"] == [-0.5, -0.25]
+    assert (row["outcome"], row["reward"], row["targets"], row["group"]) == ("ok", 1.0, ["Lomé"], 2)
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path, 1, tokenizer()).write(1, [EPISODE])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_read_back_as_the_same_batch(tmp_path: Path) -> None:
+    """Log-probs are float32: the one nearest to -0.1 and the next one, which a rounded number would lose."""
+    exact = np.nextafter(np.float32([-0.1, -0.1]), np.float32([-0.1, 0]))
+    turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), 3)
+    played = [EPISODE, replace(EPISODE, turns=(turn,), group=3)]
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(12, played)
+    assert recorded(tmp_path) == [12]
+    again = read(tmp_path, 12)
+    assert again[0] == replace(EPISODE, task=replace(TASK, prompt=()))
+    batch, expected = to_batch(again), to_batch(played)
+    for name, value in columns(expected).items():
+        assert torch.equal(value.nan_to_num(9), getattr(batch, name).nan_to_num(9)), name
+    assert groups_of(again).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])
+def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
+    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    path.write_text(path.read_text() + line + "\n", encoding="latin-1" if line == "\xff" else "utf-8")
+    with pytest.raises(ConfigError, match=r"iteration-00001\.jsonl line \d: is no trajectory"):
+        read(tmp_path, 1)
+
+
+def test_writing_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path, 0, tokenizer())
+    log.write(1, [EPISODE, EPISODE])
+    log.write(1, [EPISODE])
+    (only,) = (tmp_path / "trajectories").iterdir()
+    assert len(only.read_text().splitlines()) == 1
+
+
+def test_text_that_acts_on_a_terminal_is_escaped_and_comes_back() -> None:
+    hostile = "Lomé \x1b[2J \x9b31m \u202e \u2028 \ud800 \x00 \r\n"
+    line = encode({"action": hostile})
+    assert json.loads(line) == {"action": hostile}
+    assert "Lomé" in line
+    assert all(character.isprintable() for character in line)
+
+
+def test_what_the_update_made_of_turns_lies_beside_and_goes_when_the_iteration_is_played_again(
+    tmp_path: Path,
+) -> None:
+    log = TrajectoryLog(tmp_path, 0, tokenizer())
+    log.write(1, [EPISODE])
+    log.write_turns(1, [[{"ratio": 1.5}, {"ratio": None}]])
+    beside = turns_path(tmp_path, 1)
+    assert json.loads(beside.read_text()) == {"iteration": 1, "turns": [{"ratio": 1.5}, {"ratio": None}]}
+    assert recorded(tmp_path) == [1]
+    log.write(1, [EPISODE])
+    assert not beside.exists()
+
+
+def test_every_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    names = [new_folder(tmp_path / "evaluate", "step_4").name for _ in range(3)]
+    assert names == ["step_4", "step_4-2", "step_4-3"]
+    assert new_folder(tmp_path / "evaluate", "model").name == "model"

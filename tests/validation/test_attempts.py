@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import Config
+from megatron_stppo.validation import attempts
+
+
+def config(root: Path, **update: object) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "run": {"root": root}, "update": update})
+
+
+def test_every_attempt_keeps_its_configuration_and_the_newest_has_the_plain_name(tmp_path: Path) -> None:
+    first, second = config(tmp_path), config(tmp_path, epochs=3)
+    attempts.record(first, 0)
+    attempts.record(second, 0)
+    attempts.record(second, 1)
+    kept = {
+        path.relative_to(first.run.folder).as_posix(): path.read_text() for path in tmp_path.rglob("*.yaml")
+    }
+    assert kept == {
+        "config.yaml": second.dump(),
+        "configs/attempt-1.yaml": first.dump(),
+        "configs/attempt-2.yaml": second.dump(),
+    }
+
+
+def test_a_resumed_run_says_what_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempts.say_changes(config(tmp_path))  # a folder of checkpoints alone
+    attempts.record(config(tmp_path), 0)
+    attempts.say_changes(config(tmp_path))
+    assert capsys.readouterr().err == ""
+    attempts.say_changes(config(tmp_path, epochs=3, actor={"lr": 0.5}))
+    assert capsys.readouterr().err.splitlines() == [
+        "megatron-stppo: --resume changes update.epochs: 1 -> 3",
+        "megatron-stppo: --resume changes update.actor.lr: 1e-06 -> 0.5",
+    ]
+    (tmp_path / "run" / "config.yaml").write_text("run: [")
+    attempts.say_changes(config(tmp_path))
+    assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+def test_fields_that_come_and_go_are_changes_too() -> None:
+    assert attempts.changes({"megatron": {}, "a": {"b": [1]}}, {"megatron": {"c": 1}, "a": {"b": [2]}}) == [
+        "megatron.c: not given -> 1",
+        "a.b: [1] -> [2]",
+        "megatron: {} -> not given",
+    ]
