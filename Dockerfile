@@ -1,35 +1,35 @@
-# The GPU environment. Versions stand in tools/constraints-gpu.txt, each with its reason. No Docker daemon has built
-# this file yet; what of it runs without one, and without a GPU, tools/check_dockerfile.py runs.
+# The GPU environment. tools/constraints-gpu.txt has the versions and the reason for each. No Docker daemon has built
+# this file yet. tools/check_dockerfile.py runs those of its steps that need neither Docker nor a GPU.
 #
-#     docker build -t megatron-stppo .          --build-arg APEX=COMMIT adds NVIDIA's apex, of that commit
+#     docker build -t megatron-stppo .          --build-arg APEX=COMMIT adds NVIDIA's apex at that commit
 #     docker run --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u)" -e HOME=/tmp \
 #         -v "$PWD/runs:/home/agent/runs" megatron-stppo doctor
 
-# A toolkit at run time too: flashinfer and triton compile for the GPU that they find.
+# The CUDA toolkit is also needed at run time: flashinfer and triton compile for the GPU of the machine.
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Ubuntu's archive keeps only the newest build of a package: a pin would break with the next update.
+# No pinned versions: Ubuntu's archive keeps only the newest build of a package, so a pin breaks with an update.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git make python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/venv/bin:$PATH
 
-# torch and vLLM, and what the next stages build with.
+# torch, vLLM, and the tools with which the next stages build.
 FROM base AS engine
 COPY tools/constraints-gpu.txt /opt/constraints.txt
 RUN python3.12 -m venv /opt/venv \
     && pip install --no-cache-dir --constraint /opt/constraints.txt ninja packaging pybind11 setuptools wheel \
     && pip install --no-cache-dir --constraint /opt/constraints.txt torch vllm
 
-# The package transformer-engine alone is empty: the core library is -cu13, the bindings to torch are -torch, which
-# is source. Its build would rather download a wheel for a torch of its own choice.
+# The package transformer-engine itself is empty. The core library is in -cu13, the bindings to torch in -torch, which
+# is a source package. NVTE_PYTORCH_FORCE_BUILD stops it from downloading a wheel for another version of torch.
 FROM engine AS transformer-engine
 ENV NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=8
 RUN pip wheel --no-cache-dir --constraint /opt/constraints.txt --no-deps --no-build-isolation \
     --wheel-dir /wheels/transformer-engine transformer-engine transformer-engine-cu13 transformer-engine-torch
 
-# Optional. PyPI's apex is another project.
+# Optional. The package apex on PyPI is a different project, so apex comes from GitHub.
 FROM engine AS apex
 ARG APEX=
 ENV APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=8
@@ -50,7 +50,7 @@ FROM engine AS packages
 COPY --from=transformer-engine /wheels /wheels
 COPY --from=apex /wheels /wheels
 COPY --from=extension /wheels /wheels
-# countryinfo and mendeleev are the quickstart's facts.
+# countryinfo and mendeleev hold the facts of the quickstart.
 RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo mendeleev
 
 FROM base

@@ -1,14 +1,14 @@
-# make quickstart   from a fresh clone to a trained agent; SEED=1 for another seed
-# make test         lint, types and the test suite, on CPU; make test-all: a longer matrix of layouts too
-# pip's own settings are honoured: PIP_EXTRA_INDEX_URL, PIP_INDEX_URL, pip.conf.
+# make quickstart   from a fresh clone to a trained agent; SEED=1 uses another seed
+# make test         lint, types and the test suite, on CPU; make test-all adds a longer matrix of layouts
+# pip reads its own settings: PIP_EXTRA_INDEX_URL, PIP_INDEX_URL, pip.conf.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help quickstart medical test test-all chaos lint audit check-dockerfile clean
 
-# tools/install.py leaves byte code to the first import; where this is set, every process would compile all of
-# vLLM again: 10 s each.
+# tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
+# would compile all of vLLM again, which takes 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
 SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
-# Two tests at a time; those of one file share its fixtures, the order is that of the folders.
+# Two tests run at a time. Tests of one file run in one process, because they share fixtures. Files run in folder order.
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STRICT := megatron_stppo/types.py megatron_stppo/config.py megatron_stppo/config_file.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
@@ -61,7 +61,7 @@ AUDIT := .venv-audit
 
 audit: ## known weaknesses of what tools/lock-cpu.txt pins; needs a network with PyPI's advisories
 	[ -x $(AUDIT)/bin/pip-audit ] || { $(PYTHON) -m venv $(AUDIT); $(AUDIT)/bin/pip install --quiet pip-audit; }
-	@# --strict: a package that nothing is known about is a failure, not a pass
+	@# --strict: a package that cannot be audited is a failure
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r tools/lock-cpu.txt
 
 check-dockerfile: ## the Dockerfile's steps in a folder, without Docker; needs nvcc, an index, PYTHON312=python3.12

@@ -1,9 +1,10 @@
-"""Builds csrc/ into megatron_stppo/_csrc: the CPU part always, the CUDA part where nvcc is found.
+"""Build csrc/ into megatron_stppo/_csrc: always the CPU kernels, and the CUDA kernels if nvcc is found.
 
-Neither includes torch, so one build serves any torch, and a machine without a GPU compiles every kernel.
+Neither includes torch. So one build works with any version of torch, and every kernel compiles on a machine
+without a GPU. Two environment variables change the build:
 
-    STPPO_CUDA_ARCHS   architectures for nvcc, such as "80;90a" (default: 90a); "" leaves the CUDA part out
-    CUDA_HOME          where to look for nvcc before PATH
+    STPPO_CUDA_ARCHS   architectures for nvcc, such as "80;90a" (default: 90a); "" builds no CUDA kernels
+    CUDA_HOME          the CUDA toolkit; nvcc is searched for here first, then on PATH
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from setuptools import setup
 
 CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.glob("*.h"))) + sorted(map(str, CSRC.glob("*.cuh")))
-# No -ffast-math: NaN and infinity mean something here. What vectorising needs beyond -O3 is named.
-# No peeling up to an aligned address: the order of a sum would depend on where its row starts.
+# Not -ffast-math, because NaN and infinity have a meaning here; only what vectorising needs is set.
+# No peeling up to an aligned address, because the order of a sum would depend on the address of its row.
 VECTORISE = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() == "x86_64":
-    # 512-bit vectors slow down everything that runs after them on the core (docs/performance.md).
+    # 512-bit vectors slow down the code that runs after them on the same core (docs/performance.md).
     VECTORISE += ["-mprefer-vector-width=256"]
 VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 CXX_FLAGS = ["-O3", *VECTORISE, "-Wall", "-Wextra"]
@@ -38,12 +39,15 @@ def nvcc() -> str | None:
 
 
 def gencode(archs: str) -> list[str]:
-    """nvcc's flags for "80;90a"."""
+    """Return the flags of nvcc for architectures such as "80;90a"."""
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";")]
 
 
 def libraries(compiler: str) -> Path:
-    """Where nvcc's toolkit keeps libcudart_static.a; nvcc itself may be a wrapper elsewhere."""
+    """Return the folder of libcudart_static.a in nvcc's toolkit.
+
+    nvcc itself may be a wrapper elsewhere, so the toolkit's path is read from its dry run.
+    """
     line = [compiler, "--dryrun", "-x", "cu", os.devnull, "-o", os.devnull]
     said = subprocess.run(line, capture_output=True, text=True).stderr
     top = next((x.split("TOP=")[1] for x in said.splitlines() if "TOP=" in x), "nvcc's toolkit")
@@ -57,10 +61,11 @@ def libraries(compiler: str) -> Path:
 
 
 class Build(build_ext):
-    """setuptools compiles the C++ files; nvcc the .cu files, which are linked as objects."""
+    """Compile the C++ files with setuptools, and the .cu files with nvcc into objects that are linked in."""
 
     def build_extension(self, extension: Pybind11Extension) -> None:
-        self.force = True  # what is linked depends on nvcc and the architectures too, which have no date
+        # File times do not show a change of nvcc or of STPPO_CUDA_ARCHS.
+        self.force = True
         archs = os.environ.get("STPPO_CUDA_ARCHS", "90a")
         compiler = nvcc() if archs else None
         if compiler is not None:

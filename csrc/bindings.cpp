@@ -1,5 +1,6 @@
-// Python's side of the extension: pointers and sizes in, a status out. The GIL is released while an op runs.
-// Callers are megatron_stppo/ops/*.py, which check device, dtype, shape and contiguity first.
+// Python bindings of the extension. Every function takes pointers and sizes and returns a status. The GIL is
+// released while an op runs. The callers are megatron_stppo/ops/*.py; they check device, dtype, shape and
+// contiguity first.
 #include <pybind11/pybind11.h>
 
 #include "ops.h"
@@ -15,7 +16,7 @@ T *to(Pointer address) {
   return reinterpret_cast<T *>(address);
 }
 
-// `where`: the number of threads on the CPU, the stream's handle on a GPU.
+// Run the CPU or the CUDA kernel. `where` is the number of threads on the CPU, and the stream's handle on a GPU.
 template <class Arguments, auto cpu, auto cuda>
 int call(const Arguments &arguments, bool on_gpu, Pointer where) {
   py::gil_scoped_release release;
@@ -107,10 +108,10 @@ PYBIND11_MODULE(_csrc, m) {
   m.attr("segment_sums") = SEGMENT_SUMS;
   py::class_<Logits>(m, "Logits").def(py::init(&logits));
   m.def("clipped_surrogate", &clipped_surrogate);  // objective, ratios and coefficients in one pass
-  m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of a shard of logits
-  m.def("vocab_merge", &vocab_merge);              // the shards' numbers -> log-prob, entropy, sum p^2
-  m.def("vocab_gradient", &vocab_gradient);        // cotangents of the three -> logits
+  m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of one shard of logits
+  m.def("vocab_merge", &vocab_merge);              // numbers of all shards -> log-prob, entropy, sum p^2
+  m.def("vocab_gradient", &vocab_gradient);        // gradients of these three -> gradient of the logits
   m.def("gae", &gae);                              // advantages and returns, per token or per turn
-  m.def("bucket_copy", &bucket_copy);              // many strided slices, cast on the way
-  m.def("bucket_checksum", &bucket_checksum);      // a sum of each, cast on the way
+  m.def("bucket_copy", &bucket_copy);              // copy many strided slices and cast them
+  m.def("bucket_checksum", &bucket_checksum);      // checksum of every slice after the cast
 }

@@ -1,5 +1,5 @@
-// Sums the bits of many two-dimensional slices, cast on the way: block (i, j) sums every gridDim.y-th piece of slice
-// i. The integer atomics at the end commute exactly, so that no result depends on their order.
+// Compute a checksum of the bits of many two-dimensional slices, after a cast. Block (i, j) sums every gridDim.y-th
+// piece of slice i. The integer atomics at the end commute exactly, so the result does not depend on their order.
 #include <bit>
 
 #include "bucket_checksum.h"

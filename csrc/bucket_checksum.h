@@ -1,20 +1,22 @@
-// The weights of a checksum. A slice's bits, as cast, are 16-bit numbers x_i, signed. Its sum is two sums mod 2^32,
+// The weights of a checksum. After the cast, the bits of a slice are signed 16-bit numbers x_i. The checksum of the
+// slice is two sums mod 2^32,
 //   low  = bytes + sum_i x_i * first(i % PIECE) * first(i / PIECE),    high = sum_i x_i * second(..) * second(..)
-// with odd weights: changing one number always changes both; exchanging two unequal ones leaves the sum as it was
-// only where both weights agree, once in 2^28. 15-bit weights are what processors multiply and add in one step.
+// with odd weights. A change of one number always changes both sums. An exchange of two unequal numbers goes
+// unnoticed only if both of their weights agree, with probability 2^-28. The weights have 15 bits because processors
+// multiply and add such numbers in one step.
 #pragma once
 #include "portable.h"
 
 namespace stppo {
 
-constexpr int CHECKSUM_PIECE = 2048;  // numbers; their weights stay in a CPU's first-level cache, or in registers
+constexpr int CHECKSUM_PIECE = 2048;  // in numbers; their weights fit in a CPU's L1 cache, or in registers
 
 template <class Number>
 struct Weights {
   Number first, second;
 };
 
-// Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": SplitMix64's output function.
+// The output function of SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 STPPO_BOTH constexpr uint64_t mixed(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

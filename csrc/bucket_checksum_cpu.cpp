@@ -1,4 +1,4 @@
-// CPU twin of bucket_checksum.cu. As in bucket_copy_cpu.cpp every thread takes an equal range of all elements.
+// CPU kernel of bucket_checksum.cu. As in bucket_copy_cpu.cpp, every thread takes an equal range of all elements.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -33,7 +33,7 @@ STPPO_CLONES Sums sum_numbers(const int16_t *__restrict x, const int16_t *__rest
   return {low, high};
 }
 
-// Elements [from, from + n) as the target's bits: where they are, or cast into `room`.
+// Return the bits of elements [from, from + n) in the target's type: in place if no cast is needed, else in `room`.
 const int16_t *numbers(const BucketChecksum &a, const SummedSlice &s, int64_t from, int64_t n, void *room) {
   const auto floats = static_cast<const float *>(s.source) + from;
   const auto halves = static_cast<const uint16_t *>(s.source) + from;
@@ -43,12 +43,12 @@ const int16_t *numbers(const BucketChecksum &a, const SummedSlice &s, int64_t fr
   return static_cast<const int16_t *>(room);
 }
 
-// Of elements [start, stop) of a slice, counted row by row.
+// Return the sums over elements [start, stop) of a slice, counted row by row.
 Sums sum_range(const BucketChecksum &a, const SummedSlice &s, int64_t start, int64_t stop) {
   alignas(64) std::byte room[2 * CHECKSUM_PIECE];
   const int64_t per_element = a.target == FLOAT32 ? 2 : 1, elements = CHECKSUM_PIECE / per_element;
   Sums total;
-  if (start == 0) total.low = uint32_t(s.rows * s.width * per_element * 2);  // the slice's bytes, once
+  if (start == 0) total.low = uint32_t(s.rows * s.width * per_element * 2);  // the slice's bytes are added once
   for (int64_t at = start; at < stop;) {
     const int64_t row = at / s.width, column = at - row * s.width, piece = at / elements;
     const int64_t n = std::min({s.width - column, stop - at, (piece + 1) * elements - at});

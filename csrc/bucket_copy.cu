@@ -1,5 +1,5 @@
-// Gathers, casts and scatters many two-dimensional slices in one launch: block (i, j) copies every gridDim.y-th
-// piece of slice i.
+// Gather, cast and scatter many two-dimensional slices in one launch. Block (i, j) copies every gridDim.y-th piece
+// of slice i.
 #include "bucket_copy.cuh"
 #include "ops.h"
 
@@ -7,7 +7,7 @@ namespace stppo {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t PIECE = 16384;  // elements that a block copies between two strides
+constexpr int64_t PIECE = 16384;  // in elements; a block copies one piece per stride of the grid
 
 template <class S, class T>
 __global__ void __launch_bounds__(THREADS) copy_kernel(const Slice *slices) {

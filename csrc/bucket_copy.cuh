@@ -1,4 +1,4 @@
-// What the kernels over slices share: casts between the types, and four neighbouring elements at once.
+// Shared by the CUDA kernels over slices: casts between the types, and access to four neighbouring elements at once.
 #pragma once
 #include <cuda_bf16.h>
 

@@ -1,4 +1,4 @@
-// What the CPU twins over slices share: casts of a row (bucket_copy_cpu.cpp), and equal ranges for all threads.
+// Shared by the CPU kernels over slices: casts of a row (bucket_copy_cpu.cpp), and equal ranges for all threads.
 #pragma once
 #include <omp.h>
 
@@ -7,9 +7,10 @@
 
 namespace stppo {
 
-constexpr int64_t PER_THREAD = 1 << 15;  // elements below which another thread costs more than it brings
+constexpr int64_t PER_THREAD = 1 << 15;  // with fewer elements, another thread costs more time than it saves
 
-// range(slice, start, stop) for elements [start, stop) of slices, counted row by row; together all of them, once.
+// Call range(slice, start, stop) for elements [start, stop) of the slices, counted row by row. The calls together
+// cover every element once.
 template <class Slice, class Range>
 void over_elements(const Slice *slices, int64_t count, int threads, const Range &range) {
   int64_t total = 0;

@@ -1,5 +1,5 @@
-// CPU twin of bucket_copy.cu. The elements of all slices are numbered in order and every thread copies an equal
-// range of them, so that one large slice keeps all threads as busy as many small ones.
+// CPU kernel of bucket_copy.cu. The elements of all slices are numbered in order, and every thread copies an equal
+// range of them. So all threads are equally busy, with one large slice or with many small ones.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -14,7 +14,7 @@ STPPO_CLONES void widen(const uint16_t *__restrict source, float *__restrict tar
   for (int64_t i = 0; i < width; ++i) target[i] = std::bit_cast<float>(uint32_t(source[i]) << 16);
 }
 
-// To the nearest, ties to even; every NaN becomes the same one.
+// Round to nearest, ties to even. Every NaN becomes the same NaN.
 STPPO_CLONES void narrow(const float *__restrict source, uint16_t *__restrict target, int64_t width) {
   for (int64_t i = 0; i < width; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
@@ -36,7 +36,7 @@ void copy_elements(const BucketCopy &a, const Slice &s, int64_t from, int64_t to
   else widen(halves, static_cast<float *>(s.target) + to, width);
 }
 
-// Elements [start, stop) of a slice, counted row by row.
+// Copy elements [start, stop) of a slice, counted row by row.
 void copy_range(const BucketCopy &a, const Slice &s, int64_t start, int64_t stop) {
   for (int64_t row = start / s.width, at = start; at < stop; ++row) {
     const int64_t column = at - row * s.width, width = std::min(s.width - column, stop - at);

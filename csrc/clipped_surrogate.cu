@@ -1,9 +1,10 @@
-// Clipped surrogate: ratio, gradient and all monitored sums in one launch, each token read once.
+// Clipped surrogate: ratio, gradient and all monitored sums in one launch that reads each token once.
 //
-// A block takes one tile of segments, cut by the offsets alone. In a tile a segment gets 8 lanes, a warp or the
-// block, by its length; one longer than LONG is summed in slices by the blocks of the tiles that it covers, which
-// own no other work, and the last of them to finish writes its coefficients. Tickets decide who is last, never
-// the order of a sum: the bits depend on a segment's tokens only, and not on the grid.
+// A block processes one tile of segments. The bounds of a tile depend on the offsets only. Within a tile, 8 lanes, one
+// warp or the whole block process a segment, depending on its length. A segment longer than LONG (a "giant") is summed
+// in slices by the blocks of the tiles that it covers, which have no other work; the last of these blocks to finish
+// writes its coefficients. Tickets determine which block is last, but never the order of a sum. So the bits depend only
+// on a segment's tokens, and not on the grid.
 #include "clipped_surrogate.cuh"
 
 namespace stppo {

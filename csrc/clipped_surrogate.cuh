@@ -1,11 +1,11 @@
-// Device code of clipped_surrogate.cu: which block does what, and what it writes.
+// Device code of clipped_surrogate.cu: the work of each block, and what it writes.
 #pragma once
 #include "segment_sums.cuh"
 
 namespace stppo {
 namespace {
 
-// A segment's coefficients, its ratio, and what it adds to the tile's sums.
+// Write a segment's ratio, add the segment to the tile's sums, and return its coefficients.
 __device__ __forceinline__ Coefficients finish(const Surrogate &a, int64_t segment, int64_t tokens, const Sums &s,
                                                double *sums) {
   const double count = double(tokens), own[SEGMENT_SUMS] = {count, s.delta, s.gain, s.loss};
@@ -38,7 +38,7 @@ __device__ __forceinline__ void fill(const Surrogate &a, int64_t first, int64_t 
 
 __device__ __forceinline__ int64_t key_of(const Surrogate &a, int64_t s) { return a.offsets[s] + s; }
 
-// The first segment s with offsets[s] + s >= at, by one warp: 32 probes a round. Every lane gets it.
+// Return the first segment s with offsets[s] + s >= at, on every lane. One warp searches with 32 probes per round.
 __device__ int64_t first_segment(const Surrogate &a, int64_t at) {
   const int lane = threadIdx.x % 32;
   int64_t low = 0, high = a.segments;  // the answer lies in [low, high]
@@ -54,7 +54,7 @@ __device__ int64_t first_segment(const Surrogate &a, int64_t at) {
   return low;
 }
 
-// The segments that start in a tile.
+// Return the range of segments that start in a tile.
 __device__ Range segments_of(const Surrogate &a, int64_t tile, Shared &shared) {
   const int warp = threadIdx.x / 32;
   if (warp < 2) {
@@ -66,13 +66,13 @@ __device__ Range segments_of(const Surrogate &a, int64_t tile, Shared &shared) {
   return {shared.bounds[0], shared.bounds[1]};
 }
 
-// A segment's tokens. Offsets that are not in order read nothing outside.
+// Return a segment's tokens. If offsets are not sorted, the range is empty, so nothing is read out of bounds.
 __device__ __forceinline__ Range tokens_of(const Surrogate &a, int64_t s) {
   const int64_t first = a.offsets[s], last = a.offsets[s + 1];
   return first >= 0 && first <= last && last <= a.tokens ? Range{first, last} : Range{0, 0};
 }
 
-// Offsets that are not in order make the objective NaN: nothing is read back to the host to raise an error.
+// If offsets are not sorted, make the objective NaN: nothing is read back to the host to raise an error.
 __device__ void check_order(const Surrogate &a, int64_t tile, double *sums) {
   bool wrong = a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens;
   const int64_t end = min((tile + 1) * SURROGATE_TILE, a.segments);
@@ -86,15 +86,16 @@ __device__ __forceinline__ bool is_giant(const Surrogate &a, int64_t s) {
   return t.last - t.first > LONG;
 }
 
-// The workspace's three parts, a row per tile: sums of the tile, sums of the giant that starts there, and two
-// slices of giants.
+// The workspace has three parts with one row per tile: the sums of the tile, the sums of the giant that starts there,
+// and two slices of giants.
 __device__ __forceinline__ double *tile_row(const Surrogate &a, int64_t tile) { return a.workspace + tile * SURROGATE_SUMS; }
 __device__ __forceinline__ double *giant_row(const Surrogate &a, int64_t tile) { return tile_row(a, a.tiles() + tile); }
 __device__ __forceinline__ double *slice_at(const Surrogate &a, int64_t tile, bool starts) {
   return a.workspace + 2 * a.tiles() * SURROGATE_SUMS + tile * 2 * SLICE_SUMS + (starts ? SLICE_SUMS : 0);
 }
 
-// Everything but giants. Warp w takes segments w, w + 8, ..; lane i keeps the sums of its round's i-th.
+// Process all segments of a tile except giants. Warp w takes segments w, w + 8, ..; lane i keeps the sums of the i-th
+// segment of its round.
 __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Shared &shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 8;
   for (int64_t base = own.first + warp; base < own.last; base += 32 * WARPS) {
@@ -105,7 +106,7 @@ __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Sh
     const unsigned tiny = __ballot_sync(ALL, tokens <= TINY), medium = __ballot_sync(ALL, tokens > TINY && tokens <= MEDIUM);
     if (tokens > MEDIUM && tokens <= LONG) {
       const int place = atomicAdd(&shared.long_count, 1);
-      if (place < MAX_LONG) shared.long_segments[place] = mine;  // more there are only with offsets out of order
+      if (place < MAX_LONG) shared.long_segments[place] = mine;  // there are more only if offsets are not sorted
     }
     Sums kept{};
     for (unsigned left = tiny; left;) {  // four at a time, 8 lanes each
@@ -140,7 +141,7 @@ __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Sh
     }
   }
   __syncthreads();
-  // the list came in any order; taken by rising index, the tile's sums do not depend on it
+  // The order of the list varies from call to call. Segments are taken by rising index, so the sums do not depend on it.
   const int count = min(shared.long_count, MAX_LONG);
   int64_t previous = -1;
   for (int k = 0; k < count; ++k) {
@@ -156,15 +157,15 @@ __device__ void tile_of_segments(const Surrogate &a, Range own, double *sums, Sh
   }
 }
 
-// One block's part of a giant; the block that arrives last adds the parts up, in order, and writes it.
+// Sum one block's slice of a giant. The block that arrives last adds up the slices in order and writes the results.
 __device__ void slice_of_giant(const Surrogate &a, int64_t segment, int64_t tile, double *sums, Shared &shared) {
   const auto [first, last] = tokens_of(a, segment);
   const int64_t home = key_of(a, segment) / SURROGATE_TILE, slice = tile - home;
   const int64_t slices = (last - first + SURROGATE_TILE - 1) / SURROGATE_TILE;
-  if (slice < 0 || slice >= slices) return;  // below 0 only with offsets out of order
+  if (slice < 0 || slice >= slices) return;  // below 0 only if offsets are not sorted
   const int64_t from = first + slice * SURROGATE_TILE;
   const Sums mine = block_range(a, from, min(from + SURROGATE_TILE, last), sums, shared);
-  // two giants may meet in a tile; the one that starts there writes to the second place
+  // two giants may share a tile; the one that starts there writes to the second slot
   if (threadIdx.x == 0) {
     double *to = slice_at(a, tile, slice == 0);
     to[0] = mine.delta, to[1] = mine.gain, to[2] = mine.loss, to[3] = mine.steepness;
@@ -178,7 +179,7 @@ __device__ void slice_of_giant(const Surrogate &a, int64_t segment, int64_t tile
     combine(total, {__ldcg(part), __ldcg(part + 1), __ldcg(part + 2), __ldcg(part + 3), __double2hiint(counts),
                     __double2loint(counts)});
   }
-  double own[SURROGATE_SUMS] = {};  // not this tile's: they would depend on who was last
+  double own[SURROGATE_SUMS] = {};  // kept apart from this tile's sums, which must not depend on which block is last
   const Coefficients c = finish(a, segment, last - first, total, own);
   if (threadIdx.x == 0)
     for (int k = 0; k < SURROGATE_SUMS; ++k) giant_row(a, home)[k] = own[k];
@@ -204,7 +205,7 @@ __device__ void write_totals(const Surrogate &a, int64_t tiles, Shared &shared) 
   }
   block_sum(sums, shared);
   if (threadIdx.x == 0 && !a.part) surrogate_totals(shared.result, a.totals);
-  // 0 already, but after offsets out of order
+  // already 0, unless offsets were not sorted
   for (int64_t tile = threadIdx.x; tile < tiles; tile += THREADS) a.tickets[1 + tile] = 0;
 }
 

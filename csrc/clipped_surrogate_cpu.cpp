@@ -1,7 +1,7 @@
-// CPU twin of clipped_surrogate.cu: one pass over the tokens for the sums, one for what a segment's tokens get.
+// CPU kernel of clipped_surrogate.cu: one pass over the tokens for the sums, and one that writes the coefficients.
 //
-// Threads share out tiles of about SURROGATE_TILE tokens, cut by the offsets alone; each tile leaves its own
-// partial sums, which are added in order: the same bits for any number of threads.
+// The work is divided into tiles of about SURROGATE_TILE tokens, whose bounds depend on the offsets only. Each tile
+// has its own partial sums, which are added in order, so any number of threads gives the same bits.
 #include <algorithm>
 
 #include "clipped_surrogate.h"
@@ -14,27 +14,27 @@ struct Range {
   int64_t first, last;
 };
 
-// GCC vectorises a loop whose pointers are locals of the function and whose loads do not hang on a condition.
+// GCC vectorises a loop only if its pointers are local variables and its loads do not depend on a condition.
 #define STPPO_INPUTS(a)                                                                                          \
   const float *const logprob = (a).logprob, *const old_logprob = (a).old_logprob, *const advantage = (a).advantage, \
               *const weight = (a).weight;                                                                          \
   const float uniform = (a).uniform_weight
 
-// c A split into what is below 0 and the rest. A token of weight 0 may hold any advantage. Plain numbers, because
-// a loop with a struct in it stays scalar.
+// Split c A into the part below 0 and the rest. The advantage of a token of weight 0 may be anything. The functions
+// return plain numbers, because GCC does not vectorise a loop that uses a struct.
 template <bool WEIGHTED>
 STPPO_INLINE float live_advantage(float advantage, float weight) {
   return WEIGHTED ? pick(weight == 0, 0.f, advantage) : advantage;
 }
 STPPO_INLINE float below_zero(float advantage) { return pick(advantage < 0, advantage, 0.f); }
-STPPO_INLINE float above_zero(float advantage) { return pick(advantage < 0, 0.f, advantage); }  // NaN included
+STPPO_INLINE float above_zero(float advantage) { return pick(advantage < 0, 0.f, advantage); }  // also keeps NaN
 
-// Sums over one segment. A token of weight 0 counts in the ratio only.
+// Return the sums over one segment. A token of weight 0 counts in the ratio only.
 template <bool WEIGHTED>
 STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
   STPPO_INPUTS(a);
   double delta = 0, gain = 0, loss = 0;
-  if (t.last - t.first < 4) {  // not worth a vector's horizontal sum
+  if (t.last - t.first < 4) {  // too short: the horizontal sum of a vector costs more
     for (int64_t i = t.first; i < t.last; ++i) {
       const float c = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], c), below = below_zero(A);
       delta += double(logprob[i]) - double(old_logprob[i]);
@@ -52,7 +52,7 @@ STPPO_INLINE SegmentSums segment_sums(const Surrogate &a, Range t) {
   return {delta, gain, loss};
 }
 
-// 1 if a token of advantage A is clipped: above 0 with a ratio too high, below 0 with one too low.
+// Return 1 if a token of advantage A is clipped: A > 0 and the ratio is too high, or A < 0 and it is too low.
 STPPO_INLINE float is_clipped(float A, bool too_high, bool too_low) {
   return pick((too_high & (A > 0)) | (too_low & (A < 0)), 1.f, 0.f);
 }
@@ -78,7 +78,7 @@ STPPO_INLINE double slopes(const Surrogate &a, Range t) {
   return sum;
 }
 
-// What does not depend on segments: live tokens, and the KL to the old policy over them.
+// Add up the sums that do not depend on segments: live tokens, and their KL to the old policy.
 template <bool WEIGHTED>
 STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
   const float *const logprob = a.logprob, *const old_logprob = a.old_logprob, *const weight = a.weight;
@@ -93,7 +93,7 @@ STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
     k3 += double(expm1_minus_near_zero(delta));
     far |= uint32_t(!is_near_zero(delta));
   }
-  if (far) {  // rare: the same sum with the exponential
+  if (far) {  // rare: compute the sum again with the exponential
     k3 = 0;
 #pragma omp simd reduction(+ : k3)
     for (int64_t i = t.first; i < t.last; ++i) {
@@ -104,7 +104,7 @@ STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
   sums[LIVE] += live, sums[K1] += k1, sums[K3] += k3;
 }
 
-// Coefficients of a handful of segments at once: an exp each, side by side in vector lanes.
+// The coefficients of GROUP segments at once: one exp each, computed side by side in vector lanes.
 constexpr int64_t GROUP = 32;
 struct Group {
   double delta[GROUP], gain[GROUP], loss[GROUP], divisor[GROUP];
@@ -168,8 +168,8 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
   if (!a.part) monitors<WEIGHTED>(a, {a.offsets[s.first], a.offsets[s.last]}, sums);
 }
 
-// Every token a segment: what `coefficients` and `monitors` give, in one pass and with one exponential. Conditions
-// stand on float32 numbers; products of three of them are rounded once, as a segment's are.
+// Every token is a segment: compute the results of `coefficients` and `monitors` in one pass with one exponential.
+// Conditions compare float32 numbers. Products of three float32 numbers are rounded once, as those of a segment.
 template <bool WEIGHTED, bool LOGIT>
 STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
   STPPO_INPUTS(a);
@@ -218,7 +218,7 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
   std::copy_n(all, SURROGATE_SUMS, sums);
 }
 
-// One function per case, so that each is compiled for every instruction set.
+// One function per case, so that each case is compiled for every instruction set.
 STPPO_CLONES void segments_weighted(const Surrogate &a, Range s, double *sums) { tile_of_segments<true>(a, s, sums); }
 STPPO_CLONES void segments_uniform(const Surrogate &a, Range s, double *sums) { tile_of_segments<false>(a, s, sums); }
 STPPO_CLONES void tokens_weighted(const Surrogate &a, Range t, double *sums) { tile_of_tokens<true, false>(a, t, sums); }
@@ -238,7 +238,7 @@ STPPO_CLONES bool all_of_one_token(const int64_t *offsets, int64_t segments) {
   return !other;
 }
 
-// The first segment s with offsets[s] + s >= at: tiles hold a bounded number of tokens and of segments.
+// Return the first segment s with offsets[s] + s >= at. This key bounds both the tokens and the segments of a tile.
 int64_t first_segment(const Surrogate &a, int64_t at) {
   int64_t low = 0, high = a.segments;
   while (low < high) {
@@ -268,7 +268,7 @@ Status clipped_surrogate_cpu(Surrogate a, int threads) {
   if (a.offsets && (a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens || !in_order(a.offsets, a.segments)))
     return BAD_OFFSETS;
   if (a.offsets && a.segments == a.tokens && !a.part && !a.whole && all_of_one_token(a.offsets, a.segments))
-    a.offsets = nullptr;  // the token level is the same and takes less
+    a.offsets = nullptr;  // token level gives the same result in less time
   const int64_t tiles = a.tiles();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tiles > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) one_tile(a, tile, a.workspace + tile * SURROGATE_SUMS);

@@ -1,7 +1,7 @@
-// Generalised advantage estimation: one block walks a trajectory from its end, a tile of tokens at a time.
+// Generalised advantage estimation. One block processes a trajectory from its end, one tile of tokens at a time.
 //
-// A_t = delta_t + k A_{t+1} with k = gamma lam is a scan whose every step has the same factor, so lanes exchange
-// sums only. float64 inside. A trajectory's bits do not depend on the others.
+// A_t = delta_t + k A_{t+1} with k = gamma lam is a scan with the same factor at every step, so lanes exchange sums
+// only. Arithmetic is in float64. A trajectory's bits do not depend on the other trajectories.
 #include <cmath>
 
 #include "ops.h"
@@ -16,13 +16,13 @@ struct Range {
   int64_t first, last;
 };
 
-// Offsets that are not in order read nothing outside.
+// Return slice i. If offsets are not sorted, it is empty, so nothing is read out of bounds.
 __device__ Range slice(const int64_t *offsets, int64_t i, int64_t total) {
   const int64_t first = offsets[i], last = offsets[i + 1];
   return first >= 0 && first <= last && last <= total ? Range{first, last} : Range{0, 0};
 }
 
-// factor^exponent for exponent >= 0.
+// Return factor^exponent for exponent >= 0.
 __device__ double power(double factor, int exponent) {
   double result = 1;
   for (; exponent; exponent >>= 1, factor *= factor)
@@ -52,7 +52,7 @@ __device__ void over_tokens(const Gae &a, Range t) {
   const double k = a.gamma * a.lam, k_thread = power(k, ITEMS);
   if (threadIdx.x == 0) carry = 0;
   for (int64_t end = t.last; end > t.first; end -= TILE) {
-    // thread 0 holds the last tokens; item j of a thread comes before item j - 1 in time
+    // thread 0 holds the last tokens; item j of a thread is one token earlier than item j - 1
     double delta[ITEMS], value[ITEMS], local = 0;
     const int64_t at = end - 1 - int64_t(threadIdx.x) * ITEMS;
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ void over_tokens(const Gae &a, Range t) {
       local = local * k + delta[j];
     }
     const double inclusive = block_scan(local, k_thread, of_warp);
-    // what follows this thread's tokens: the thread before it, or the tile before
+    // the advantage after this thread's tokens, from the previous thread or the previous tile
     double advantage = __shfl_up_sync(ALL, inclusive, 1);
     __syncthreads();
     if (threadIdx.x % 32 == 31) of_warp[threadIdx.x / 32] = inclusive;
@@ -87,11 +87,11 @@ __device__ void over_tokens(const Gae &a, Range t) {
   }
 }
 
-// The block's first warp walks the turns; a turn's reward is a warp's sum. An empty turn is no step.
+// The block's first warp processes the turns. It sums a turn's reward over its lanes. An empty turn is skipped.
 __device__ void over_turns(const Gae &a, Range t) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x;
-  int64_t low = 0, high = a.turn_count;  // the turn that holds the last token
+  int64_t low = 0, high = a.turn_count;  // search for the turn that holds the last token
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (a.turns[middle + 1] < t.last) low = middle + 1;
@@ -128,7 +128,7 @@ __device__ bool is_wrong(const int64_t *offsets, int64_t count, int64_t i, int64
   return i == 0 ? offsets[0] != 0 || offsets[count] != total : i <= count && offsets[i] < offsets[i - 1];
 }
 
-// Offsets that are not in order make every output NaN: nothing is read back to the host to raise an error.
+// If offsets are not sorted, make every output NaN: nothing is read back to the host to raise an error.
 __global__ void __launch_bounds__(THREADS) check_kernel(Gae a) {
   const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   const bool wrong = is_wrong(a.trajectories, a.trajectory_count, i, a.tokens) ||

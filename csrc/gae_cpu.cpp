@@ -1,4 +1,4 @@
-// CPU twin of gae.cu: trajectories are shared out, each is walked from its end.
+// CPU kernel of gae.cu. Threads take trajectories and process each from its end.
 #include <algorithm>
 
 #include "ops.h"
@@ -18,11 +18,11 @@ void over_tokens(const Gae &a, int64_t first, int64_t last) {
   }
 }
 
-// A turn's value is the one at its first token, its reward the sum over its tokens; an empty turn is no step.
+// A turn's value is the one at its first token; its reward is the sum over its tokens. An empty turn is skipped.
 void over_turns(const Gae &a, int64_t first, int64_t last) {
   double advantage = 0, next_value = 0;
   const double decay = a.gamma * a.lam;
-  int64_t turn = std::upper_bound(a.turns, a.turns + a.turn_count + 1, last - 1) - a.turns;  // ends the last one
+  int64_t turn = std::upper_bound(a.turns, a.turns + a.turn_count + 1, last - 1) - a.turns;  // the end of the last turn
   for (int64_t end = last; end > first;) {
     while (turn > 0 && a.turns[turn] >= end) --turn;
     const int64_t begin = std::max(a.turns[turn], first);
@@ -43,7 +43,7 @@ bool cuts(const int64_t *offsets, int64_t slices, int64_t total) {
   return good;
 }
 
-// Whether every trajectory starts where a turn does.
+// Return whether every trajectory starts where a turn starts.
 bool turns_stay_inside(const Gae &a) {
   int64_t turn = 0;
   for (int64_t i = 0; i <= a.trajectory_count; ++i) {

@@ -1,8 +1,8 @@
-// Every op of the extension: one argument record, one entry per device.
+// The ops of the extension. Each op has one argument struct, and one function per device.
 //
-// Pointers lead to contiguous arrays of the stated length on the op's device, sizes count elements. An entry
-// allocates nothing, reads nothing back to the host (CUDA), and returns OK or what is wrong; outputs and
-// workspaces belong to the caller. CUDA entries only enqueue on `stream`; they can be captured into a graph.
+// Pointers lead to contiguous arrays of the stated length on the op's device. Sizes count elements. A function
+// allocates nothing, reads nothing back to the host (CUDA), and returns OK or an error status. The caller owns outputs
+// and workspaces. CUDA functions only enqueue work on `stream`, so they can be captured into a CUDA graph.
 #pragma once
 #include <cstdint>
 
@@ -11,50 +11,52 @@ namespace stppo {
 enum Status : int { OK = 0, BAD_OFFSETS = 1, LAUNCH_FAILED = 2, NOT_BUILT = 3 };
 enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// algorithm/surrogate.py
+// Reference implementation: algorithm/surrogate.py.
 enum SurrogateSum : int { OBJECTIVE, CLIPPED, LIVE, BIAS_SQ, GRAD_SQ, K1, K3, LOGIT_BIAS_SQ, LOGIT_GRAD_SQ, SURROGATE_SUMS };
 constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
 constexpr int64_t SURROGATE_TILE = 4096;  // tokens + segments that one partial sum covers
-constexpr int SURROGATE_ROWS = 4;  // of SURROGATE_SUMS doubles that the workspace has per tile
+constexpr int SURROGATE_ROWS = 4;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
 
 struct Surrogate {
   const float *logprob, *old_logprob, *advantage;  // [T]
   const float *weight;                             // [T], or null: `uniform_weight` for every token
-  const float *sum_p_sq;                           // [T], or null: no LOGIT_* sums
-  const int64_t *offsets;                          // [S+1], or null: every token a segment of its own
+  const float *sum_p_sq;                           // [T], or null: the LOGIT_* sums are not computed
+  const int64_t *offsets;                          // [S+1], or null: every token is a segment
   int64_t tokens, segments;
-  float uniform_weight, low, high, dual;           // bounds of the ratio; dual = infinity: none
-  bool by_sum;                                     // ratio = exp(sum), not exp(mean)
+  float uniform_weight, low, high, dual;           // bounds of the ratio; dual = infinity: no dual clip
+  bool by_sum;                                     // ratio = exp(sum of log ratios) instead of exp(mean)
   float *ratio;                                    // [S]
   float *gradient, *bias;                          // [T] g_u, b_u; bias may be null
   float *totals;                                   // [SURROGATE_TOTALS], see surrogate_totals
   double *workspace;                               // [SURROGATE_ROWS, tiles, SURROGATE_SUMS]
-  unsigned *tickets;                               // CUDA: [1 + tiles], zero before and after
-  int64_t max_blocks;                              // CUDA: no result depends on it
-  // Turns that are split over ranks: first `part` is written and nothing else; then, summed over the ranks, it
-  // is `whole`. Both [S, SEGMENT_SUMS]: tokens, sum of log ratios, S+, S-. Null where segments are whole.
+  unsigned *tickets;                               // CUDA: [1 + tiles], zero before and after the call
+  int64_t max_blocks;                              // CUDA: does not change any result
+  // For turns that are split over ranks, the op is called twice. The first call writes `part` and nothing else. The
+  // caller sums it over the ranks and passes the result as `whole` to the second call. Both are [S, SEGMENT_SUMS]:
+  // tokens, sum of log ratios, S+, S-. Null if no segment is split.
   double *part;
   const double *whole;
 
-  // `tiles` of the workspace.
+  // The number `tiles` in the shape of the workspace.
   constexpr int64_t tiles() const { return (tokens + (offsets ? segments : 0)) / SURROGATE_TILE + 1; }
 };
 Status clipped_surrogate_cpu(Surrogate, int threads);
 Status clipped_surrogate_cuda(const Surrogate &, void *stream);
 
 
-// algorithm/vocabulary.py. Rows of `columns` logits, of which the first `valid` are true vocabulary.
+// Reference implementation: algorithm/vocabulary.py. Rows of `columns` logits; the first `valid` columns belong to the
+// vocabulary, the others are padding.
 struct Logits {
   const void *data;
   Dtype dtype;
   int64_t rows, columns, valid, vocab_start;
-  const int64_t *target;     // [T] global ids
+  const int64_t *target;     // [T] global token ids
   const float *temperature;  // [T], or null: `uniform_temperature` for every row
   float uniform_temperature;
   int64_t ignore_index;
 };
 
-// Per row of one shard: max, sum, moment, squares, the target's logit (NaN where it is not here).
+// Numbers per row of one shard: max, sum, moment, squares, and the target's logit (NaN if another shard holds it).
 struct VocabStatistics {
   Logits logits;
   float *out;  // [5, T]
@@ -62,10 +64,10 @@ struct VocabStatistics {
 Status vocab_statistics_cpu(const VocabStatistics &, int threads);
 Status vocab_statistics_cuda(const VocabStatistics &, void *stream);
 
-// The numbers of all shards together, in the shards' order.
+// The result for all shards. The shards are merged in their order.
 struct VocabMerged {
   float *logprob, *entropy, *sum_p_sq, *max, *log_sum;  // [T] each; logprob etc. are 0 on ignored rows
-  uint8_t *missing;                                     // [T] 1: no shard holds the target, and it is not ignored
+  uint8_t *missing;                                     // [T] 1: no shard holds the target; not an ignored row
 };
 struct VocabMerge {
   const float *statistics;  // [W, 5, T]
@@ -77,7 +79,8 @@ struct VocabMerge {
 Status vocab_merge_cpu(const VocabMerge &, int threads);
 Status vocab_merge_cuda(const VocabMerge &, void *stream);
 
-// d logits for cotangents g, h, c of logprob, entropy, sum p^2 (null: 0); `out` may be the logits themselves.
+// The gradient of the logits, from the gradients g, h, c of logprob, entropy and sum p^2 (null: 0). `out` may be the
+// logits themselves.
 struct VocabGradient {
   Logits logits;
   VocabMerged merged;
@@ -87,7 +90,7 @@ struct VocabGradient {
 Status vocab_gradient_cpu(const VocabGradient &, int threads);
 Status vocab_gradient_cuda(const VocabGradient &, void *stream);
 
-// algorithm/gae.py. `turns` null: every token is a step.
+// Reference implementation: algorithm/gae.py. If `turns` is null, every token is a step.
 struct Gae {
   const float *reward, *value;           // [T]
   const int64_t *trajectories, *turns;   // [N+1]; [S+1] or null
@@ -98,7 +101,7 @@ struct Gae {
 Status gae_cpu(const Gae &, int threads);
 Status gae_cuda(const Gae &, void *stream);
 
-// reshard: many two-dimensional slices, cast on the way.
+// For the reshard: copy many two-dimensional slices, with a cast.
 struct Slice {
   const void *source;
   void *target;
@@ -112,17 +115,17 @@ struct BucketCopy {
 Status bucket_copy_cpu(const BucketCopy &, int threads);
 Status bucket_copy_cuda(const BucketCopy &, void *stream);
 
-// ops/bucket_checksum.py: a sum of every slice's bits as cast to `target`, which depends on their order.
+// ops/bucket_checksum.py: a checksum of every slice's bits after the cast to `target`. It depends on their order.
 struct SummedSlice {
   const void *source;
   int64_t rows, width, stride;  // in elements
-  int64_t place;                // of its sum
+  int64_t place;                // index of its sum
 };
 struct BucketChecksum {
   const SummedSlice *slices;  // on the op's device
   int64_t count;
   Dtype source, target;
-  uint32_t *sums;  // [places, 2]: low and high half of each sum; zero before
+  uint32_t *sums;  // [places, 2]: low and high half of each sum; zero before the call
 };
 Status bucket_checksum_cpu(const BucketChecksum &, int threads);
 Status bucket_checksum_cuda(const BucketChecksum &, void *stream);

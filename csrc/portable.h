@@ -1,4 +1,4 @@
-// Arithmetic that the CPU and the CUDA kernels share: a selection and exponentials without calls or branches.
+// Arithmetic shared by the CPU and the CUDA kernels: a selection and exponentials without calls or branches.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace stppo {
 
-// condition ? a : b, on the CPU in bits: GCC follows what a condition implies into copies of a loop's body, and
-// leaves a loop with such branches scalar.
+// Return condition ? a : b. On the CPU the selection works on bits: for a branch, GCC makes copies of the loop's body
+// that are specialised by the condition, and does not vectorise a loop with such branches.
 template <class Value, class Bits>
 STPPO_BOTH Value pick_of(bool condition, Value a, Value b) {
 #ifdef __CUDA_ARCH__
@@ -63,10 +63,10 @@ STPPO_BOTH float exp_in_range(float x) {
 }
 STPPO_BOTH float exp_of(float x) { return exp_in_range(pick(x < -88.f, -88.f, x)); }
 
-// e^x - 1 - x where `is_near_zero`: a series, because the difference would cancel.
+// e^x - 1 - x for x that `is_near_zero`. It is a series, because the difference would cancel.
 STPPO_BOTH bool is_near_zero(float x) { return x * x < 1.f; }
 STPPO_BOTH float expm1_minus_near_zero(float x) {
-  float p = 0x1.ae6456p-26f;  // 1/11!; the next term is below 3e-9 of the sum
+  float p = 0x1.ae6456p-26f;  // 1/11!; the next term is less than 3e-9 of the sum
   p = p * x + 0x1.27e4fcp-22f;
   p = p * x + 0x1.71de3ap-19f;
   p = p * x + 0x1.a01a02p-16f;

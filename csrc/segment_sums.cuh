@@ -1,4 +1,4 @@
-// What a block of clipped_surrogate.cu adds up: tokens into sums, lanes and warps into one result.
+// The sums of a block of clipped_surrogate.cu: over tokens, then over lanes and warps.
 #pragma once
 #include "clipped_surrogate.h"
 
@@ -6,10 +6,10 @@ namespace stppo {
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int64_t TINY = 32, MEDIUM = 512;  // longest segment of 8 lanes, of a warp
-constexpr int64_t LONG = 32768;             // longest segment of a block
+constexpr int64_t TINY = 32, MEDIUM = 512;  // longest segment for 8 lanes, and for a warp
+constexpr int64_t LONG = 32768;             // longest segment for one block; a longer one is a giant
 constexpr int MAX_LONG = int(SURROGATE_TILE / MEDIUM) + 1;
-constexpr int SLICE_SUMS = 4 + 1;  // of Sums, the two counts in one double
+constexpr int SLICE_SUMS = 4 + 1;  // the fields of Sums; the two counts share one double
 constexpr unsigned ALL = 0xffffffffu;
 static_assert(SURROGATE_ROWS * SURROGATE_SUMS >= 2 * SURROGATE_SUMS + 2 * SLICE_SUMS, "the workspace's parts fit");
 static_assert(LONG >= SURROGATE_TILE, "a tile starts at most one giant");
@@ -18,10 +18,10 @@ struct Range {
   int64_t first, last;
 };
 
-// What a segment's tokens add up to.
+// The sums over a segment's tokens.
 struct Sums {
   double delta, gain, loss, steepness;
-  int up, down;  // tokens with a weight whose advantage is above, below 0
+  int up, down;  // tokens of nonzero weight with advantage above 0, and below 0
 };
 
 struct Shared {
@@ -41,7 +41,7 @@ __device__ __forceinline__ Token load(const Surrogate &a, int64_t i) {
           a.weight ? __ldcs(a.weight + i) : a.uniform_weight};
 }
 
-// Sums that need no segment: live tokens and the KL to the old policy over them.
+// Add a token to the sums that do not depend on segments: live tokens, and their KL to the old policy.
 __device__ __forceinline__ void monitor(const Token &t, double *sums) {
   if (t.weight == 0) return;
   const float delta = t.logprob - t.old_logprob;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void add(const Surrogate &a, int64_t i, const Token &
   monitor(t, sums);
 }
 
-// Tokens first, first + step, .. of a segment; four are on their way at once.
+// Return the sums over tokens first, first + step, .. of a segment, with four loads in flight.
 __device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64_t last, int step, double *sums) {
   Sums s{};
   int64_t i = first;
@@ -74,7 +74,7 @@ __device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64
   return s;
 }
 
-// Over the `width` lanes that hold parts of one segment; every one of them gets the result.
+// Sum over the `width` lanes that hold parts of one segment. Each of these lanes gets the result.
 __device__ __forceinline__ Sums lanes_sum(Sums s, int width, unsigned mask) {
   for (int distance = width / 2; distance > 0; distance /= 2) {
     s.delta += __shfl_xor_sync(mask, s.delta, distance);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void combine(Sums &s, const Sums &other) {
   s.up += other.up, s.down += other.down;
 }
 
-// Tokens [first, last) by the whole block; every thread gets the result.
+// Sum tokens [first, last) with the whole block. Every thread gets the result.
 __device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, double *sums, Shared &shared) {
   const Sums mine = lanes_sum(add_all(a, first + threadIdx.x, last, THREADS, sums), 32, ALL);
   __syncthreads();
@@ -103,7 +103,7 @@ __device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, dou
   return total;
 }
 
-// Every thread's sums -> shared.result, in a fixed order.
+// Sum over all threads into shared.result, in a fixed order.
 __device__ void block_sum(double *sums, Shared &shared) {
   for (int k = 0; k < SURROGATE_SUMS; ++k)
     for (int distance = 16; distance > 0; distance /= 2) sums[k] += __shfl_xor_sync(ALL, sums[k], distance);
@@ -119,8 +119,8 @@ __device__ void block_sum(double *sums, Shared &shared) {
   __syncthreads();
 }
 
-// Whether this block is the last of `count` to come here; what all of them wrote before is then visible. The
-// ticket starts at 0 and is 0 again afterwards.
+// Return whether this block is the last of `count` blocks to arrive here. For the last block, everything that the
+// others wrote before is visible. The ticket starts at 0 and is 0 again afterwards.
 __device__ bool arrives_last(unsigned *ticket, int64_t count, Shared &shared) {
   __threadfence();
   __syncthreads();

@@ -1,5 +1,5 @@
-// What lets GCC vectorise the CPU twins: clones of a function per instruction set, chosen when the library is
-// loaded, of which everything inlined is a part.
+// Macros with which GCC vectorises the CPU kernels: one clone of a function per instruction set, including everything
+// that is inlined into it. The clone is chosen when the library is loaded.
 #pragma once
 #include "portable.h"
 

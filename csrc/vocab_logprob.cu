@@ -1,7 +1,7 @@
-// Log-prob, entropy and sum of squared probabilities of vocabulary-parallel logits: one read of the logits
-// forward (a running maximum rescales the sums), one read and one write backward, in place if asked to.
+// Log-prob, entropy and sum of squared probabilities of vocabulary-parallel logits. The forward pass reads the logits
+// once (a running maximum rescales the sums). The backward pass reads and writes them once, in place if requested.
 //
-// One block per row, whatever the number of rows: a row's bits do not depend on its neighbours.
+// There is one block per row for any number of rows, so a row's bits do not depend on its neighbours.
 #include "vocab_logprob.cuh"
 
 namespace stppo {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(VocabMerge a) {
   const int64_t row = int64_t(blockIdx.x) * THREADS + threadIdx.x;
   if (row >= a.rows) return;
   merge_row(a, row);
-  if (a.out.missing[row]) a.out.logprob[row] = NAN;  // nothing is read back to the host to raise an error
+  if (a.out.missing[row]) a.out.logprob[row] = NAN;  // NaN, because nothing is read back to the host to raise an error
 }
 
 constexpr int64_t MAX_GRID = 0x7fffffff;

@@ -1,4 +1,4 @@
-// Device code of vocab_logprob.cu: reading and writing a row of logits, 16 bytes at a time where rows are aligned.
+// Device code of vocab_logprob.cu: read and write a row of logits, 16 bytes at a time if the rows are aligned.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
-// VALUES logits in one load. VALUES = 1 serves rows that are not aligned; which one a row gets depends on the
-// number of columns and the first row's address, never on the row.
+// VALUES logits in one load. Rows that are not aligned use VALUES = 1. The choice depends only on the number of
+// columns and the address of the first row, so it is the same for all rows.
 template <class T, int VALUES>
 struct alignas(sizeof(T) * VALUES) Pack {
   T value[VALUES];
@@ -28,10 +28,10 @@ struct Online {
 
 __device__ __forceinline__ float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
-// The same sums relative to `max`, which is not below their own.
+// Return the same sums relative to `max`, which is not below a.max.
 __device__ __forceinline__ Online relative_to(const Online &a, float max) {
   if (a.max == -INFINITY) return {max, a.sum, a.moment, a.squares};  // no terms yet, or NaN
-  // not below -1e30: among logits of -3e38 `shift * sum` would overflow, and 0 * -inf would be NaN
+  // shift is at least -1e30: with logits of -3e38 `shift * sum` would overflow, and 0 * -inf would be NaN
   const float shift = fmaxf(a.max - max, -1e30f), scale = __expf(shift);
   return {max, a.sum * scale, (a.moment + shift * a.sum) * scale, a.squares * scale * scale};
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ float temperature_of(const Logits &a, int64_t row) {
   return a.temperature ? a.temperature[row] : a.uniform_temperature;
 }
 
-// The target's column in this shard, or -1.
+// Return the target's column in this shard, or -1 if another shard holds it.
 __device__ __forceinline__ int64_t column_of(const Logits &a, int64_t row) {
   const int64_t column = a.target[row] - a.vocab_start;
   return column >= 0 && column < a.valid ? column : -1;
@@ -84,7 +84,7 @@ __device__ void row_statistics(const VocabStatistics &a, int64_t r) {
   const int64_t whole = l.valid / VALUES;
   Online o{-INFINITY, 0, 0, 0};
   int64_t i = threadIdx.x;
-  for (; i + 3 * THREADS < whole; i += 4 * THREADS) {  // four loads on their way
+  for (; i + 3 * THREADS < whole; i += 4 * THREADS) {  // four loads in flight
     P p[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) p[k] = packs[i + k * THREADS];
@@ -105,7 +105,7 @@ __device__ void row_statistics(const VocabStatistics &a, int64_t r) {
     const float values[5] = {o.max, o.sum, o.moment, o.squares, temperature == 1 ? logit : __fdiv_rn(logit, temperature)};
     for (int k = 0; k < 5; ++k) a.out[k * l.rows + r] = values[k];
   }
-  __syncthreads();  // of_warp serves the next row
+  __syncthreads();  // the next row reuses of_warp
 }
 
 struct Row {
@@ -117,7 +117,7 @@ __device__ __forceinline__ float gradient_of(float logit, bool is_target, const 
   const float x = r.temperature == 1 ? logit : __fdiv_rn(logit, r.temperature);
   const float log_p = x - r.max - r.log_sum, p = __expf(log_p);
   const float others = p * (-r.h * (fmaxf(log_p, -1e30f) + r.entropy) + 2 * r.c * (p - r.sum_p_sq));
-  // at the target 1 - p, exact near 1
+  // 1 - p at the target, accurate for p near 1
   const float value = is_target ? others - r.g * expm1f(r.log_prob) : others - r.g * p;
   const float poisoned = log_p == log_p ? value : log_p;  // fmaxf drops NaN
   return r.temperature == 1 ? poisoned : __fdiv_rn(poisoned, r.temperature);

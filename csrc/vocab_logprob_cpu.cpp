@@ -1,5 +1,5 @@
-// CPU twin of vocab_logprob.cu. A row is read once: block by block, first a block's maximum, then its sums from the
-// first-level cache. A block with a new maximum scales down the sums before it.
+// CPU kernel of vocab_logprob.cu. A row is read from memory once, block by block: first the maximum of a block, then
+// its sums, from the L1 cache. If a block has a new maximum, the sums so far are scaled down.
 #include <cmath>
 #include <limits>
 
@@ -11,18 +11,18 @@ namespace stppo {
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr int64_t BLOCK = 1024;  // float32 partial sums end here and go on in float64
-constexpr int64_t AHEAD = 512, STEP = 128;  // the gradient asks for logits that far ahead, so many at a time
-// Where e^x is 0. Read anew by each loop: of a constant GCC makes a copy of the loop's body for x below it.
+constexpr int64_t BLOCK = 1024;  // columns; partial sums are float32 within a block and float64 over blocks
+constexpr int64_t AHEAD = 512, STEP = 128;  // columns; the gradient prefetches STEP logits at a distance of AHEAD
+// e^x is 0 below this x. It is volatile because, for a constant, GCC makes a copy of the loop's body for smaller x.
 const volatile float ZERO_BELOW = -88;
 
-// x, or where e^x is 0 a finite number: one instruction. NaN stays NaN.
+// Return max(x, lowest), a finite number where e^x is 0. One instruction; NaN stays NaN.
 STPPO_INLINE float above(float x, float lowest) { return x < lowest ? lowest : x; }
 
 STPPO_INLINE float load(const float *x, int64_t i) { return x[i]; }
 STPPO_INLINE float load(const uint16_t *x, int64_t i) { return std::bit_cast<float>(uint32_t(x[i]) << 16); }
 STPPO_INLINE void store(float *x, int64_t i, float value) { x[i] = value; }
-STPPO_INLINE void store(uint16_t *x, int64_t i, float value) {  // to the nearest, ties to even
+STPPO_INLINE void store(uint16_t *x, int64_t i, float value) {  // round to nearest, ties to even
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   x[i] = value != value ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -37,7 +37,7 @@ STPPO_INLINE float scaled(const T *row, int64_t i, float temperature) {
   return UNIT ? load(row, i) : load(row, i) / temperature;
 }
 
-// The sums relative to a new maximum. Where all logits before were -inf they are 0, or NaN.
+// Make the sums relative to a new maximum. If all logits so far were -inf, the sums are 0, or NaN.
 STPPO_INLINE void rescale(RowSums &sums, float max) {
   if (sums.max != -INF) {
     const double shift = double(sums.max) - double(max), scale = std::exp(shift);
@@ -47,8 +47,8 @@ STPPO_INLINE void rescale(RowSums &sums, float max) {
   sums.max = max;
 }
 
-// The maximum of `count` logits, four at a time where it can: one after the other waits for the one before. Beside a
-// NaN, which the sums see, it may be too small.
+// Return the maximum of `count` logits. Four are compared at a time, because a chain of single comparisons has to wait
+// for each result. If a logit is NaN, the maximum may be too small; the sums are then NaN.
 template <class T>
 STPPO_INLINE float largest(const T *x, int64_t count) {
   const int64_t part = count / 4;
@@ -87,17 +87,17 @@ STPPO_INLINE RowSums row_sums(const T *row, int64_t valid, float temperature) {
 
 struct Row {
   float temperature, g, h, c, logprob, entropy, sum_p_sq, max, log_sum;
-  int64_t column;  // the target's, or -1
+  int64_t column;  // the target's column, or -1
 };
 
-// p (h and c terms); the g term of all columns but the target's is -g p.
+// Return the h and c terms, without the factor p. The g term is -g p in all columns except the target's.
 STPPO_INLINE float other_terms(float log_p, float p, const Row &r) {
   const float finite = log_p < -1e30f ? -1e30f : log_p;  // p is 0 there, and 0 * -inf would be NaN
   return -r.h * (finite + r.entropy) + 2 * r.c * (p - r.sum_p_sq);
 }
 
-// out[i] = value(x_i, p_i) in steps, asking for the logits ahead: out of order, a core sees few lines of a loop this
-// long. `out` may be `row`.
+// Set out[i] = value(x_i), STEP columns at a time, and prefetch the logits ahead: the loop's body is so long that
+// out-of-order execution reaches only a few cache lines ahead. `out` may be `row`.
 template <bool UNIT, class T, class Value>
 STPPO_INLINE void each_column(const T *row, T *out, int64_t valid, float temperature, Value value) {
   int64_t start = 0;
@@ -111,7 +111,7 @@ STPPO_INLINE void each_column(const T *row, T *out, int64_t valid, float tempera
 }
 
 template <bool UNIT, class T>
-STPPO_INLINE void row_gradient(const T *row, T *out, int64_t valid, const Row r) {  // by value: out is not it
+STPPO_INLINE void row_gradient(const T *row, T *out, int64_t valid, const Row r) {  // by value: no alias of out
   const float at_target = r.column < 0 ? 0 : scaled<UNIT>(row, r.column, r.temperature);  // out may be row
   if (r.h == 0 && r.c == 0) {
     const float lowest = ZERO_BELOW, max = r.max;
@@ -125,7 +125,7 @@ STPPO_INLINE void row_gradient(const T *row, T *out, int64_t valid, const Row r)
   }
   if (r.column >= 0) {
     const float log_p = at_target - r.max - r.log_sum, p = exp_of(log_p);
-    const float value = p * other_terms(log_p, p, r) - r.g * std::expm1(r.logprob);  // 1 - p_y, exact near 1
+    const float value = p * other_terms(log_p, p, r) - r.g * std::expm1(r.logprob);  // 1 - p_y, accurate near 1
     store(out, r.column, value / r.temperature);
   }
 }
@@ -149,7 +149,7 @@ void gradient_of(const uint16_t *row, uint16_t *out, int64_t n, const Row &r) {
 
 float temperature_of(const Logits &a, int64_t row) { return a.temperature ? a.temperature[row] : a.uniform_temperature; }
 
-// The target's column in this shard, or -1.
+// Return the target's column in this shard, or -1 if another shard holds it.
 int64_t column_of(const Logits &a, int64_t row) {
   const int64_t column = a.target[row] - a.vocab_start;
   return column >= 0 && column < a.valid ? column : -1;

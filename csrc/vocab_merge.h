@@ -1,4 +1,4 @@
-// Statistics of all shards of one row -> what the op returns. The CPU and the CUDA kernels share it.
+// Merge the statistics of all shards of one row into the results of the op. Shared by the CPU and the CUDA kernels.
 // Specification: megatron_stppo/algorithm/vocabulary.py, merge.
 #pragma once
 #include <cmath>
@@ -8,8 +8,8 @@
 
 namespace stppo {
 
-// Sums run in the order of the shards, in float64: the same bits on every rank. A row whose target is ignored
-// gives 0; a row with a logit that is not finite gives NaN.
+// Sums run in the order of the shards, in float64, so every rank gets the same bits. A row whose target is ignored
+// gives 0. A row with a logit that is not finite gives NaN.
 STPPO_BOTH void merge_row(const VocabMerge &a, int64_t r) {
   const auto at = [&](int64_t shard, int statistic) { return a.statistics[(shard * 5 + statistic) * a.rows + r]; };
   float top = at(0, 0);
@@ -21,7 +21,7 @@ STPPO_BOTH void merge_row(const VocabMerge &a, int64_t r) {
   bool missing = true;
   for (int64_t w = 0; w < a.shards; ++w) {
     const double max = at(w, 0), sum = at(w, 1);
-    const double shift = max == -INFINITY ? 0 : max - double(top);  // a shard of -inf adds sums of 0
+    const double shift = max == -INFINITY ? 0 : max - double(top);  // all logits of the shard are -inf: its sums are 0
     const double scale = exp(shift);
     total += sum * scale;
     moment += (double(at(w, 2)) + shift * sum) * scale;
@@ -36,7 +36,7 @@ STPPO_BOTH void merge_row(const VocabMerge &a, int64_t r) {
   a.out.sum_p_sq[r] = ignored ? 0 : float(squares / (total * total));
   a.out.max[r] = top;
   a.out.log_sum[r] = float(log_sum);
-  a.out.missing[r] = missing && !ignored && total == total;  // a NaN logit is the model's trouble, not the target's
+  a.out.missing[r] = missing && !ignored && total == total;  // a NaN logit does not count as a missing target
 }
 
 }  // namespace stppo
