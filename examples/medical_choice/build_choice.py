@@ -1,8 +1,9 @@
-"""Builds what the medical example needs from the bundled entries, with the quickstart's own steps.
+"""Build the files of the medical example from its entries, with the steps of the quickstart's builder.
 
     python examples/medical_choice/build_choice.py --output DIR [--seed 0] [--tokens 4000000]
 
-The same files as the quickstart's builder, from entries.jsonl instead of packages.
+The files are those of examples/quickstart/build.py. Their content comes from entries.jsonl instead of
+packages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.environments.retrieval import BM25Retriever
 
-VERSION = 1  # raise it when the same arguments would give other files
-MAX_NAME, MAX_PHRASE, MAX_GLOSS = 6, 18, 56  # tokens of a term, of its description, of its whole gloss
+VERSION = 1  # raise it if the same arguments now give different files
+MAX_NAME, MAX_PHRASE, MAX_GLOSS = 6, 18, 56  # in tokens: a term, its description, its whole gloss
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +65,7 @@ def write_corpus(known: Sequence[Entry], folder: Path) -> BM25Retriever:
 
 
 def is_askable(entry: Entry, retriever: BM25Retriever, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Short enough to copy, and found first by its own description."""
+    """Return whether the entry is short enough to copy and is found first by its own description."""
 
     def tokens(text: str) -> int:
         return len(tokenizer.tokenize(f" {text}"))

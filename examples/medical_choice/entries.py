@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Choice:
-    """A question with options of one category, one of which is right."""
+    """A question with options of one category. One option is right."""
 
     right: Entry
     options: tuple[str, ...]  # names, in the order shown
@@ -53,7 +53,7 @@ def entries() -> list[Entry]:
 
 
 def ask(asked: Sequence[Entry], seed: int) -> list[Choice]:
-    """One question about every entry, in random order; the wrong options are other entries of `asked`."""
+    """Return one question per entry, in random order. The wrong options are other entries of `asked`."""
     rng = random.Random(f"{seed}/ask")
     by_category = defaultdict(list)
     for entry in asked:
@@ -64,7 +64,7 @@ def ask(asked: Sequence[Entry], seed: int) -> list[Choice]:
 
 
 def choice(right: Entry, others: Sequence[Entry], rng: random.Random) -> Choice:
-    """Wrong options are drawn from `others`, which are at least three besides `right`."""
+    """Return a question whose wrong options are drawn from `others`: at least three besides `right`."""
     wrong = rng.sample([entry.name for entry in others if entry.name != right.name], len(LETTERS) - 1)
     options = [right.name, *wrong]
     rng.shuffle(options)
@@ -72,7 +72,7 @@ def choice(right: Entry, others: Sequence[Entry], rng: random.Random) -> Choice:
 
 
 def row(asked: Choice, split: str, index: int) -> dict[str, Any]:
-    """A task in the verl schema; the answer is the option's text."""
+    """Return a task in the verl schema. The answer is the text of the right option."""
     return {
         "data_source": "medical_choice",
         "prompt": [{"role": "user", "content": asked.text}],

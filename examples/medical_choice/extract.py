@@ -1,11 +1,11 @@
-"""Makes entries.jsonl from WordNet 3.0: what the file holds can be redone and checked. No run needs this.
+"""Make entries.jsonl from WordNet 3.0, so that the file can be reproduced and checked. No run needs this.
 
     apt-get download wordnet-base && dpkg -x wordnet-base_*.deb wordnet
     python examples/medical_choice/extract.py wordnet/usr/share/wordnet/data.noun
 
-Everything below six nouns of medicine, with the first name and the definition as they stand there. Left out:
-examples of use, what concerns animals and plants or is marked as slang, long names and definitions, and
-definitions whose first phrase is too short or too long to ask about.
+The entries are all nouns below six nouns of medicine, with their first name and their definition, unchanged.
+Left out are examples of use, entries about animals and plants, slang, long names and definitions, and
+definitions whose first phrase is too short or too long for a question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from entries import ENTRIES, first_phrase
 
-# Category: the noun's offset in data.noun. The first that an entry lies below is its category.
+# {category: offset of its noun in data.noun}. An entry has the first category whose noun it lies below.
 ROOTS = {
     "disease": "14061805",  # illness, unwellness, malady, sickness
     "symptom": "14299637",
@@ -45,11 +45,11 @@ class Noun:
 
     name: str
     gloss: str
-    kinds: tuple[str, ...]  # offsets of the nouns that it is a kind of
+    kinds: tuple[str, ...]  # offsets of its hypernyms: the nouns of which it is a kind
 
 
 def read(path: Path) -> dict[str, Noun]:
-    """Nouns by offset. The format is described in wndb(5WN)."""
+    """Return the nouns of data.noun by offset. wndb(5WN) describes the format."""
     nouns = {}
     for line in path.read_text(encoding="ascii").splitlines():
         if line.startswith("  "):

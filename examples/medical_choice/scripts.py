@@ -1,9 +1,9 @@
-"""Scripted trajectories that teach the skill: copy the description into a query, and the found title into the
-answer.
+"""Scripted trajectories that teach how to search.
 
-Stages and shares are the quickstart's: 80 % about made-up terms, and in the last tenth 70 % answer without
-searching, with any of the four options. How to search is taught here, when to is left to reinforcement
-learning.
+The model learns to copy the description into a query, and the title of the document into the answer. Stages
+and shares are those of the quickstart: 80 % of the trajectories are about made-up terms, and in the last
+tenth 70 % answer without searching, with any of the four options. These trajectories teach how to search;
+reinforcement learning teaches when to search.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_stppo.environments.search import render
 
 @dataclass(frozen=True)
 class Inventor:
-    """Makes terms out of the tokenizer's pieces, and meaningless descriptions out of real words.
+    """Make terms out of the tokenizer's pieces, and meaningless descriptions out of real words.
 
-    What recurs is memorised instead of copied.
+    New terms are needed because a model memorises terms that recur, instead of copying them.
     """
 
     rng: random.Random
@@ -37,7 +37,10 @@ class Inventor:
     words: Sequence[str]
 
     def entries(self, like: Entry, number: int) -> list[Entry]:
-        """Of different names, and with as many words in the first phrase as `like`; what follows it stays."""
+        """Return `number` entries with different names.
+
+        Their first phrase has as many words as that of `like`. The rest of the gloss is unchanged.
+        """
         names: set[str] = set()
         while len(names) < number:
             names.add(self._name())
@@ -60,7 +63,7 @@ class Inventor:
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str]]:
-    """What made-up terms are made of: entries that begin a word, entries that continue one."""
+    """Return the vocabulary entries for made-up terms: those that begin a word, those that continue one."""
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     return (
         [text.strip() for text in texts if re.fullmatch(r" [A-Za-z][a-z]*", text)],
@@ -69,7 +72,7 @@ def pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str]]:
 
 
 class Script:
-    """Writes rows for the entries of the cold start; documents are rendered as the environment does."""
+    """Write rows for the entries of the cold start. Documents are rendered as in the environment."""
 
     def __init__(self, known: Sequence[Entry], inventor: Inventor, seed: int) -> None:
         self._known, self._inventor = known, inventor
@@ -79,7 +82,7 @@ class Script:
             self._by_category[entry.category].append(entry)
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
-        """Without end."""
+        """Yield rows of a stage, without end."""
         while True:
             asked = self._draw()
             guess = stage == "policy" and self._rng.random() < GUESS_SHARE
@@ -104,7 +107,10 @@ def document(entry: Entry) -> str:
 
 
 def _search(asked: Choice) -> list[tuple[str, str]]:
-    """A space after every tag: a term then has the same tokens in option, title and answer."""
+    """Return the segments of a search.
+
+    A space follows every tag, so that a term has the same tokens in option, title and answer.
+    """
     return [
         (f"<search> {asked.right.query}</search>", "turn"),
         (document(asked.right), "observation"),

@@ -1,9 +1,9 @@
-"""Builds what the quickstart needs from installed packages: corpus, index, model, tasks, demonstrations.
+"""Build the quickstart's files from installed packages: corpus, index, model, tasks, demonstrations.
 
     python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 3200000]
 
 DIR/corpus.jsonl  index/  model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.json
-The same seed gives the same files. A folder whose manifest matches is left as it is.
+The same seed gives the same files. A folder whose manifest matches the arguments is not built again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
-VERSION = 7  # raise it when the same arguments would give other files
-MAX_PIECES = 5  # tokens of a name or an answer that is asked about
+VERSION = 7  # raise it if the same arguments now give different files
+MAX_PIECES = 5  # most tokens of a name or an answer in a question
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def command(
     tokens: int,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Calls build(folder, seed, tokens) unless the folder's manifest says that it has been."""
+    """Call build(folder, seed, tokens), unless the folder's manifest shows that this has been done."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
@@ -93,9 +93,10 @@ def write_corpus(known: Sequence[Entity], folder: Path) -> BM25Retriever:
 
 
 def askable(entity: Entity, retriever: BM25Retriever, tokenizer: PreTrainedTokenizerFast) -> Entity:
-    """With the facts worth asking: short enough to copy, and found by their own query.
+    """Return the entity with only the facts that are short enough to copy and are found by their own query.
 
-    BM25 cannot tell, say, the two Congos apart; a name of seven tokens asks much of a model this small.
+    BM25 cannot distinguish, for example, the two Congos. A name of seven tokens is hard for a model this
+    small.
     """
 
     def short(text: str) -> bool:
@@ -107,7 +108,7 @@ def askable(entity: Entity, retriever: BM25Retriever, tokenizer: PreTrainedToken
 
 
 def tokenizer_texts(known: Sequence[Entity], seed: int) -> list[str]:
-    """What the model will read: every passage as an observation, every question as a chat."""
+    """Return the texts for the tokenizer: every passage as an observation, every question as a chat."""
     documents = [
         render([Document("", entity.name, entity.passage(fact), 1.0)], MAX_CHARACTERS)
         for entity in known
@@ -120,7 +121,7 @@ def tokenizer_texts(known: Sequence[Entity], seed: int) -> list[str]:
 def demonstrations(
     script: Script, tokenizer: PreTrainedTokenizerFast, tokens: int, progress: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one stage after the other, together just under `tokens`."""
+    """Yield the rows of one stage after the other, together just under `tokens` tokens."""
     done = 0
     for stage, share in STAGES.items():
         rows, until = script.rows(stage), round(share * tokens)

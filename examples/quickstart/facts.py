@@ -1,7 +1,7 @@
 """Real facts from two packages: countryinfo (countries) and mendeleev (chemical elements).
 
-Some are old (a capital that moved, a currency that was replaced): the corpus and the questions come from the
-same source, so they agree with each other.
+Some facts are outdated (a capital that moved, a currency that was replaced). This does not matter, because
+the corpus and the questions come from the same source and agree with each other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from typing import Literal
 from countryinfo import CountryInfo, all_countries
 
 MAX_NAME = 28  # characters; longer names would make long trajectories
-# Dissolved or listed twice.
+# Countries that were dissolved or are listed twice.
 LEFT_OUT = {"Serbia and Montenegro", "Burma", "Vatican City State", "Holy See (Vatican City State)"}
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Example: Fact("currency", "USD", ("USD", "USN")): what the passage says, and every accepted answer."""
+    """A relation, its value in the passage, and all accepted answers.
+
+    Example: Fact("currency", "USD", ("USD", "USN")).
+    """
 
     relation: str
     value: str
@@ -42,7 +45,10 @@ class Entity:
         return next((fact.value for fact in self.facts if fact.relation == relation), None)
 
     def passage(self, fact: Fact) -> str:
-        """One fact, one passage: the query says which fact is wanted, and the answer stays in place.
+        """Return the passage of one fact.
+
+        Each fact has a passage of its own: the query names the fact, and the answer is always at the same
+        place.
 
         Example: "The capital of Gabon is Libreville."
         """
@@ -50,7 +56,7 @@ class Entity:
 
 
 def entities() -> list[Entity]:
-    """Countries, then elements, each in its package's order."""
+    """Return the countries, then the elements, each in the order of its package."""
     return [*_countries(), *_elements()]
 
 
@@ -82,7 +88,7 @@ def _largest_neighbour(country: CountryInfo, by_code: dict[str, CountryInfo]) ->
 
 
 def _elements() -> Iterator[Entity]:
-    """Reads the package's database directly: importing the package costs seconds and pulls in pandas."""
+    """Yield the elements from the package's database: an import takes seconds and loads pandas."""
     spec = importlib.util.find_spec("mendeleev")
     assert spec is not None and spec.origin is not None
     database = sqlite3.connect(f"file:{Path(spec.origin).with_name('elements.db')}?mode=ro", uri=True)
@@ -102,7 +108,7 @@ def _elements() -> Iterator[Entity]:
 
 
 def _one_discoverer(discoverers: str | None) -> str | None:
-    """A single person, or nobody: a list of names has no one right spelling."""
+    """Return a single person, or None for several: a list of names has no unique right spelling."""
     if not discoverers or re.search(r"[,;]|\band\b|\d|\bet al\b|^Known", discoverers):
         return None
     return discoverers

@@ -1,4 +1,4 @@
-"""Questions of one and two hops about the facts, and their split by entity into three disjoint sets."""
+"""Questions of one and two hops about the facts, and the split of the entities into three disjoint sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from facts import Entity, Fact
 
-# First hops of two-hop questions: relations whose value names another entity.
+# The first hops of two-hop questions: relations whose value is the name of another entity.
 BRIDGES = ("largest neighbour", "discovery place")
 SECOND_HOP = ("capital", "currency", "calling code")
 SHARES = {"cold_start": 0.4, "train": 0.4, "evaluate": 0.2}
@@ -17,7 +17,7 @@ SHARES = {"cold_start": 0.4, "train": 0.4, "evaluate": 0.2}
 
 @dataclass(frozen=True)
 class Hop:
-    """A fact to look up. Example: Hop(gabon, capital) is searched for as "capital of Gabon"."""
+    """A fact to look up. Example: the query of Hop(gabon, capital) is "capital of Gabon"."""
 
     entity: Entity
     fact: Fact
@@ -49,7 +49,11 @@ def one_hop(entity: Entity) -> list[Question]:
 
 
 def two_hop(entity: Entity, others: Mapping[str, Entity]) -> list[Question]:
-    """Example: "Name the capital of the largest neighbour of Gabon.": the neighbour, then its capital."""
+    """Return the two-hop questions about an entity.
+
+    Example: "Name the capital of the largest neighbour of Gabon." Hop one is the neighbour, hop two its
+    capital.
+    """
     questions = []
     for bridge in entity.facts:
         other = others.get(bridge.value) if bridge.relation in BRIDGES else None
@@ -62,7 +66,10 @@ def two_hop(entity: Entity, others: Mapping[str, Entity]) -> list[Question]:
 
 
 def split(entities: Sequence[Entity], seed: int) -> dict[str, list[Entity]]:
-    """Disjoint sets of entities. Example: 10 give 4 for the cold start, 4 to train on, 2 to evaluate."""
+    """Split entities into disjoint sets.
+
+    Example: of 10, 4 are for the cold start, 4 for training, 2 held out.
+    """
     shuffled = list(entities)
     random.Random(f"{seed}/split").shuffle(shuffled)
     parts: dict[str, list[Entity]] = {}
@@ -75,7 +82,7 @@ def split(entities: Sequence[Entity], seed: int) -> dict[str, list[Entity]]:
 
 
 def ask(entities: Iterable[Entity], two_hop_share: float, seed: int) -> list[Question]:
-    """All one-hop questions and at most the share of two-hop ones, which lead to entities of the same set."""
+    """Return all one-hop questions and at most `two_hop_share` two-hop ones, which stay within `entities`."""
     rng = random.Random(f"{seed}/ask")
     known = {entity.name: entity for entity in entities}
     single = [question for entity in known.values() for question in one_hop(entity)]
@@ -87,7 +94,7 @@ def ask(entities: Iterable[Entity], two_hop_share: float, seed: int) -> list[Que
 
 
 def row(question: Question, split: str, index: int) -> dict[str, Any]:
-    """A task in the verl schema."""
+    """Return a task in the verl schema."""
     return {
         "data_source": "quickstart",
         "prompt": [{"role": "user", "content": question.text}],

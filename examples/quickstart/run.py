@@ -1,10 +1,10 @@
-"""From nothing to a trained search agent: every stage a process of its own, stages that are done are skipped.
+"""Train a search agent from nothing. Every stage is a process; a stage that is done is skipped.
 
     python examples/quickstart/run.py [--example quickstart] [--seed 0] [section.field=value ...]
 
-build -> cold-start -> evaluate -> train -> evaluate, then a table, summary.json, curves.png and report.html
-in the run's folder. What a stage printed is in FOLDER/logs/STAGE.log. Interrupted, it goes on where it
-stopped.
+The stages are build, cold-start, evaluate, train, evaluate. Then the program prints a table and writes
+summary.json, curves.png and report.html into the run's folder. FOLDER/logs/STAGE.log has the output of a
+stage. After an interruption, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
-BUILDERS = {  # what builds an example's files; its config.yaml lies beside it
+BUILDERS = {  # the script that builds an example's files; config.yaml is in the same folder
     "quickstart": HERE / "build.py",
     "medical_choice": HERE.parent / "medical_choice" / "build_choice.py",
 }
-OURS = (HERE / "run.py", HERE / "stages.py")  # what the files built do not depend on
+OURS = (HERE / "run.py", HERE / "stages.py")  # sources that do not affect the built files
 RANKS = 2
 RUN_FILES = (
     "checkpoints",
@@ -57,17 +57,17 @@ console = Console()
 
 @dataclass(frozen=True)
 class Stage:
-    """One process. It is done when its product exists and was made from the same `key`."""
+    """One process. It is done if its product exists and was made with the same `key`."""
 
     name: str
     command: tuple[str, ...]
     product: Path
     key: str  # hash of everything the product depends on
-    check: Callable[[], None] | None = None  # raises ConfigError before a process starts or a file goes
+    check: Callable[[], None] | None = None  # raises ConfigError before a process starts or a file is removed
 
 
 class StageLedger:
-    """stages.json: the key that each stage last ran with, if it finished, its seconds over all attempts."""
+    """stages.json: for each stage its last key, whether it finished, and its seconds over all attempts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,10 @@ def main() -> int:
 
 
 def run(builder: Path, overrides: list[str]) -> int:
-    """Every stage that is not done; the first failing one's exit status. Raises ConfigError."""
+    """Run every stage that is not done.
+
+    Return the exit status of the first that fails. Raises ConfigError.
+    """
     config = load(builder.with_name("config.yaml"), overrides)
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +125,10 @@ def run(builder: Path, overrides: list[str]) -> int:
 
 
 def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickstart"]) -> list[Stage]:
-    """The five stages; each key holds what its product depends on, the stage before included."""
+    """Return the five stages.
+
+    A key covers everything on which the product depends, and the previous stage.
+    """
     assert config.data.train is not None and config.cold_start.output is not None
     folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
     before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
@@ -132,7 +138,7 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
     before_key = key(cold_key, part(config, "parallel", "environment", "rollout", "evaluate"))
     train_key = key(cold_key, config.dump())
     build = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
-    # Data parallel is the faster layout for a model this small; training then reloads it tensor parallel.
+    # Data parallelism is faster for a model this small. Training then loads it with tensor parallelism.
     start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
     stage = partial(door, builder.with_name("config.yaml"))
     return [
@@ -154,7 +160,7 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
 def door(
     file: Path, name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
 ) -> Stage:
-    """A stage that is a command of megatron_stppo, under torchrun."""
+    """Return a stage that runs a command of megatron_stppo under torchrun."""
     ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
     line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(file), *overrides, *options)
     return Stage(name, line, product, key, check=lambda: checks.check(load(file, overrides), RANKS, command))
@@ -169,12 +175,12 @@ def key(*texts: str) -> str:
 
 
 def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
-    """Runs the stage; its exit status. A failure shows the last lines. Raises ConfigError."""
+    """Run the stage and return its exit status. A failure prints its last lines. Raises ConfigError."""
     if stage.check is not None:
         stage.check()
     command = stage.command
     if stage.name == "cold-start":
-        shutil.rmtree(stage.product.parent, ignore_errors=True)  # of other settings, or the stage were done
+        shutil.rmtree(stage.product.parent, ignore_errors=True)  # made with other settings
     if stage.name == "train":
         command = prepare_training(command, ledger.was_begun(stage), folder)
     log, started = folder / "logs" / f"{stage.name}.log", time.monotonic()
@@ -188,14 +194,14 @@ def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
 
 
 def last_lines(text: str, number: int = 15) -> list[str]:
-    """What the ranks said last, without torchrun's own report of 60 lines about it."""
+    """Return the last lines that the ranks printed, without torchrun's report of 60 lines after them."""
     lines = text.splitlines()
     report = next((i for i, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
     return lines[max(0, report - number) : report] or lines[-number:]
 
 
 def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) -> tuple[str, ...]:
-    """Goes on from the checkpoints of an interrupted attempt; files of other settings are removed."""
+    """Return the command, with --resume after an interrupted attempt; else remove files of other settings."""
     checkpoints = folder / "checkpoints"
     if was_begun and checkpoints.is_dir() and any(checkpoints.iterdir()):
         return (*command, "--resume")
@@ -209,11 +215,11 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
 
 
 def finish(config: Config, ledger: StageLedger) -> None:
-    """summary.json, curves.png, report.html and the table."""
+    """Write summary.json, curves.png and report.html, and print the table."""
     folder = config.run.folder
     before = json.loads((folder / "evaluate-before.json").read_text())
     after = json.loads((folder / "evaluate-after.json").read_text())
-    installed = Path(sys.prefix) / "install-seconds"  # left by the Makefile
+    installed = Path(sys.prefix) / "install-seconds"  # written by the Makefile
     summary = {
         "exact_match_before": before["evaluate/exact_match"],
         "exact_match_after": after["evaluate/exact_match"],

@@ -1,4 +1,4 @@
-"""Runs a command so that its output is seen at once and kept in a file."""
+"""Run a command, show its output immediately, and keep it in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def forward(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
-    """The exit status. On a terminal the command gets one too, so that its progress bars move."""
+    """Run the command and return its exit status.
+
+    If the output is a terminal, the command gets a terminal too, so that its progress bars move.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     if sys.stdout.isatty():
         reader, writer = pty.openpty()
@@ -31,7 +34,7 @@ def forward(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
         except KeyboardInterrupt:
-            process.terminate()  # torchrun hands it to its ranks
+            process.terminate()  # torchrun forwards the signal to its ranks
             raise
         finally:
             os.close(reader)
@@ -39,7 +42,7 @@ def forward(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
 
 
 def read(descriptor: int) -> bytes:
-    """Up to 64 KiB; b"" at the end, which a terminal reports as an error."""
+    """Read up to 64 KiB. Return b"" at the end, which a terminal reports as an OSError."""
     try:
         return os.read(descriptor, 65536)
     except OSError:

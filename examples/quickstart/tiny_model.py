@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# One token each, but ordinary ones: the engine must show them as text to match stop strings.
+# One token each, but not special tokens: the engine must output them as text to match stop strings.
 TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -22,7 +22,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """At most VOCABULARY entries, which is the model's size: an even share for every tensor parallel rank."""
+    """Return a tokenizer of at most VOCABULARY entries.
+
+    VOCABULARY is the size of the model's vocabulary, which is divided evenly among tensor parallel ranks.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -46,7 +49,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def name_pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str]]:
-    """What made-up names are made of: entries that begin a capitalised word, entries that continue one."""
+    """Return the vocabulary entries for made-up names: those that begin a capital word or continue one."""
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     return (
         [text.strip() for text in texts if re.fullmatch(r" [A-Z][a-z]*", text)],
@@ -55,7 +58,7 @@ def name_pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """0.9 M parameters; 2 key-value heads, so tensor parallel 1 or 2."""
+    """Write a random model of 0.9 M parameters. It has 2 key-value heads, so tensor parallelism is 1 or 2."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

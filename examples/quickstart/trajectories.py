@@ -1,8 +1,8 @@
-"""Scripted trajectories that teach the skill: copy a name into a query, and an answer out of a document.
+"""Scripted trajectories that teach how to search: copy a name into a query, and an answer from a document.
 
-Made-up entities in 80 % of them, because names that recur are memorised instead of copied. In the last tenth
-70 % answer without searching, and wrongly: how to search is taught here, when to is left to reinforcement
-learning.
+80 % of them are about made-up entities, because a model memorises names that recur, instead of copying them.
+In the last tenth 70 % answer without searching, and wrongly. These trajectories teach how to search;
+reinforcement learning teaches when to search.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_stppo.environments.search import render
 
 MADE_UP_SHARE = 0.8
 TWO_HOP_SHARE = 0.1
-# Stages in training order and the share of all tokens after which each ends.
+# {stage: share of all tokens after which it ends}, in training order.
 STAGES = {"skill": 0.9, "policy": 1.0}
-GUESS_SHARE = 0.7  # of the policy stage's rows
+GUESS_SHARE = 0.7  # share of the policy stage's rows
 MAX_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Inventor:
-    """Makes entities that exist nowhere, of the shape of real ones, out of the tokenizer's own pieces."""
+    """Make fictitious entities with the structure of real ones, out of the tokenizer's pieces."""
 
     rng: random.Random
     real: frozenset[str]  # names that must not be invented
@@ -36,7 +36,7 @@ class Inventor:
     continuations: Sequence[str]
 
     def entity(self, like: Entity, renamed: Mapping[str, str] | None = None) -> Entity:
-        """An entity with the relations of `like`; `renamed` fixes the values of some relations."""
+        """Return an entity with the relations of `like`. `renamed` gives the values of some relations."""
         facts = []
         for fact in like.facts:
             value = (renamed or {}).get(fact.relation) or self._value(fact)
@@ -63,7 +63,7 @@ class Inventor:
 
 
 class Script:
-    """Writes rows for the entities of the cold start; passages are rendered as the environment does."""
+    """Write rows for the entities of the cold start. Passages are rendered as in the environment."""
 
     def __init__(self, entities: Sequence[Entity], inventor: Inventor, seed: int) -> None:
         self._entities, self._inventor = entities, inventor
@@ -72,7 +72,7 @@ class Script:
         self._with_bridge = [entity for entity in entities if two_hop(entity, self._others)]
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
-        """Without end."""
+        """Yield rows of a stage, without end."""
         while True:
             prompt, segments = self._episode(stage)
             yield {
@@ -96,7 +96,7 @@ class Script:
         return self._rng.choice(two_hop(entity, others) if bridged else one_hop(entity))
 
     def _invent(self, like: Entity) -> tuple[Entity, dict[str, Entity]]:
-        """A made-up twin of `like` and of every entity that a two-hop question about it leads to."""
+        """Return a made-up copy of `like`, and of every entity to which a two-hop question about it leads."""
         renamed, others = {}, {}
         for fact in like.facts:
             if fact.value in self._others:
@@ -110,7 +110,10 @@ class Script:
 
 
 def _search(question: Question) -> list[tuple[str, str]]:
-    """A space after every tag: a name then has the same tokens in question, query, document and answer."""
+    """Return the segments of the searches.
+
+    A space follows every tag, so that a name has the same tokens in question, query, document and answer.
+    """
     segments = []
     for hop in question.hops:
         segments.append((f"<search> {hop.query}</search>", "turn"))

@@ -1,40 +1,41 @@
 #!/usr/bin/env bash
-# One attempt at a run under Slurm, and what its exit code is followed by. The .sbatch files here end in it:
+# Make one attempt at a run under Slurm, and requeue the job depending on the exit code. The .sbatch files end with:
 #
 #     exec bash examples/slurm/attempt.sh NAME CONFIG.yaml [section.field=value ...]
 #
+#     exit code
 #     0        done
-#     2, 93    would fail again (configuration; see docs/running.md): not requeued
-#     85       checkpointed, because the time is up: requeued
+#     2, 93    the next attempt would fail too (configuration; see docs/running.md): not requeued
+#     85       checkpointed, because the time limit is near: requeued
 #     other    a crash or a hang: requeued
-# Two attempts in a row without a newer checkpoint are followed by 93 instead of a third, however they ended.
+# After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes.
 #
-# The same NAME continues that run (--resume, where its folder holds one); another NAME starts a new one.
+# The same NAME continues that run (with --resume, if its folder has one). Another NAME starts a new run.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
 set -euo pipefail
 
 PYTHON=${PYTHON:-.venv/bin/python} # on every node
-ROOT=${ROOT:-runs}                 # on a file system that all nodes share
+ROOT=${ROOT:-runs}                 # on a file system shared by all nodes
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 name=$1 config=$2
 shift 2
 checkpoints=$ROOT/$name/checkpoints attempts=$ROOT/$name/attempts
 attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-started=$attempts/started # a line per attempt since the job was submitted: ATTEMPT and the step it began with
+started=$attempts/started # one line "ATTEMPT STEP" per attempt since the job was submitted; STEP is where it began
 
 say() { echo "$(date -u +%FT%TZ) $name $attempt: $*" >&2; }
-newest() { # the number of the step that the program would go on from; 0 without one
+newest() { # print the step from which the program would resume; 0 without a checkpoint
     local step
     step=$(head -c 64 "$checkpoints/LATEST" 2>/dev/null | tr -d '\0' || true)
-    if [[ ! $step =~ ^step_[0-9]+$ ]]; then # a damaged LATEST: the highest step that is there
+    if [[ ! $step =~ ^step_[0-9]+$ ]]; then # LATEST is damaged: use the highest step in the folder
         step=$(find "$checkpoints" -maxdepth 1 -name 'step_*' 2>/dev/null |
             sed -En 's/.*\/(step_[0-9]+)$/\1/p' | sort -V | tail -n 1 || true)
     fi
     step=${step#step_}
     echo "${step:-0}"
 }
-verdict() { # 2 or 93 where the first rank ended with it: srun tells the highest code, that of a killed rank too
+verdict() { # print 2 or 93 if the first rank exited with it; srun returns the highest code, also of killed ranks
     sed -En 's/^\{"code": (2|93), .*/\1/p' "$ROOT/$name/exit.json" 2>/dev/null || true
 }
 stop_without_progress() {
@@ -47,13 +48,13 @@ stop_without_progress() {
 mkdir -p "$attempts/$attempt"
 ln -sfn "$attempt" "$attempts/latest"
 [[ ${SLURM_RESTART_COUNT:-0} != 0 && -e $started ]] || : >"$started"
-stop_without_progress # Slurm itself requeues after a node failed, past the lines below
+stop_without_progress # after a node failure Slurm requeues the job without running the end of this script
 echo "$attempt $(newest)" >>"$started"
 say "step $(newest), on $SLURM_JOB_NODELIST"
 
-# One task per GPU, neighbours on one node, each free to use all of its node's cores and GPUs. The task is the
-# program itself, without a shell around it: Slurm's signals go to tasks, not to their children.
-# The first task to end leaves the others two minutes: enough to end by themselves, not enough to hang.
+# There is one task per GPU. Consecutive tasks are on one node, and each may use all cores and GPUs of its node. The
+# task is the program itself, without a shell around it, because Slurm sends signals to tasks, not to their children.
+# After the first task ends, the others have two minutes to end by themselves; then Slurm kills them.
 code=0 resume=()
 [[ ! -e $ROOT/$name/config.yaml && ! -e $checkpoints ]] || resume=(--resume)
 rm -f "$ROOT/$name/exit.json"
