@@ -5,7 +5,7 @@
 #
 #     exit code
 #     0        done
-#     2, 93    the next attempt would fail too (configuration; see docs/running.md): not requeued
+#     2, 93    the next attempt would fail too (configuration; see docs/cluster.md): not requeued
 #     85       checkpointed, because the time limit is near: requeued
 #     other    a crash or a hang: requeued
 # After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes.

@@ -1,4 +1,4 @@
-"""Ends that a scheduler must tell apart, by exit code (see docs/running.md)."""
+"""Ends that a scheduler must tell apart, by exit code (see docs/cluster.md)."""
 
 from __future__ import annotations
 
