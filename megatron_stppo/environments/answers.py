@@ -1,8 +1,8 @@
-"""Reading and grading what the policy wrote: linear time, capped lengths, nothing evaluated.
+"""Parsing and grading of the policy's text, in linear time and with limited lengths. Nothing is evaluated.
 
 Exact match follows Search-R1 and SQuAD: lower case, no punctuation, no a/an/the, single spaces.
-We differ in what counts as the answer: the last <answer> of the policy's own last turn, and a turn that
-closes more than MAX_ANSWERS of them has none (naming everything is not answering).
+A difference is which text is the answer: the last <answer> of the policy's own last turn. A turn that closes
+more than MAX_ANSWERS answers has none, so that listing many candidates does not earn a reward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ ActionKind = Literal["search", "answer", "invalid"]
 
 
 def normalise(text: str) -> str:
-    """Example: normalise(" The Kingdom,  of Spain! ") == "kingdom of spain"."""
+    """Return text as exact match compares it.
+
+    Example: normalise(" The Kingdom,  of Spain! ") == "kingdom of spain".
+    """
     words = text[:MAX_ANSWER].lower().translate(_NO_PUNCTUATION).split()
     return " ".join(word for word in words if word not in ARTICLES)
 
 
 def exact_match(answer: str | None, targets: Iterable[str]) -> bool:
-    """True if the answer equals any target after normalisation. Nothing normalised matches nothing."""
+    """Return True if the answer equals any target after normalisation.
+
+    An answer that is empty after normalisation, or longer than MAX_ANSWER characters, matches no target.
+    """
     if answer is None or len(answer) > MAX_ANSWER:
         return False
     given = normalise(answer)
@@ -35,7 +41,7 @@ def exact_match(answer: str | None, targets: Iterable[str]) -> bool:
 
 
 def inside_last(text: str, tag: str) -> str | None:
-    """Text of the last `<tag>..</tag>`; None if the last one opened is not closed.
+    """Return the text of the last `<tag>..</tag>`, or None if the last opened tag is not closed.
 
     Example: inside_last("<answer>a<answer>b</answer></answer>", "answer") == "b".
     """
@@ -46,8 +52,9 @@ def inside_last(text: str, tag: str) -> str | None:
 
 
 def parse_action(text: str) -> tuple[ActionKind, str]:
-    """What the policy asked for: the last tag it closed decides, since a turn ends where its tag closes.
+    """Return the kind and the content of the policy's action.
 
+    The last closed tag decides, because a turn ends where its tag closes.
     Example: parse_action("<think>x</think><search> Gabon</search>") == ("search", "Gabon").
     """
     if len(text) > MAX_ACTION:

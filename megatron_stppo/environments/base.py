@@ -1,4 +1,4 @@
-"""What a user implements to bring a task of their own: reset, step, close."""
+"""The interface of an environment (reset, step, close), which a user implements for a new task."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from megatron_stppo.types import Message, Outcome, Task
 
 
 class ToolAway(Exception):
-    """A tool answers nobody at present: its server is down, restarts or is overloaded. One line of text.
+    """A tool does not answer any request at present: its server is down, restarts or is overloaded.
 
-    An environment raises it from reset or step, in the state that it was in before the call; a factory may
-    raise it too. The rollout then makes the same call again until it returns, for up to environment.tool_wait
-    seconds; after that the run is checkpointed and ends with exit code 85. A failure that concerns one
-    episode only (a query that the tool refuses) is an outcome of that episode instead.
+    An environment raises it from reset or step, with a message of one line. The environment must then be in
+    the state that it had before the call. A factory may raise it too. The rollout repeats the call until it
+    returns, for up to environment.tool_wait seconds; after that the run writes a checkpoint and ends with
+    exit code 85. A failure of one episode only, such as a query that the tool refuses, is an outcome of that
+    episode instead.
     Example: raise ToolAway("sandbox: connection refused").
     """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the environment answers to one action.
+    """The environment's answer to one action.
 
     Example: StepResult("\\n\\n<information>..</information>\\n\\n", 0.0, False, True, True) after a search;
     StepResult("", 1.0, True, True, False, "ok", "Paris") after the right answer.
     """
 
-    observation: str  # text the policy reads next; "" when done
+    observation: str  # the text that the policy reads next; "" if done
     reward: float  # credited to the last action token of this turn
     done: bool
     valid: bool  # the action could be parsed
     searched: bool  # a tool was called
-    outcome: Outcome | None = None  # set exactly when done
-    detail: str = ""  # one line for people: the extracted answer, or what failed
+    outcome: Outcome | None = None  # set if and only if done
+    detail: str = ""  # one line for the user: the extracted answer, or what failed
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode at a time; async, so that slow tools overlap generation.
+    """The environment of one episode. Its methods are async, so that slow tools overlap with generation.
 
-    An environment's own failure is an outcome (error, timeout), never a reward of 0. A tool that answers
-    nobody is ToolAway.
+    A failure of the environment itself is an outcome (error, timeout), never a reward of 0. A tool that does
+    not answer any request is reported by raising ToolAway.
     """
 
     @property

@@ -1,8 +1,8 @@
-"""The environment that a run's configuration names: the search environment, or one of the user's own.
+"""The environment named by a run's configuration: the search environment, or one that the user wrote.
 
-A configuration is data, and here it names code. So what it may name is not in its hands: modules whose file
-lies in a folder of PYTHONPATH, which whoever starts the run sets. Not the standard library, not what is
-installed, not the current folder.
+A configuration is data, but this field names code that will be run. Only modules whose file lies in a folder
+of PYTHONPATH are allowed, because the person who starts the run sets PYTHONPATH. The standard library,
+installed packages and the current folder are not allowed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ REMEDY = "give search, or MODULE:FACTORY, found on PYTHONPATH (PYTHONPATH=. for 
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes one environment per episode. Raises ConfigError for what cannot be imported or used, and
-    ToolAway where a factory does.
+    """Return a function that makes one environment per episode.
 
-    Example: kind "guess:factory" calls factory(config) of the module guess, as "search" calls search.factory.
+    Raises ConfigError if the environment cannot be imported or used. A ToolAway that the user's factory
+    raises is passed on.
+    Example: kind "guess:factory" calls factory(config) of the module guess; "search" calls search.factory.
     """
     if config.kind == "search":
         return search.factory(config)
@@ -36,7 +37,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
     except (ConfigError, ToolAway):
         raise
-    except Exception as error:  # code of the user's may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"environment.kind={config.kind}: {_last_line(error)}{type(error).__name__}: {error}; {REMEDY}"
         ) from None
@@ -49,17 +50,18 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 def _last_line(error: Exception) -> str:
-    """Where it was raised. Example: "guess.py line 12: "."""
+    """Return the file and line that raised the error. Example: "guess.py line 12: "."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     return f"{Path(own[-1].filename).name} line {own[-1].lineno}: " if own else ""
 
 
 def check(config: EnvironmentConfig, resume: bool = False) -> None:
-    """What can be known before torch and megatron are set up, which a module of the user's may import.
+    """Raise ConfigError for an environment that cannot work, before torch and megatron are set up.
 
-    The search environment's retriever is reachable and not empty, or one's own module is there. With `resume`
-    it need not be reachable yet: the run waits for it. Raises ConfigError.
+    For the search environment, check that the retriever is reachable and not empty. With `resume` it need not
+    be reachable yet, because the run waits for it. For a user's module, check only that its file exists: the
+    module may import torch, so it is not imported here.
     """
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
@@ -69,8 +71,10 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
 
 
 def _module(kind: str) -> str:
-    """The module that `kind` names, found without importing anything. Raises ConfigError unless its file lies
-    in a folder of PYTHONPATH."""
+    """Return the name of the module in `kind`, without importing it.
+
+    Raises ConfigError unless its file lies in a folder of PYTHONPATH.
+    """
     module = kind.partition(":")[0]
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):

@@ -1,8 +1,9 @@
-"""Calls an environment and checks what it returns: an environment is code of the user's, of any type.
+"""Calls of a user's environment, with checks of the types of what it returns.
 
-A return value of the wrong type would fail far from its cause, or not at all, and the same way in every
-attempt. So it is a ConfigError, which ends the run with exit code 2. What an environment raises is passed on:
-that is an outcome of its episode. A reward that is not finite is passed on too: the update refuses it.
+A return value of the wrong type would fail far from its cause, or not at all, and in the same way in every
+attempt. It is therefore a ConfigError, which ends the run with exit code 2. Exceptions of an environment are
+passed on: they become the outcome of its episode. A reward that is not finite is also passed on: the update
+refuses it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_SHOWN = 60  # characters of a wrong value in a message
 
 
 async def reset(environment: Environment, task: Task, seed: int) -> tuple[Message, ...]:
-    """The messages that `environment.reset` returns. Raises ConfigError if they are no messages with text."""
+    """Return the messages of `environment.reset`. Raises ConfigError unless they are Messages with text."""
     where = f"{type(environment).__name__}.reset()"
     messages = await _awaitable(environment, "reset", task, seed)
     if not isinstance(messages, list | tuple) or not messages:
@@ -36,10 +37,13 @@ async def reset(environment: Environment, task: Task, seed: int) -> tuple[Messag
 
 
 def stop_strings(environment: Environment) -> tuple[str, ...]:
-    """The strings that end a turn. Raises ConfigError unless they are a tuple of non-empty strings."""
+    """Return the strings that end a turn.
+
+    Raises ConfigError unless they are non-empty strings in a tuple or list.
+    """
     name, given = type(environment).__name__, getattr(environment, "stop_strings", None)
     remedy = 'give a tuple, such as ("</answer>",), or ()'
-    if not isinstance(given, tuple | list):  # of a plain string every character would end a turn
+    if not isinstance(given, tuple | list):  # with a plain string, each of its characters would end a turn
         raise _wrong(name, "stop_strings", given, remedy)
     for stop in given:
         if not isinstance(stop, str) or not stop:
@@ -48,8 +52,10 @@ def stop_strings(environment: Environment) -> tuple[str, ...]:
 
 
 async def step(environment: Environment, action: str) -> StepResult:
-    """What `environment.step` returns, its numbers as Python's own. Raises ConfigError if it is not a
-    StepResult whose fields have their types."""
+    """Return the result of `environment.step`, with its numbers converted to Python's types.
+
+    Raises ConfigError unless it is a StepResult whose fields have the declared types.
+    """
     where = f"{type(environment).__name__}.step()"
     result = await _awaitable(environment, "step", action)
     if not isinstance(result, StepResult):
@@ -67,7 +73,7 @@ async def step(environment: Environment, action: str) -> StepResult:
 
 
 async def close(environment: Environment) -> None:
-    """Raises ConfigError if `close` is not there or not a coroutine function."""
+    """Call `environment.close`. Raises ConfigError if it is missing or not a coroutine function."""
     await _awaitable(environment, "close")
 
 
@@ -95,7 +101,7 @@ def _check_text(where: str, name: str, value: object) -> None:
 
 
 def _number(where: str, value: object) -> float:
-    # numpy's numbers are registered with the abstract classes; torch's tensors are not numbers
+    # numpy's numbers are registered as numbers.Real; torch's tensors are not
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) or getattr(value, "shape", None) == ():

@@ -1,7 +1,7 @@
 """Retrievers: an embedded BM25 index, and a client for a /retrieve server in Search-R1's format.
 
-Both answer `await retriever.search(query, topk)` with documents, best first, or raise RetrievalError; the
-client raises ToolAway where the server answers nobody.
+`await retriever.search(query, topk)` returns documents, best first, or raises RetrievalError. The client
+raises ToolAway if the server does not answer any request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
 from megatron_stppo.environments.base import ToolAway
 
-MAX_QUERY = 1_000  # characters of a query that are searched for
-MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer that are read before it is refused
-BACKOFF = 0.1  # seconds before the first retry; doubles, with full jitter
+MAX_QUERY = 1_000  # characters of a query; the rest is ignored
+MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer; longer answers are refused
+BACKOFF = 0.1  # seconds, the longest wait before the first retry; doubles each time, with full jitter
 SEARCH, PROBE = 0.6, 0.3  # shares of the environment's deadline for a search and for the probe after it
 _WORD = re.compile(r"\w+")
 
@@ -40,7 +40,7 @@ class RetrievalTimeout(RetrievalError):
 
 @dataclass(frozen=True)
 class Document:
-    """Example: Document("17", "Gabon", "The capital of Gabon is Libreville.", 3.2)."""
+    """A retrieved document. Example: Document("17", "Gabon", "The capital of Gabon is Libreville.", 3.2)."""
 
     id: str
     title: str
@@ -49,7 +49,10 @@ class Document:
 
     @classmethod
     def parse(cls, id: str, contents: str, score: float) -> Document:
-        """`contents` is '"Title"\\ntext', as in the wiki-18 corpus; without a line break all is text."""
+        """Return the document for `contents`, which is '"Title"\\ntext' as in the wiki-18 corpus.
+
+        Contents without a line break are all text.
+        """
         title, line, text = contents.partition("\n")
         return cls(id, title.strip().strip('"'), text, score) if line else cls(id, "", contents, score)
 
@@ -61,12 +64,18 @@ class Retriever(Protocol):
 
 
 def words(text: str) -> list[str]:
-    """Lower-cased words. Example: words("Port-au-Prince") == ["port", "au", "prince"]."""
+    """Return the words of a text in lower case.
+
+    Example: words("Port-au-Prince") == ["port", "au", "prince"].
+    """
     return _WORD.findall(text.lower())
 
 
 def read_corpus(path: Path) -> Iterator[dict[str, str]]:
-    """Rows {"id", "contents"} of a .jsonl corpus. Raises ConfigError naming file, row (from 1) and remedy."""
+    """Yield the rows {"id", "contents"} of a .jsonl corpus.
+
+    Raises ConfigError, which names the file, the row (counted from 1) and the remedy.
+    """
     for where, row in jsonl.rows(path, "corpus"):
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
             raise ConfigError(f"{where}: has no id, or no contents that are text; give both")
@@ -74,10 +83,10 @@ def read_corpus(path: Path) -> Iterator[dict[str, str]]:
 
 
 class BM25Retriever:
-    """BM25 over an index folder that is memory-mapped: ranks of one node share its pages."""
+    """BM25 over a memory-mapped index folder. The ranks of one node share its pages."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder that holds no index or no document."""
+        """Open the index in `folder`. Raises ConfigError if there is no index or no document in it."""
         try:
             self._index = bm25s.BM25.load(folder, mmap=True, load_corpus=True)
             documents = len(self._index.corpus)
@@ -95,7 +104,10 @@ class BM25Retriever:
 
     @staticmethod
     def build(rows: Iterable[dict[str, str]], folder: Path) -> None:
-        """Writes an index of {"id", "contents"} rows. Raises ConfigError for a corpus without words."""
+        """Write an index of the rows {"id", "contents"} to `folder`.
+
+        Raises ConfigError for a corpus without words and for a folder that cannot be written.
+        """
         corpus = [{"id": str(row["id"]), "contents": str(row["contents"])} for row in rows]
         tokens = [words(row["contents"]) for row in corpus]
         if not any(tokens):
@@ -115,7 +127,10 @@ class BM25Retriever:
         return self._documents
 
     def lookup(self, query: str, topk: int) -> list[Document]:
-        """Documents that share a word with the query, best first; ties go to the later document."""
+        """Return documents that share a word with the query, best first.
+
+        Of equal scores the later one is first.
+        """
         tokens = words(query[:MAX_QUERY])
         if not any(token in self._index.vocab_dict for token in tokens):
             return []
@@ -136,24 +151,25 @@ class BM25Retriever:
         return await asyncio.to_thread(self.lookup, query, topk)
 
     async def close(self) -> None:
-        """The index stays open for the other episodes."""
+        """Do nothing: the index stays open for the other episodes."""
 
 
 class HttpRetriever:
     """Client of POST /retrieve: {"queries": [..], "topk", "return_scores"} -> {"result": [[..]]}.
 
-    One attempt takes at most `timeout` seconds in all; connection failures, timeouts and answers 429 and 5xx
-    are tried `retries` times more. When none of them was answered, a probe with another query tells whose
-    fault it is: the probe is answered, and the query's episode fails (RetrievalError); or it is not, and the
-    server is away (ToolAway). Search and probe together end within `deadline` seconds. Proxies of the
-    environment are ignored and redirects refused: the token goes to `url` only.
+    One attempt takes at most `timeout` seconds in all. After a connection failure, a timeout or a status of
+    429 or 5xx, the request is repeated up to `retries` times. If all attempts fail, a probe with another
+    query is sent. If the server answers the probe, only this query's episode fails (RetrievalError); if it
+    does not, the server is unavailable (ToolAway). Search and probe together take at most `deadline` seconds.
+    Proxies set in environment variables are ignored and redirects are refused, so that the token is sent to
+    `url` only.
     """
 
     def __init__(
         self, url: str, timeout: float, retries: int, token: str | None = None, deadline: float = 30.0
     ) -> None:
         self._url, self._timeout, self._retries, self._deadline = url, timeout, retries, deadline
-        # Compressed answers are not asked for: a small one could unpack to gigabytes.
+        # No compressed answers are requested, because a small one could unpack to gigabytes.
         self._headers = {"Accept-Encoding": "identity"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -169,11 +185,11 @@ class HttpRetriever:
         except _Unanswered:
             raise ToolAway(f"retriever {self._url}: {failure}") from None
         except RetrievalError:
-            pass  # an answer, though not to the probe's liking
+            pass  # the server answered, if only with an error
         raise failure
 
     async def _ask(self, query: str, topk: int, retries: int, share: float) -> list[Document]:
-        """Raises _Unanswered after the retries, or after `share` of the deadline."""
+        """Return the documents. Raises _Unanswered after all retries, or after `share` of the deadline."""
         body = {"queries": [query[:MAX_QUERY]], "topk": topk, "return_scores": True}
         failure: RetrievalError = RetrievalTimeout(f"no answer within {share * self._deadline:g} s")
         with suppress(TimeoutError):
@@ -195,13 +211,13 @@ class HttpRetriever:
         raise _Unanswered(failure)
 
     async def close(self) -> None:
-        """Closes the running loop's connections; the next search opens new ones."""
+        """Close the connections of the running event loop. The next search opens new ones."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
 
     def _client(self) -> httpx.AsyncClient:
-        """Connections belong to an event loop; those of a closed loop are dropped."""
+        """Return the client of the running event loop. Connections of closed loops are dropped."""
         loop = asyncio.get_running_loop()
         self._clients = {known: client for known, client in self._clients.items() if not known.is_closed()}
         if loop not in self._clients:
@@ -225,20 +241,21 @@ class HttpRetriever:
 
 
 class _Busy(Exception):
-    """The server may answer if asked again."""
+    """The server answered with status 429 or 5xx; another attempt may succeed."""
 
 
 class _Unanswered(Exception):
-    """No attempt of a request was answered, the last one because of `failure`."""
+    """All attempts of a request failed; the last one because of `failure`."""
 
     def __init__(self, failure: RetrievalError) -> None:
         self.failure = failure
 
 
 def read_result(raw: bytes) -> list[Document]:
-    """Documents of the first query. An entry is {"document", "score"}, or without scores the document.
+    """Return the documents of the first query.
 
-    Raises RetrievalError for anything else.
+    An entry is {"document", "score"}, or the document itself if the answer has no scores. Raises
+    RetrievalError for any other format.
     """
     try:
         found: Sequence[Any] = json.loads(raw)["result"][0]

@@ -1,6 +1,6 @@
-"""POST /retrieve over a BM25 index: Search-R1's "queries" and SkyRL's "query", one server.
+"""A server of POST /retrieve over a BM25 index, which accepts Search-R1's "queries" and SkyRL's "query".
 
-Bound to the loopback unless told otherwise; with a token every request must carry it.
+By default it listens on the loopback address only. If a token is set, every request must carry it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RetrieveRequest(BaseModel):
 
 
 def create_app(index: Path, token: str | None = None) -> FastAPI:
-    """Raises ConfigError for a missing or empty index."""
+    """Return the server's application. Raises ConfigError for a missing or empty index."""
     retriever = BM25Retriever(index)
     app = FastAPI(title="retrieve", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -61,13 +61,15 @@ def create_app(index: Path, token: str | None = None) -> FastAPI:
 
 
 def serve(index: Path, host: str, port: int, token: str | None, announce: Callable[[], None]) -> None:
-    """Serves until interrupted; calls `announce` once clients can connect. Raises ConfigError for a missing
-    or empty index, and for an address that cannot be listened on."""
+    """Serve until interrupted; call `announce` once clients can connect.
+
+    Raises ConfigError for a missing or empty index, and if the server cannot listen on the address.
+    """
     app = create_app(index, token)
     try:
         listener = socket.create_server((host, port), family=_family(host, port))
     except OSError as error:
-        # the error of a name that cannot be resolved has a number of its own
+        # gaierror (a name that cannot be resolved) has error numbers that os.strerror does not have
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(
             f"--host={host} --port={port}: cannot listen there ({reason}); give another --port, or a --host "

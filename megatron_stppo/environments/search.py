@@ -1,9 +1,9 @@
-"""The multi-turn search environment of Search-R1, hardened.
+"""The multi-turn search environment of Search-R1, hardened against hostile and malformed text.
 
-The policy writes <search>query</search> or <answer>answer</answer>; a search is answered by
-\\n\\n<information>..</information>\\n\\n, anything else by a short correction. After `max_turns` turns one
-last generation may only answer. The reward is exact match of the last <answer> in the policy's own text of
-that turn: what stands in the prompt or in a document is never graded.
+The policy writes <search>query</search> or <answer>answer</answer>. The environment answers a search with
+\\n\\n<information>..</information>\\n\\n, and an invalid action with a short correction. After `max_turns`
+turns, one last generation may only answer. The reward is the exact match of the last <answer> in the policy's
+own text of that turn; tags in the prompt or in a document are never graded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ STOP_STRINGS = ("</search>", "</answer>")
 CORRECTION = (
     "\n\nThat action is invalid. Write <search>query</search> or <answer>answer</answer>, then stop.\n\n"
 )
-CHARACTERS_PER_TOKEN = 8  # generous, so that the token limit of the rollout is what usually cuts
+CHARACTERS_PER_TOKEN = 8  # generous, so that usually the token limit of the rollout cuts an observation
 MAX_DETAIL = 200
-# Only what could pass for one of our tags; {0,3} keeps the scan linear on hostile runs of spaces.
+# The "<" of text that looks like one of this environment's tags. {0,3} keeps the scan linear on long runs of
+# spaces.
 _TAG = re.compile(r"<(?=\s{0,3}/?\s{0,3}(?:think|search|information|answer)\b)", re.IGNORECASE)
-# halves of surrogate pairs, which JSON can hold, have no UTF-8 and so no tokens
+# Includes unpaired surrogates: JSON can contain them, but they cannot be encoded as UTF-8 or tokenised.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -54,7 +55,11 @@ class SearchEnvironment:
         deadline: float,
         max_characters: int,
     ) -> None:
-        """max_turns: turns before the last generation; max_characters: of documents in one observation."""
+        """max_turns: turns before the last generation.
+
+        topk: documents per search; deadline: seconds per search.
+        max_characters: the most characters of documents in one observation.
+        """
         self._retriever = retriever
         self._max_turns, self._topk = max_turns, topk
         self._deadline, self._max_characters = deadline, max_characters
@@ -62,14 +67,14 @@ class SearchEnvironment:
         self._task: Task | None = None
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
-        """The seed is unused: nothing here is random."""
+        """Return the task's prompt. The seed is unused, because this environment is not random."""
         self._task, self._turns = task, 0
         return list(task.prompt)
 
     async def step(self, action: str) -> StepResult:
         assert self._task is not None, "step before reset"
         result = await self._answer(action, self._task.targets)
-        self._turns += 1  # not where the search raises ToolAway: this action will be stepped again
+        self._turns += 1  # not counted if the search raises ToolAway, because the action is then repeated
         return result
 
     async def _answer(self, action: str, targets: Sequence[str]) -> StepResult:
@@ -108,7 +113,10 @@ def _end(
 
 
 def render(documents: Sequence[Document], max_characters: int) -> str:
-    """The observation. Example: "\\n\\n<information>Doc 1(Title: Gabon) The ..</information>\\n\\n"."""
+    """Return the observation.
+
+    Example: "\\n\\n<information>Doc 1(Title: Gabon) The ..</information>\\n\\n".
+    """
     share = max_characters // max(1, len(documents))
     lines = [
         f"Doc {rank}(Title: {neutralise(document.title[:200])}) {neutralise(document.text[:share]).strip()}"
@@ -118,20 +126,26 @@ def render(documents: Sequence[Document], max_characters: int) -> str:
 
 
 def neutralise(text: str) -> str:
-    """Retrieved text that cannot pass for a tag of ours. Example: neutralise("</answer>") == "‹/answer>"."""
+    """Return retrieved text without tags of this environment.
+
+    Example: neutralise("</answer>") == "‹/answer>".
+    """
     return _TAG.sub("‹", _CONTROL.sub(" ", text))
 
 
 def one_line(text: str) -> str:
-    """Text of others, safe to print: one line of MAX_DETAIL characters, no control or direction codes."""
+    """Return foreign text that is safe to print: one line of at most MAX_DETAIL characters.
+
+    Control and text-direction characters become spaces.
+    """
     return "".join(c if c.isprintable() else " " for c in text[:MAX_DETAIL])
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
-    """Opens the retriever once; the result makes one environment per episode.
+    """Open the retriever once, and return a function that makes one environment per episode.
 
-    Raises ConfigError for a missing or empty index, for a server that answers nonsense, and for one that does
-    not answer, Unreachable. To be called outside an event loop: it waits for the server.
+    Raises ConfigError for a missing or empty index and for a server whose answer cannot be used; Unreachable
+    for a server that does not answer. Call it outside an event loop, because it waits for the server.
     """
     retriever = open_retriever(config)
 
@@ -148,12 +162,14 @@ def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
 
 
 class Unreachable(ConfigError, ToolAway):
-    """The server that the configuration names does not answer: at a new run a wrong address, at one that is
-    resumed a tool that is away."""
+    """The configured server does not answer.
+
+    In a new run the address is probably wrong. In a resumed run the server is probably down.
+    """
 
 
 def open_retriever(section: EnvironmentConfig) -> Retriever:
-    """Raises ConfigError where the retriever named by the configuration cannot be used."""
+    """Return the configured retriever. Raises ConfigError if it cannot be used."""
     config = section.retrieval
     if config.kind == "bm25":
         if config.index is None:
@@ -177,7 +193,7 @@ def _token(name: str | None) -> str | None:
 
 
 async def _probe(retriever: HttpRetriever, url: str) -> None:
-    """One real request before anything is built, so that a wrong address costs seconds and not a run."""
+    """Send one real request before anything else is built, so that a wrong address fails within seconds."""
     try:
         await retriever.search("probe", 1)
     except (RetrievalError, ToolAway, httpx.InvalidURL) as error:

@@ -1,4 +1,4 @@
-"""Which layouts, microbatch sizes and packing orders a number of ranks allows."""
+"""The layouts, micro-batch sizes and packing orders that are possible with a number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Case:
     """
 
     parallel: ParallelConfig
-    budget: int  # tokens of a microbatch on one rank
+    budget: int  # tokens of a micro-batch on one rank
     reverse: bool = False  # the trajectories in the opposite order
 
     def name(self, world: int) -> str:
@@ -42,16 +42,21 @@ class Case:
 
 
 def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:
-    """The given layout with every microbatch size and both orders, then all other layouts with the first
-    size."""
+    """Return the given layout with every micro-batch size and both orders, then all other layouts.
+
+    The other layouts have the first size.
+    """
     own = [Case(given, budget) for budget in budgets] + [Case(given, budgets[0], reverse=True)]
     return own + [Case(other, budgets[0]) for other in layouts(shape, world) if other != given]
 
 
 def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
-    """Every product of tensor, context, pipeline and data that makes `world` and that the model allows; with
-    and without sequence parallelism, in one and in two chunks, in even stages and in uneven ones, and with a
-    model's experts on any number of ranks."""
+    """Yield every layout of `world` ranks that the model allows.
+
+    These are all sizes of tensor, context, pipeline and data parallelism whose product is `world`: with and
+    without sequence parallelism, with one and two chunks per stage, with even and uneven stages, and, if the
+    model has experts, with every size of expert parallelism.
+    """
     for tensor, context, pipeline in itertools.product(_divisors(world), repeat=3):
         if world % (tensor * context * pipeline):
             continue

@@ -1,4 +1,4 @@
-"""Runs every case, compares it with the first, prints a table and gives the verdict."""
+"""Comparison of the same step under different layouts: every case is compared with the first one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megatron_stppo.telemetry.metrics import progress
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a case may lie from the first one."""
+    """The largest allowed differences between a case and the first one."""
 
-    logprob: float  # nats, the largest difference
-    number: float  # relative; of a norm or a loss
-    weights: float  # of the worst tensor: norm of the difference, over the norm of its change by the step
+    logprob: float  # nats, the largest difference of a log-prob
+    number: float  # relative difference of each of NUMBERS
+    weights: float  # per tensor: norm of the difference / norm of the tensor's change in the step
 
 
-# Another layout adds in another order: in float32 tensors of a small model are apart by 1e-6, in bfloat16 by
-# 0.02. A gradient that is summed twice, or not, is apart by 0.5 or more.
+# Another layout adds in another order: tensors of a small model differ by 1e-6 in float32 and by 0.02 in
+# bfloat16. A gradient that is wrongly summed twice, or not summed, gives a difference of at least 0.5.
 TOLERANCES = {
     torch.float32: Tolerance(logprob=5e-5, number=2e-4, weights=1e-3),
     torch.bfloat16: Tolerance(logprob=0.2, number=0.1, weights=0.3),
@@ -40,10 +40,10 @@ TOLERANCES = {
 
 
 def check_invariance(config: Config, output: Path | None = None) -> int:
-    """The number of cases that break; collective. `output` names a JSON file for all that was measured.
+    """Return the number of cases that differ from the first one. Collective.
 
-    The batch is random and small, the algorithm and the model are the configuration's, and so is the first
-    case, which the others are compared with. Raises ConfigError.
+    The batch is random and small. The algorithm and the model are those of the configuration. The first case
+    is the layout of the configuration. `output`: a JSON file for all measurements. Raises ConfigError.
     """
     process.start(config)
     broken = compare(config, output)
@@ -52,11 +52,11 @@ def check_invariance(config: Config, output: Path | None = None) -> int:
 
 
 def compare(config: Config, output: Path | None = None) -> int:
-    """The same in a default process group that is there."""
+    """Do the work of check_invariance in a default process group that already exists."""
     shape, world, rank = read_shape(config.model.path), dist.get_world_size(), dist.get_rank()
     batch = random_batch(shape.vocab, 2 * max(4, world), config.run.seed)
     longest = int(batch.sequence_offsets.diff().max())
-    budgets = [longest, 1, len(batch.tokens_P)]  # a few trajectories, one, all
+    budgets = [longest, 1, len(batch.tokens_P)]  # a few trajectories per micro-batch, one, all
     found = cases(shape, world, config.parallel, budgets)
     tolerance = TOLERANCES[process.dtype(config)]
     first: Measured | None = None
@@ -79,7 +79,7 @@ def compare(config: Config, output: Path | None = None) -> int:
 
 
 def _compare(case: Case, world: int, measured: Measured, first: Measured, limit: Tolerance) -> dict[str, Any]:
-    """What was measured, how far it is from the first case, and what of it breaks the tolerance."""
+    """Return the measurements of a case, their differences from the first case, and those above the limit."""
     apart = {"logprob": float((measured.logprob_T - first.logprob_T).abs().max())}
     apart |= {
         name: abs(value - first.numbers[name]) / max(abs(first.numbers[name]), 1e-12)
@@ -96,22 +96,24 @@ def _compare(case: Case, world: int, measured: Measured, first: Measured, limit:
         "case": case.name(world),
         "numbers": measured.numbers,
         "apart": apart,
-        "tensor": tensor,  # of which the weights are furthest apart
+        "tensor": tensor,  # the one with the largest difference of weights
         "broken": broken,
     }
 
 
 def _weights_apart(measured: Measured, first: Measured) -> dict[str, float]:
-    """Of each tensor, the norm of the difference between its two changes, over that of the first one.
+    """Return the relative difference of each tensor's weights after the step.
 
-    A tensor that nothing moves, an expert without tokens, is apart by 0 if nothing moves it elsewhere either.
+    It is the norm of the difference between both cases, divided by the norm of the change in the first case.
+    A tensor that the step does not change in either case, such as an expert without tokens, has a difference
+    of 0.
     """
     apart = {}
     for name, after in first.after.items():
         moved = float((after.double() - first.before[name].double()).norm())
         difference = float((measured.after[name].double() - after.double()).norm())
         value = difference / max(moved, 1e-12)
-        apart[name] = math.inf if math.isnan(value) else value  # or it would not be the largest
+        apart[name] = math.inf if math.isnan(value) else value  # so that max() finds a NaN
     return apart
 
 

@@ -1,4 +1,4 @@
-"""One step of actor and critic under one layout: what it reports, and the weights it leaves."""
+"""One step of actor and critic under one layout: the metrics that it reports and the weights after it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megatron_stppo.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
 
-# Adam's first step, lr g / (|g| + eps), is nearly the sign of g, which a gradient that is summed twice does
-# not change. With an epsilon far above |g| it is the gradient itself, times lr / eps: so much that it stands
-# out from the rounding of a weight. Nothing else moves a weight: no decay, no clipping by norm.
+# Adam's first step, lr g / (|g| + eps), is nearly lr times the sign of g, which does not change if a gradient
+# is wrongly summed twice. With eps far above |g| the step is g times lr / eps. lr is so large that the step
+# is well above the rounding of a weight. Nothing else changes a weight: no decay and no clipping by norm.
 OPTIMIZER = {"lr": 1e9, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e9}
 EPSILON = 1e3
 NUMBERS = (
@@ -47,18 +47,23 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """`before` and `after` are the weights by role and Hugging Face name, on rank 0; elsewhere empty."""
+    """The result of a step.
 
-    numbers: dict[str, float]  # NUMBERS
+    `before` and `after` are the weights by role and Hugging Face name, on rank 0; empty on other ranks.
+    `before` is also empty in all cases but the first.
+    """
+
+    numbers: dict[str, float]  # the values of NUMBERS, by name
     logprob_T: Tensor  # float32 [T], before the step
     before: dict[str, Tensor]
     after: dict[str, Tensor]
 
 
 def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
-    """Trajectories of 1 to 4 turns over random tokens, one failed; random advantages, values and returns.
+    """Return trajectories of 1 to 4 turns of random tokens, with random advantages, values and returns.
 
-    Its old_logprob_T is an offset, to be added to a policy's own: it moves ratios beyond both clip bounds.
+    One of them failed. old_logprob_T is an offset that `measure` adds to a policy's own log-probs; it moves
+    some ratios beyond both clip bounds.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -94,7 +99,10 @@ def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
 
 
 def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: Tensor | None) -> Measured:
-    """Collective. own_T [T]: log-probs that the offsets of `batch` are added to; None: this case's own."""
+    """Run one step of actor and critic under the layout of `case`, and return the result. Collective.
+
+    own_T [T]: the log-probs to which the offsets of `batch` are added; None: those of this case.
+    """
     sections = {
         role: getattr(config.update, role).model_copy(update=OPTIMIZER) for role in ("actor", "critic")
     }
@@ -107,7 +115,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
         for group in trainer.optimizer.param_groups:
             group["eps"] = EPSILON
     actor, critic = trainers.values()
-    if mesh.is_last_stage:  # at its initial zero the head would leave the trunk without a gradient
+    if mesh.is_last_stage:  # with the critic head's initial zeros the trunk would have no gradient
         weight = critic.chunks[-1].output_layer.weight
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, mesh)
@@ -118,7 +126,8 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
     assert batch.old_logprob_T is not None
     policy_T = logprob_T if own_T is None else own_T
-    # The engine stands where the policy does: a weight for train/serve mismatch has something on both sides.
+    # The engine's log-probs are the policy's: the ratios of the train/serve mismatch are exp(offset), on both
+    # sides of 1.
     given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
     before = _whole(trainers, shape, config, mesh) if own_T is None else {}
     numbers = actor_step(
@@ -132,7 +141,10 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
 def _whole(
     trainers: Mapping[build.Role, Trainer], shape: ModelShape, config: Config, mesh: MeshRank
 ) -> dict[str, Tensor]:
-    """The weights by role and Hugging Face name, on the host of rank 0; without a critic's scalar head."""
+    """Return the weights by role and Hugging Face name, on the host of rank 0.
+
+    The scalar head of a critic is left out.
+    """
     whole = {}
     for role, trainer in trainers.items():
         with_head, spec = role != "critic", layer_spec(config)

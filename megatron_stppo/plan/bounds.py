@@ -1,5 +1,7 @@
-"""The least time that an iteration can take: FLOP and bytes over the GPU's peaks, every trajectory as long as
-the limits allow. A run takes longer; a plan that is too slow here is too slow."""
+"""Lower bounds of the time of an iteration: FLOP and bytes divided by the GPU's peak rates.
+
+Every trajectory has the greatest length that is allowed. A real run takes longer than these bounds.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from megatron_stppo.plan.work import Work
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds of an iteration, and what it then gets done."""
+    """Lower bounds in seconds, and the work of an iteration."""
 
     rollout: float
     score: float
     update: float
     reshard: float
     tokens: int  # of all trajectories
-    flop_per_gpu: float  # of the stage with most, in scoring and update
+    flop_per_gpu: float  # in score and update, on the stage with most FLOP
 
     @property
     def seconds(self) -> float:
@@ -44,9 +46,12 @@ def bounds(
     reshard_seconds: float,
     gpu: Gpu,
 ) -> Bounds:
-    """microbatch_tokens: those that a stage's FLOP were counted of, on one rank."""
+    """Return the bounds.
+
+    microbatch_tokens: tokens, on one rank, of the micro-batch whose FLOP were counted.
+    """
     played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
-    share = work.tokens / microbatch_tokens * config.update.minibatches  # of a rank, in counted microbatches
+    share = work.tokens / microbatch_tokens * config.update.minibatches  # a rank's work, in micro-batches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
     passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
     scored = max(sum(use.score_flop for use in one.models.values()) for one in stages)
@@ -69,7 +74,11 @@ def bounds(
 def _rollout(
     config: Config, layout: Layout, engine: EngineUse, work: Work, flop_per_token: float, gpu: Gpu
 ) -> float:
-    """Every step reads all weights, and every token the keys and values before it: half a trajectory's."""
+    """Return the seconds of the rollout: the larger of the time to read memory and the time to compute.
+
+    Every step reads all weights. Every token reads the keys and values before it, on average those of half a
+    trajectory.
+    """
     replicas = layout.world // config.engine_tensor
     played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task / replicas
     room = max(1, engine.cached_tokens // work.longest)  # whole trajectories in the cache

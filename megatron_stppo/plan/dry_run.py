@@ -1,6 +1,7 @@
-"""A run's layout, memory, exchange and least times on any number of GPUs, without one.
+"""The plan of a run on any number of GPUs: its layout, memory, reshard and lower bounds of its times.
 
-megatron's modules are the real ones, on meta tensors; vLLM's are arithmetic (engine.py).
+No GPU is needed. megatron's modules are the real ones, on meta tensors. vLLM's memory is estimated by
+arithmetic (engine.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import Spans
 
-# Weights have no values here: neither random numbers nor masters on the host are made.
+# Settings of megatron. Weights have no values here, so that no random values and no master weights on the
+# host are made.
 WITHOUT_VALUES = {"use_cpu_initialization": False, "perform_initialization": False}
 
 
@@ -52,12 +54,15 @@ class Plan:
 
     @property
     def beside(self) -> tuple[EngineUse, int, Offload]:
-        """What a stage's phases depend on beside the stage."""
+        """The arguments of StageUse.phases and StageUse.totals: engine, bytes of staging, offload setting."""
         return self.engine, self.exchange.staging, self.config.update.offload
 
 
 def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
-    """Raises ConfigError for what cannot be built, PlanError for a reshard that would lose rows."""
+    """Return the plan of a run on `gpus` GPUs.
+
+    Raises ConfigError for a configuration that cannot be built, PlanError for a reshard that would lose rows.
+    """
     shape = read_shape(config.model.path)
     layout, dtype = Layout.of_world(gpus, config.parallel), _dtype(config)
     spec, size = layer_spec(config), dtype.itemsize
@@ -100,7 +105,10 @@ def _of_kind(
     spans: Spans,
     gpu: Gpu,
 ) -> tuple[Work, int, list[StageUse]]:
-    """(work of a rank, tokens of the microbatch measured, every stage of this kind)."""
+    """Measure the ranks of one kind.
+
+    Return (work of a rank, tokens of the measured micro-batch, StageUse of every stage of this kind).
+    """
     policy = build.named_parameters(build.build("actor", shape, config, mesh, dtype))
     problem = mismatch("training", policy, spans, row_widths(shape), all_named=False)
     if problem:
@@ -143,6 +151,6 @@ def _roles(config: Config) -> list[build.Role]:
 
 
 def _dtype(config: Config) -> torch.dtype:
-    """As launch.dtype decides on a GPU."""
+    """Return the type of the weights, as process.dtype chooses it on a GPU."""
     name = config.model.dtype
     return torch.bfloat16 if name == "auto" else getattr(torch, name)

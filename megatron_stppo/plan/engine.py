@@ -1,4 +1,4 @@
-"""What vLLM takes on one GPU: an arithmetic estimate, because its modules are not built here."""
+"""An arithmetic estimate of vLLM's memory on one GPU. vLLM's modules are not built for a plan."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from megatron_stppo.config import Config
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.sharding.hf_names import ModelShape
 
-PREFILL = 8192  # tokens of one step, as rollout/vllm_setup.py asks for
+PREFILL = 8192  # tokens of one step, as rollout/vllm_setup.py sets them
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Bytes on one GPU; the share rollout.gpu_memory_utilization is divided into three."""
+    """Bytes on one GPU.
+
+    The share rollout.gpu_memory_utilization is divided into weights, working and cache.
+    """
 
     weights: int
     working: int  # activations of a step and logits of a sample
-    cache: int  # what is left for keys and values; below 0 if nothing is
+    cache: int  # the rest, for keys and values; negative if weights and working exceed the share
     cache_per_token: int
 
     @property
@@ -30,12 +33,12 @@ class EngineUse:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, weights: int, size: int, gpu: Gpu) -> EngineUse:
-        """size: bytes per element."""
+        """Return the estimate. weights: bytes of an engine's shard; size: bytes per element."""
         tensor, sequences = config.engine_tensor, config.rollout.max_sequences
         heads = max(1, shape.kv_heads // tensor)
-        # A step's widest moment: the residual stream twice, an MLP's input, gate, up and their product.
+        # The peak of a step: the residual stream twice, an MLP's input, gate, up and their product.
         step = max(PREFILL, sequences) * (3 * shape.hidden + 3 * shape.ffn // tensor) * size
-        # Samplers see whole rows in float32: logits, their softmax and a sorted copy.
+        # The sampler needs whole rows in float32: logits, their softmax and a sorted copy.
         working = step + 3 * sequences * shape.vocab * 4
         budget = int(config.rollout.gpu_memory_utilization * gpu.memory)
         per_token = 2 * shape.layers * heads * shape.head_dim * size

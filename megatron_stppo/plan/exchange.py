@@ -1,7 +1,8 @@
-"""The reshard of a whole cluster: that every row arrives once, and what crosses which links.
+"""The cost of the reshard of a whole cluster: the bytes over each link. Every row must arrive exactly once.
 
-Layers of one model chunk lie alike on its ranks, so one of them can be planned and counted for all. The bytes
-are exact then; who of several holders sends is chosen for the layers together.
+All layers of one model chunk have the same layout on its ranks, so one layer can be planned and counted for
+all. The numbers of bytes are then exact, but which of several holders sends is chosen once for all these
+layers.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class ReshardCost:
     least: int  # bytes that any plan must move between ranks
     at_home: int  # bytes copied within a rank
     between_nodes: int  # bytes
-    busiest_rank: int  # bytes that it sends or receives
-    busiest_node: int  # bytes to or from other nodes
-    seconds: float  # at least, by the busiest link
+    busiest_rank: int  # bytes that it sends or receives, whichever is more
+    busiest_node: int  # bytes that it sends to or receives from other nodes, whichever is more
+    seconds: float  # a lower bound, by the busiest link
 
     @property
     def ratio(self) -> float:
-        """Bytes moved / least; 1 where both are 0."""
+        """Bytes moved, divided by the least; 1 if both are 0."""
         return 1.0 if self.moved == self.least else self.moved / max(self.least, 1)
 
     @property
     def staging(self) -> int:
-        """Bytes of a rank's buffers: two buckets out, two in (reshard/staging.py)."""
+        """Bytes of a rank's buffers: two to send and two to receive a bucket (reshard/staging.py)."""
         return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank)
 
 
@@ -47,15 +48,16 @@ def exchange(
     size: int,
     gpu: Gpu,
 ) -> ReshardCost:
-    """alike: {layer: how many it stands for}; size: bytes per element on the wire.
+    """Return the cost of a reshard from `sources` to `targets`.
 
-    Raises PlanError unless every target row is written once.
+    widths: {hf_key: elements per row}; alike: {planned layer: number of layers that it is counted for};
+    size: bytes per element that is sent. Raises PlanError unless every target row is written exactly once.
     """
     sources, targets = _only(sources, alike), _only(targets, alike)
     layers = {key: layer_of(key) for key in widths}
     weights = {key: 1 if layer is None else alike.get(layer, 0) for key, layer in layers.items()}
-    widths = {key: width * weights[key] for key, width in widths.items()}  # a row of each layer
-    links: dict[tuple[str, str, int], int] = defaultdict(int)  # of ranks and nodes, in and out
+    widths = {key: width * weights[key] for key, width in widths.items()}  # one row of each counted layer
+    links: dict[tuple[str, str, int], int] = defaultdict(int)  # {(rank or node, in or out, number): bytes}
     copies = moved = at_home = between = 0
     for copy in _once(plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node), targets):
         copies += weights[copy.hf_key]
@@ -80,12 +82,18 @@ def exchange(
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
-    """`alike` of a model: every layer for itself, unless there are experts, which are millions of copies."""
+    """Return `alike` for a model.
+
+    Every layer is planned, unless the model has experts, which would take millions of copies.
+    """
     return layers_alike(layout, shape.layers) if shape.experts else dict.fromkeys(range(shape.layers), 1)
 
 
 def layers_alike(layout: Layout, layers: int) -> dict[int, int]:
-    """{first layer of a model chunk: its layers}. Example: 8 layers on 2 stages: {0: 4, 4: 4}."""
+    """Return {first layer of a model chunk: number of its layers}.
+
+    Example: 8 layers on 2 stages: {0: 4, 4: 4}.
+    """
     chunks = [run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)]
     return {run[0]: len(run) for run in chunks}
 
@@ -96,7 +104,7 @@ def layer_of(hf_key: str) -> int | None:
 
 
 def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spans]:
-    """The layouts without the tensors of other layers; ranks that shared one share it still."""
+    """Return the layouts without the tensors of other layers. Ranks that shared a layout still share it."""
     thinned: dict[int, Spans] = {}
     for spans in layouts.values():
         if id(spans) not in thinned:
@@ -110,7 +118,10 @@ def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spa
 
 
 def _once(copies: Iterator[RowCopy], targets: Mapping[int, Spans]) -> Iterator[RowCopy]:
-    """The copies, which must fill the rows of every target tensor in order, without a gap or an overlap."""
+    """Yield the copies.
+
+    Raises PlanError unless they fill every target tensor in order, without gap or overlap.
+    """
     expected = (
         (rank, name, span.local, span.size)
         for rank, spans in targets.items()
@@ -134,7 +145,11 @@ def _once(copies: Iterator[RowCopy], targets: Mapping[int, Spans]) -> Iterator[R
 
 
 def shard_bytes(spans: Spans, widths: Mapping[str, int], size: int) -> int:
-    """Bytes of a rank's tensors, padding included. A tensor of padding alone is part of the vocabulary."""
+    """Return the bytes of a rank's tensors, including padding.
+
+    A tensor of padding alone is counted with the row width of the embedding, because only the vocabulary is
+    padded.
+    """
     total, vocabulary = 0, max(widths[key] for key in widths if "embed" in key)
     for parts in spans.values():
         width = next((widths[span.hf_key] for span in parts if span.hf_key != PADDING), vocabulary)

@@ -1,7 +1,7 @@
-"""Routing without tokens to look at: every expert gets as many as any other.
+"""Even routing of tokens to experts, for meta tensors, which have no values to route by.
 
-What megatron's dispatcher would read back from the device, how many tokens go where, is even here. A run
-whose router prefers some experts takes more memory on their ranks.
+megatron's dispatcher reads from the device how many tokens each expert receives. Here every expert receives
+the same number. A run whose router prefers some experts takes more memory on their ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def evenly_routed() -> Iterator[None]:
-    """Inside, the dispatcher's counts are on the host and even; it does everything else on meta tensors."""
+    """Make the dispatcher's counts even inside the context. The counts are on the host, all else on meta."""
     measured = Dispatcher.preprocess
 
     def preprocess(self: Dispatcher, routing_map: Tensor) -> Tensor:
         measured(self, routing_map)
         ranks, local = self.tp_size * self.ep_size, slice(None, self.num_local_experts)
         sent = even(self.num_out_tokens, self.num_experts)
-        mine = sent[local]  # of each rank; ranks with other experts get one more or less
+        mine = sent[local]  # from each rank; the experts of other ranks may get one more or less
         if ranks > 1:
             self.input_splits = sent.reshape(self.ep_size, -1).sum(1)
             self.output_splits = mine.sum().repeat(self.ep_size)
@@ -41,7 +41,10 @@ def evenly_routed() -> Iterator[None]:
 
 
 def forget(chunks: Iterable[torch.nn.Module]) -> None:
-    """Dispatchers keep their last graph, which holds the models in a circle that Python does not see."""
+    """Drop the last autograd graph that each dispatcher keeps.
+
+    The graph is part of a reference cycle with the models, which Python's garbage collector does not find.
+    """
     for chunk in chunks:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
@@ -49,5 +52,5 @@ def forget(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def even(total: int, parts: int) -> Tensor:
-    """int64 [parts] on the host. Example: even(7, 3) is [3, 2, 2]."""
+    """Split `total` into equal parts: int64 [parts], on the host. Example: even(7, 3) is [3, 2, 2]."""
     return torch.tensor([total // parts + (part < total % parts) for part in range(parts)])

@@ -1,6 +1,7 @@
-"""Meta tensors take the paths of the device that is planned for: its branches, and torch's fused kernels.
+"""Contexts in which meta tensors use the code paths and the fused kernels of the planned device.
 
-Without this torch computes norms and attention on meta tensors by separate operations, which keep more.
+Outside them torch computes norms and attention on meta tensors by separate operations, which keep more
+memory.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch.nn import functional
 
 @contextlib.contextmanager
 def on_gpu() -> Iterator[None]:
-    # Not a TorchFunctionMode: that is off while a backward recomputes a forward.
+    # A TorchFunctionMode would not work: it is inactive while a backward recomputes a forward.
     tensor: Any = torch.Tensor
     composite = functional.rms_norm
-    tensor.is_cuda = property(lambda self: self.is_meta)  # in front of the base class's
+    tensor.is_cuda = property(lambda self: self.is_meta)  # hides the property of the base class
     functional.rms_norm = _rms_norm
     try:
         yield
@@ -41,7 +42,10 @@ def on_cpu() -> Iterator[None]:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool
 ) -> Tensor:
-    """The operator that torch chooses on a CPU. A mask, which context parallelism needs, is not planned."""
+    """Call the operator that torch chooses on a CPU.
+
+    Masks, which context parallelism needs, are not planned.
+    """
     assert is_causal and enable_gqa
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = kernel(query, key, value, 0.0, is_causal, scale=scale)[0]
@@ -49,7 +53,7 @@ def _attention(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What aten::_fused_rms_norm keeps on CUDA: its input, the weight and a float32 per row."""
+    """RMS norm that keeps what aten::_fused_rms_norm keeps on CUDA: input, weight and a float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The GPU that a plan is for. Peaks are its maker's; nothing here has been measured."""
+"""The GPU that a plan is for. The peak rates are the manufacturer's; none of them was measured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ GIB = 2**30
 class Gpu:
     name: str
     memory: int  # bytes that torch can allocate
-    reserve: int  # of these, what no tensor takes
+    reserve: int  # of these, bytes that are not available to tensors
     flops: float  # per second
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to GPUs of its node, one way
     network_rate: float  # bytes per second of a whole node to other nodes, one way
-    per_node: int
-    is_cuda: bool  # whether what runs on it takes CUDA's paths
+    per_node: int  # GPUs of a node
+    is_cuda: bool  # whether the model uses the code paths for CUDA
     sources: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""What does not fit, each in one line: field, value, remedy."""
+"""Checks whether a planned run fits in memory. Each violation is one line: field, value, remedy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megatron_stppo.plan.phases import StageUse
 def broken(
     config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> list[str]:
-    """In the order in which a run would meet them; empty if it fits. staging: bytes of the reshard's
-    buffers."""
+    """Return the violated limits, in the order in which a run would reach them; empty if the run fits.
+
+    staging: bytes of the reshard's buffers.
+    """
     return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, staging, gpu)]
 
 
@@ -37,7 +39,7 @@ def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
 def _phases(
     config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
 ) -> Iterator[str]:
-    """Of every phase that does not fit, the fullest stage."""
+    """Yield a line for every phase that does not fit, about the stage that needs most memory."""
     offload = config.update.offload
     for phase in ("rollout", "reshard", "score", "update"):
         fullest = max(stages, key=lambda one: one.totals(engine, staging, offload)[phase])
@@ -53,7 +55,7 @@ def _phases(
 def _remedy(
     config: Config, layout: Layout, phase: Phase, stage: StageUse, engine: EngineUse, gpu: Gpu
 ) -> str:
-    """The field whose change helps most, and to what."""
+    """Return the field whose change helps most, with its present value and the value to choose."""
     parallel, update = config.parallel, config.update
     held = sum(stage.held(phase, update.offload).values())
     serves = phase in ("rollout", "reshard")
@@ -92,5 +94,5 @@ def _gib(size: float) -> str:
 
 
 def _up(share: float) -> float:
-    """To the next hundredth."""
+    """Round up to the next hundredth."""
     return -(-share * 100 // 1) / 100

@@ -1,4 +1,4 @@
-"""What one rank's models hold and what a microbatch adds, from the rank's real modules on meta tensors."""
+"""Memory of one rank's models and of a micro-batch, measured with the rank's real modules on meta tensors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megatron_stppo.sharding.hf_names import ModelShape
 
 @dataclass(frozen=True)
 class ModelUse:
-    """One model on one rank. Bytes; FLOP of one microbatch through all of the rank's chunks."""
+    """One model on one rank. Memory is in bytes; FLOP are those of one micro-batch through all its chunks."""
 
     parameters: int
     weights: int
     gradients: int  # float32 main gradients
-    optimizer: int  # its shard of states, and of float32 weights where the model's are not
+    optimizer: int  # this rank's shard of its states, and of float32 weights if the model has another type
     scoring: int  # the most that a forward pass adds
-    kept: tuple[int, ...]  # per chunk, what one microbatch keeps between forward and backward
-    working: int  # the most that a microbatch adds while it is at work
+    kept: tuple[int, ...]  # per chunk, what one micro-batch keeps between forward and backward
+    working: int  # the most that a micro-batch adds during its forward and backward
     stepping: int  # the most that reduction and optimizer step add
-    set_aside: int  # the loss's gradients, while algorithm.correction=gradient computes the clipping bias's
+    set_aside: int  # copy of the loss's gradients while correction=gradient computes the clipping bias
     score_flop: int
     update_flop: int
 
@@ -44,16 +44,17 @@ class ModelUse:
         return self.weights + self.gradients + self.optimizer
 
     def in_flight(self, layout: Layout, stage: int, microbatches: int) -> int:
-        """What microbatches keep that wait for their backward on this stage while another is at work."""
+        """Return the bytes kept by micro-batches that wait for their backward on this stage."""
         return sum(self.kept[chunk] for chunk in waiting(layout, stage, microbatches)) if self.kept else 0
 
 
 def waiting(layout: Layout, stage: int, microbatches: int) -> list[int]:
-    """Chunks whose forward passes run before a stage's first backward: megatron's warm-up, in its order.
+    """Return the chunks whose forward passes run before a stage's first backward, in megatron's order.
 
-    One schedule: pipeline - stage - 1 of them; with model chunks 2 (pipeline - stage - 1) +
-    (virtual - 1) pipeline, `pipeline` microbatches of a chunk after one another (schedules.py,
-    get_pp_rank_microbatches and get_schedule_table). Example: stage 0 of 2 with 2 chunks: [0, 0, 1, 1].
+    This is the warm-up of megatron's schedule. Its length is pipeline - stage - 1 with one chunk per stage,
+    and 2 (pipeline - stage - 1) + (virtual - 1) pipeline with several. Then `pipeline` micro-batches of a
+    chunk run one after another (schedules.py, get_pp_rank_microbatches and get_schedule_table).
+    Example: stage 0 of 2 with 2 chunks: [0, 0, 1, 1].
     """
     behind, chunks = layout.pipeline - stage - 1, layout.virtual
     count = behind if chunks == 1 else 2 * behind + (chunks - 1) * layout.pipeline
@@ -63,15 +64,15 @@ def waiting(layout: Layout, stage: int, microbatches: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One microbatch through one chunk: forward and backward."""
+    """Forward and backward of one micro-batch through one chunk. Bytes and FLOP."""
 
-    kept: int  # between the two
+    kept: int  # between forward and backward
     peak: int
     flop: int
 
 
 class RankModels:
-    """The models of one rank, measured one after the other."""
+    """Measures the models of one rank, one after the other."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class RankModels:
 
     @property
     def buffers(self) -> int:
-        """What outlives the models: megatron's buffers, which all of them share."""
+        """Bytes of megatron's buffers, which all models share and which stay when the models are deleted."""
         return self.meter.alive
 
     def _reference(self) -> ModelUse:
@@ -132,8 +133,8 @@ class RankModels:
         )
 
     def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:
-        """(bytes, FLOP) of a forward pass; a policy's ends with log-probs."""
-        for _ in range(1 if self.warm else 2):  # the first of all makes megatron's buffers, which stay
+        """Return (bytes, FLOP) of a forward pass. For a policy it includes the log-probs."""
+        for _ in range(1 if self.warm else 2):  # the very first pass allocates megatron's buffers, which stay
             before = self.meter.rest()
             with torch.no_grad():
                 for chunk in chunks:
@@ -156,7 +157,7 @@ class RankModels:
         return _Pass(kept, meter.peak - before, meter.flop)
 
     def _forward(self, chunk: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The chunk's output, and what the stage before would have sent."""
+        """Return the chunk's output and the input that the stage before would send (None on the first)."""
         model, given = getattr(chunk, "module", chunk), None
         if not model.pre_process:
             tokens = self.microbatch.tokens // (self.mesh.tensor_size if self.config.parallel.sequence else 1)
@@ -173,8 +174,10 @@ class RankModels:
         return PolicyHead.of(chunks, self.mesh, self.shape.vocab, *settings)
 
     def _step(self, trainer: Trainer) -> int:
-        """Trainer.reduce without the norm, which megatron's plain torch version reads number by number, and
-        Trainer.step."""
+        """Return the bytes that Trainer.reduce, without the norm, and Trainer.step add.
+
+        The norm is left out because megatron's plain torch version reads it number by number.
+        """
         before = self.meter.rest()
         finalize_model_grads(trainer.model)
         trainer.optimizer.prepare_grads()
@@ -182,14 +185,17 @@ class RankModels:
         return self.meter.peak - before
 
     def _set_aside(self, trainer: Trainer) -> int:
-        """After _step, which leaves the gradients where the optimizer reads them."""
+        """Return the bytes of the kept gradients.
+
+        Call this after _step, which leaves the gradients where the optimizer reads them.
+        """
         before = self.meter.rest()
         with trainer.gradients_kept():
             return self.meter.alive - before
 
 
 def _terms(logprob: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """As much of a loss as takes memory: cotangents for log-prob and entropy."""
+    """A loss that takes the memory of a real one: it has gradients for log-prob and entropy."""
     loss = logprob.sum() + entropy.sum()
     return loss, loss.detach()
 
@@ -207,6 +213,9 @@ def _weights(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each once: megatron lays parameters and gradients out in shared buffers."""
+    """Return the bytes of the tensors' storages, each counted once.
+
+    megatron puts parameters and gradients into shared buffers.
+    """
     storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())

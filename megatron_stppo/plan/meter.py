@@ -1,7 +1,8 @@
-"""What a computation takes, measured by running it on meta tensors: bytes alive at once, and FLOP.
+"""Measurement of the peak memory and the FLOP of a computation, by running it on meta tensors.
 
-Every operation of the real graph passes through a dispatch mode, autograd's and the recomputation's too, so
-the numbers follow any setting and no formula has to know what a layer keeps for its backward.
+A dispatch mode sees every operation of the real graph, including those of autograd and of recomputation. The
+numbers are therefore correct for any setting, and no formula for what a layer keeps for its backward is
+needed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the meta storages made inside. Tensors on the host do not count.
+    """Counter of FLOP and of the bytes of meta storages made inside the context. Host tensors do not count.
 
-    Where a computation would read data, it gets what costs most: every row is chosen. No flag is set, every
-    number is 1.
+    Operations that read data get fixed values, because meta tensors have none: a selection chooses every row,
+    which costs most; a flag is False; a number is 1.
     """
 
     def __init__(self, experts_per_token: int = 0) -> None:
@@ -35,7 +36,7 @@ class Meter(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def rest(self) -> int:
-        """Forgets the peak and the FLOP so far; the bytes alive now."""
+        """Reset the peak and the FLOP. Return the bytes that are alive now."""
         self.peak, self.flop = self.alive, 0
         return self.alive
 
@@ -43,7 +44,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs.values())]
         answer = READS.get(func) if any(x.is_meta for x in given) else None
-        if func is aten.index_add.default:  # of context parallelism's keys, whose places stay on the host
+        if func is aten.index_add.default:  # the keys of context parallelism have their indices on the host
             args = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
         if func is aten.masked_select.default and given[0].is_meta:
             out = self._routed(*args)
@@ -59,7 +60,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _routed(self, values: Tensor, routing: Tensor) -> Tensor:
-        """What megatron selects by a mask [experts, tokens]: every token's experts."""
+        """Return what megatron selects by a mask [experts, tokens]: a value per token and chosen expert."""
         return values.new_empty(routing.shape[1] * self._experts_per_token)
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
@@ -77,7 +78,7 @@ class Meter(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operator's arguments or results, and in lists of them."""
+    """Yield the tensors among an operator's arguments or results, including those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -90,7 +91,7 @@ def _every_row(mask: Tensor) -> Tensor:
 
 
 def _arrived(*_: object) -> Any:
-    """A collective of a fake group that is over; torch gives these two no meta kernel."""
+    """Return a completed collective of a fake group. torch has no meta kernel for the two operators below."""
     return FakeWork().boxed()
 
 
@@ -103,7 +104,7 @@ READS: dict[Any, Callable[[Any], Any]] = {
 
 
 def _causal(query: Tensor, keys: int) -> int:
-    """Two products of [1, D] by [D, keys] per query and head, half of them masked."""
+    """Return the FLOP of causal attention: per query and head two products with `keys` keys, half masked."""
     return math.prod(query.shape) * keys * 2
 
 
@@ -112,7 +113,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any,
 
 
 def _varlen_backward(gradient: Tensor, query: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    return _causal(query, args[7]) * 5 // 2  # five products for the forward's two
+    return _causal(query, args[7]) * 5 // 2  # five matrix products, where the forward has two
 
 
 FLOP: dict[Any, Callable[..., int]] = {

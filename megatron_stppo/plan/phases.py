@@ -1,4 +1,4 @@
-"""A GPU's memory in each phase of an iteration, item by item."""
+"""The memory of a GPU in each phase of an iteration, by item."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_stppo.plan.memory import ModelUse
 
 @dataclass(frozen=True)
 class StageUse:
-    """What the ranks of one pipeline stage hold alike."""
+    """The memory of each rank of one pipeline stage, in bytes. All ranks of a stage hold the same."""
 
     stage: int
     ranks: int
     layers: int
     models: Mapping[str, ModelUse]  # by role
     in_flight: Mapping[str, int]  # by role
-    buffers: int  # megatron's, shared by its models
-    logits: int  # of all that, one chunk of logits on the last stage
+    buffers: int  # of megatron, shared by all models
+    logits: int  # one chunk of logits on the last stage; already included in the models' numbers
 
     def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
-        """Bytes that are on the GPU whatever is at work there."""
+        """Return the bytes that stay on the GPU during the whole phase, by item."""
         away = set(MAY_LEAVE[offload]) - set(NEEDED[phase])
         models = self.models.values()
         return {
@@ -34,13 +34,15 @@ class StageUse:
         }
 
     def updating(self, role: str) -> int:
-        """Bytes that an update of a model adds at most."""
+        """Return the largest number of bytes that an update of a model adds."""
         use = self.models[role]
         return max(self.in_flight[role] + use.working + use.set_aside, use.stepping)
 
     def phases(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, dict[str, int]]:
-        """Bytes by phase and item; in score and update one model works at a time. staging: bytes of the
-        reshard's buffers; offload: update.offload."""
+        """Return bytes by phase and item. In score and update one model computes at a time.
+
+        staging: bytes of the reshard's buffers; offload: update.offload.
+        """
         models = self.models
         updating = {role: self.updating(role) for role in models}
         busiest = max(updating, key=updating.__getitem__)

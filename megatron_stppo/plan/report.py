@@ -1,4 +1,4 @@
-"""A plan for people, as tables, and for programs, as JSON."""
+"""Output of a plan, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from megatron_stppo.plan.phases import StageUse
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Bytes, seconds and FLOP; `phases` holds every item of every stage's phases."""
+    """Return a plan as JSON values, in bytes, seconds and FLOP.
+
+    `phases` holds the bytes of every item, by stage and phase.
+    """
     return {
         "gpu": asdict(plan.gpu) | {"usable": plan.gpu.usable},
         "layout": asdict(plan.layout) | {"world": plan.layout.world},
@@ -39,7 +42,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, in_json: bool) -> None:
-    """On standard output."""
+    """Write the plan to standard output."""
     if in_json:
         print(json.dumps(as_json(plan), indent=1))
     else:
@@ -73,7 +76,7 @@ def _opening(plan: Plan) -> str:
 
 
 def _memory(plan: Plan, fullest: StageUse) -> Table:
-    """Items by phase, of the stage that is fullest in its fullest phase."""
+    """Return a table of the items of `fullest` by phase."""
     phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
     table = Table()
     table.add_column("")

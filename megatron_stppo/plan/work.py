@@ -1,4 +1,4 @@
-"""The work of one rank in one iteration, if every trajectory is as long as the limits allow."""
+"""The work of one rank in an optimizer step, if every trajectory has the greatest length that is allowed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from megatron_stppo.types import Task, Trajectory, Turn
 
 @dataclass(frozen=True)
 class Work:
-    """Example: 512 trajectories of 7,048 tokens, 2 minibatches, 2 data-parallel ranks, a budget of 16,384:
-    128 trajectories per rank and step, 902,144 tokens in 64 microbatches."""
+    """Token and micro-batch counts of one rank.
+
+    Example: 512 trajectories of 7,048 tokens, 2 minibatches, 2 data-parallel ranks, a budget of 16,384 tokens
+    per micro-batch: 128 trajectories per rank and step, 902,144 tokens in 64 micro-batches.
+    """
 
     longest: int  # tokens of a trajectory
-    action_tokens: int  # of these, what the policy wrote
+    action_tokens: int  # of these, tokens that the policy wrote
     tokens: int  # of an optimizer step on one rank
-    microbatches: int  # the same
+    microbatches: int  # of an optimizer step on one rank
 
     @classmethod
     def of(cls, config: Config, cut: PackingSpec, data: int) -> Work:
@@ -30,7 +33,7 @@ class Work:
 
 
 def trajectory(config: Config, length: int) -> Trajectory:
-    """A prompt, turns and observations, each as long as its limit, until there are `length` tokens."""
+    """Return a trajectory of `length` tokens. Its prompt, turns and observations are as long as allowed."""
     left = length - (prompt := min(config.rollout.max_prompt_tokens, max(1, length // 2)))
     turns = []
     while left > 0:
@@ -42,8 +45,10 @@ def trajectory(config: Config, length: int) -> Trajectory:
 
 
 def fullest_microbatch(config: Config, cut: PackingSpec) -> Microbatch:
-    """Trajectories of the greatest length, and a shorter one that fills the budget. What is computed with is
-    on the meta device, what the host reads stays there."""
+    """Return a micro-batch of trajectories of the greatest length and a shorter one that fills the budget.
+
+    Tensors that the model computes with are on the meta device; tensors that the host reads stay on the host.
+    """
     longest = config.max_context
     count, rest = divmod(cut.budget * cut.context_size, longest)
     lengths = [longest] * max(1, count) + ([rest] if count and rest > 1 else [])

@@ -1,6 +1,7 @@
-"""A cluster without a cluster: any rank of any world, in one process, over torch's "fake" process group.
+"""Simulation of any rank of any world size in one process, with torch's "fake" process group.
 
-Groups have ranks and sizes and carry nothing, so megatron builds the modules that the rank would build.
+The fake groups have ranks and sizes but transfer no data. megatron builds the same modules as on the real
+rank.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from megatron_stppo.sharding.tiles import Spans
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that build the same modules."""
+    """A set of ranks that build the same modules."""
 
-    rank: int  # the first of them
-    stages: Mapping[int, int]  # {pipeline stage: how many of its ranks}
+    rank: int  # the lowest of them
+    stages: Mapping[int, int]  # {pipeline stage: number of these ranks on it}
 
 
 @contextlib.contextmanager
 def standing_at(rank: int, world: int, config: Config) -> Iterator[MeshRank]:
-    """This process as `rank` of `world`."""
+    """Initialise this process as `rank` of `world` ranks inside the context, and yield its MeshRank."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield groups.initialize(config.parallel)
@@ -41,10 +42,11 @@ def standing_at(rank: int, world: int, config: Config) -> Iterator[MeshRank]:
 
 
 def kinds(layout: Layout, training: Mapping[int, Spans]) -> list[Kind]:
-    """Ranks whose shards have the same shapes build the same modules: one of them stands for all.
+    """Group the ranks by the shapes of their shards.
 
-    Example: 16 ranks of 4 equal stages make three kinds: with the embedding, with the head, and the two
-    stages in between.
+    Ranks with equal shapes build the same modules, so only one rank of each kind is measured.
+    Example: 16 ranks on 4 equal stages make three kinds: the stage with the embedding, the stage with the
+    head, and the two stages in between.
     """
     found: dict[object, list[int]] = {}
     for rank, spans in training.items():

@@ -1,9 +1,9 @@
-"""Moves the rows of a plan between ranks, a bucket at a time, each with one all_to_all of bytes.
+"""Execution of a plan: move its rows between ranks bucket by bucket, each with one all_to_all of bytes.
 
-Per bucket: pack into a byte buffer (casting to the target's type, so that float32 masters travel as
-bfloat16), exchange, unpack into views of the target tensors. Two pairs of buffers: while bucket k travels
-(NCCL runs on its own stream, gloo on its own thread), bucket k-1 is unpacked, a share of the rows that stay
-on their rank is copied (without a buffer), and bucket k+1 is packed.
+Each bucket is packed into a byte buffer, exchanged, and unpacked into views of the target tensors. Packing
+casts to the type of the target, so float32 master weights are sent as bfloat16. There are two pairs of
+buffers. While bucket k is exchanged (NCCL uses its own stream, gloo its own thread), bucket k-1 is unpacked,
+a share of the rows that stay on their rank is copied (without a buffer), and bucket k+1 is packed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from megatron_stppo.reshard.plan import ReshardPlan, RowCopy, buckets
 from megatron_stppo.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.reshard.verify import Checks, Summed
 
-WORD = 8  # segments of a buffer start on whole words, so that any type can be viewed in place
+WORD = 8  # bytes; segments of a buffer are aligned to words, so that any type can be viewed in place
 
 
 class ErrorHolder:
-    """Keeps a rank in step after an error of its own.
+    """The first error of a rank, held until the last collective has run.
 
-    The other ranks wait in the next collective, so a rank that fails must go on exchanging (now meaningless)
-    bytes, do no more work between the exchanges, and say so at the end. Calls after an error do nothing.
+    The other ranks wait in the next collective. A rank that fails must therefore continue to exchange bytes,
+    which are then meaningless, and report its error at the end. An instance calls a function and stores its
+    error. Calls after an error do nothing.
     """
 
     def __init__(self) -> None:
@@ -36,12 +37,12 @@ class ErrorHolder:
         if self.error is None:
             try:
                 function(*args)
-            except Exception as error:  # reported to all ranks by the caller, after the last collective
+            except Exception as error:  # the caller reports it to all ranks after the last collective
                 self.error = error
 
 
 class Home(NamedTuple):
-    """Copies within a rank that are made together, and their sums at either end."""
+    """Copies within a rank that are made together, and their checksums at both ends."""
 
     copies: Copies
     sources: Summed
@@ -81,7 +82,7 @@ class Exchange:
         own = [copy for copy in at_home if copy.source_rank == self._rank]
         self._shares = _shares(own, row_bytes, len(self._groups))
         self.buckets: list[Bucket] = []
-        self._leaving: list[Summed] = []  # what the buckets send and receive
+        self._leaving: list[Summed] = []  # the copies that each bucket sends; _arriving: that it receives
         self._arriving: list[Summed] = []
         self._home: list[Home] = []
         self._staging: Staging | None = None
@@ -90,7 +91,7 @@ class Exchange:
 
     @torch.no_grad()
     def run(self, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks) -> None:
-        """One pass over the whole plan. An error of this rank's own is left in `guard`."""
+        """Execute the whole plan. Collective. An error of this rank is stored in `guard`."""
         if self._addresses != self._addresses_now():
             self._addresses = self._addresses_now()
             self._bind()
@@ -115,7 +116,8 @@ class Exchange:
             guard(self._copy_at_home, 0, checks)
         for summed in self._arriving:
             checks.due(summed)
-        # On a GPU the memory goes back to generation and training; on a CPU touching it anew costs more.
+        # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
+        # anew.
         self._staging = None if self._device.type == "cuda" else staging
 
     def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: ErrorHolder) -> None:
@@ -134,7 +136,7 @@ class Exchange:
         staging.pack(index)
 
     def _bind(self) -> None:
-        """Takes views of the tensors as they lie in memory now."""
+        """Make views of the tensors at their present addresses."""
         self._staging = None
         self.buckets = [self._bucket(group) for group in self._groups]
         self._leaving = [_summed(bucket.sends) for bucket in self.buckets]
@@ -151,7 +153,8 @@ class Exchange:
         return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
 
     def _bucket(self, copies: list[RowCopy]) -> Bucket:
-        # Both ends sort by the other's rank and keep the plan's order within a pair: no header is needed.
+        # Both ends sort by the rank of the other and keep the order of the plan within a pair, so that no
+        # header is needed.
         sends = sorted((c for c in copies if c.source_rank == self._rank), key=lambda c: c.target_rank)
         receives = sorted((c for c in copies if c.target_rank == self._rank), key=lambda c: c.source_rank)
         out, send_splits = self._segments(sends, self._source_view, lambda c: c.target_rank)
@@ -182,7 +185,7 @@ def _summed(segments: list[BucketSlice]) -> Summed:
 
 
 def _shares(copies: list[RowCopy], row_bytes: Callable[[RowCopy], int], count: int) -> list[list[RowCopy]]:
-    """The copies in order, in `count` runs (at least one) of about as many bytes."""
+    """Split the copies, in order, into `count` (at least one) runs of about equal numbers of bytes."""
     shares: list[list[RowCopy]] = [[] for _ in range(max(count, 1))]
     total, done = sum(copy.size * row_bytes(copy) for copy in copies), 0
     for copy in copies:

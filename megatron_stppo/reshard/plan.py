@@ -1,8 +1,9 @@
-"""Which rows go from where to where: a pure function of two layouts, the same on every rank.
+"""The plan of a reshard: which rows are copied from where to where.
 
-A layout is {rank: {tensor: spans}}. Both sides are described in rows of the Hugging Face checkpoint, so the
-same planner serves training shards -> serving shards, training shards -> checkpoint and checkpoint -> shards.
-Nothing is gathered: every row travels at most once to every rank that needs it and does not hold it.
+The plan is a pure function of two layouts, and every rank computes the same one. A layout is {rank: {tensor:
+spans}}. Both layouts are described in rows of the Hugging Face checkpoint, so the same planner serves
+training shards -> serving shards, training shards -> checkpoint and checkpoint -> shards. Nothing is
+gathered: every row is sent at most once to each rank that needs it and does not hold it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from typing import NamedTuple
 
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 
-# What a rank sends at once: large messages use a GPU's links better, fresh memory costs more on a CPU.
+# The most bytes that a rank sends at once. On a GPU large messages use the links better; on a CPU allocating
+# new memory costs more.
 BUCKET_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
 class PlanError(ValueError):
-    """Two layouts that do not fit together; the message names the tensor and the rows."""
+    """Two layouts do not match. The message names the tensor and the rows."""
 
 
 class RowCopy(NamedTuple):
-    """Rows [source_offset, +size) of a tensor on one rank become rows [target_offset, +size) on another.
+    """A copy of rows from a tensor on one rank to a tensor on another rank, or on the same one.
 
-    "Rows" counts along `dim`, on both sides.
+    Rows source_offset .. source_offset + size - 1 of the source become rows target_offset .. target_offset +
+    size - 1 of the target. Rows are counted along `dim` on both sides.
     """
 
     source_rank: int
@@ -48,12 +51,12 @@ class ReshardPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two ranks iff they planned the same copies in the same order."""
+        """A hash that is equal on two ranks if and only if they planned the same copies in the same order."""
         return hashlib.sha256(repr(self.copies).encode()).hexdigest()
 
 
 class Holder(NamedTuple):
-    """A source span seen from its key: rows [start, stop) lie on `rank` in `tensor` from `local`."""
+    """A holder of rows [start, stop) of one hf_key: on `rank`, in `tensor`, from local row `local` on."""
 
     start: int
     stop: int
@@ -70,11 +73,12 @@ def build_plan(
     *,
     ranks_per_node: int = 8,
 ) -> ReshardPlan:
-    """Every row of every target, once, from one source.
+    """Return the plan that writes every row of every target exactly once.
 
-    Of several holders the target's own rank comes first, then a rank of its node, then the one that has sent
-    least. widths: {hf_key: elements per row}. Raises PlanError if a layout does not tile its tensors, or the
-    two sides do not hold the same rows of every checkpoint tensor that the targets name.
+    If several ranks hold a row, the target's own rank is preferred, then ranks of its node; among the
+    remaining ranks the one that has sent least is chosen. widths: {hf_key: elements per row}. Raises
+    PlanError if a layout does not tile its tensors, or if the two sides do not hold the same rows of every
+    checkpoint tensor that the targets name.
     """
     return ReshardPlan(tuple(plan_copies(sources, targets, widths, ranks_per_node=ranks_per_node)))
 
@@ -86,7 +90,7 @@ def plan_copies(
     *,
     ranks_per_node: int = 8,
 ) -> Iterator[RowCopy]:
-    """The copies of build_plan, one after the other: those of a whole cluster need not be kept."""
+    """Yield the copies of build_plan one by one, so that those of a whole cluster need not fit in memory."""
     holders = _holders(_flatten("source", sources))
     distinct = {id(spans): (rank, spans) for rank, spans in targets.items()}  # replicas share their layout
     _check_rows(_holders(_flatten("target", dict(distinct.values()))), holders)
@@ -102,7 +106,7 @@ def plan_copies(
 
 
 class _Places:
-    """Who holds which rows of one key: intervals in order, their holders by rank, and the ranks by node."""
+    """The holders of the rows of one key: intervals in order, the holders by rank, and the ranks by node."""
 
     def __init__(self, held: list[Holder], ranks_per_node: int) -> None:
         intervals: dict[int, dict[int, Holder]] = defaultdict(dict)
@@ -126,7 +130,7 @@ def _fetch(
         holders, source = places.by_rank[index], rank
         if rank not in holders:
             near = places.by_node[index].get(node) or places.ranks[index]
-            source = min(near, key=sent.__getitem__)  # the lowest of those that sent least
+            source = min(near, key=sent.__getitem__)  # of equal ones, the lowest rank
         best = holders[source]
         if best.dim != span.dim:
             raise PlanError(
@@ -142,9 +146,9 @@ def _fetch(
 
 
 def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Holder]]:
-    """(hf_key, holder) of every span that travels. Raises PlanError unless spans tile their tensors.
+    """Yield (hf_key, holder) of every span except padding. Raises PlanError unless spans tile their tensors.
 
-    Every local row then belongs to exactly one span, in order, along one dimension.
+    Tiling means that every local row belongs to exactly one span, in order, along one dimension.
     """
     for rank, spans in layouts.items():
         for name, tensor_spans in spans.items():
@@ -161,11 +165,11 @@ def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Hol
 
 
 def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
-    """The spans by checkpoint key. Raises PlanError unless each key's distinct spans tile it from row 0, none
-    of them twice on a rank.
+    """Return the spans by checkpoint key.
 
-    Ranks that hold the same tensor cut it at the same rows, so distinct spans may not overlap. This finds
-    spans that fit their tensor but name other rows than they should.
+    Raises PlanError unless the distinct spans of each key tile it from row 0, and no rank holds a span twice.
+    Ranks that hold the same tensor cut it at the same rows, so distinct spans must not overlap. This check
+    finds spans that fit their tensor but name the wrong rows.
     """
     holders: dict[str, list[Holder]] = defaultdict(list)
     for key, holder in flat:
@@ -192,7 +196,10 @@ def _check_rows(targets: Mapping[str, list[Holder]], sources: Mapping[str, list[
 
 
 def lower_bound(sources: Mapping[int, Spans], targets: Mapping[int, Spans], widths: Mapping[str, int]) -> int:
-    """Elements that must cross between ranks whatever the plan: needed on a rank and not held there."""
+    """Return the number of elements that any plan must send between ranks.
+
+    These are the elements that a rank needs and does not hold.
+    """
     missing = 0
     for rank, spans in targets.items():
         own: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -208,10 +215,11 @@ def lower_bound(sources: Mapping[int, Spans], targets: Mapping[int, Spans], widt
 
 
 def buckets(copies: list[RowCopy], row_bytes: Callable[[RowCopy], int], limit: int) -> list[list[RowCopy]]:
-    """The copies between ranks, in groups of which no rank sends or receives more than `limit` bytes.
+    """Group the copies between ranks so that no rank sends or receives more than `limit` bytes per group.
 
-    Copies above an eighth of the limit are split (a single row never is), so that groups fill up. The copies
-    of every pair of ranks are spread evenly over all groups, so that no group waits for one busy link.
+    Copies larger than an eighth of the limit are split, so that groups are filled well. A single row is never
+    split. The copies of every pair of ranks are spread evenly over all groups, so that no group waits for one
+    busy link.
     """
     pieces = [piece for copy in copies for piece in _split(copy, row_bytes(copy), limit // 8)]
     total: dict[tuple[int, int], int] = defaultdict(int)

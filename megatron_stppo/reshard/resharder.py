@@ -1,9 +1,9 @@
-"""The reshard as the loop sees it: sync a version, and ask which version the engine holds.
+"""The interface of the reshard for the training loop: sync a version, and return the version that is served.
 
     SYNCED(v) -> UPDATING -> SYNCED(v+1)   or   POISONED
 
-A sync is all or nothing on all ranks. After an error nothing may be generated, because the engine then holds
-rows of two versions (it would serve them without complaint); the remedy is another whole sync.
+A sync succeeds on all ranks or fails on all ranks. After an error the engine must not generate, because it
+holds rows of two versions and would use them without an error. The remedy is another whole sync.
 """
 
 from __future__ import annotations
@@ -32,31 +32,37 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Example: two ranks each sending half of a 1 MB model to the other: bytes_moved = bytes_self = 1 MB."""
+    """The result of a sync.
+
+    Example: two ranks, each of which holds half of a 1 MB model and serves all of it: each sends its half to
+    the other and copies it to itself, so bytes_moved = bytes_self = 1 MB.
+    """
 
     version: int
-    bytes_moved: int  # between ranks, over all ranks; the least that this pair of layouts allows
+    bytes_moved: int  # between ranks, over all ranks; the minimum for this pair of layouts
     bytes_self: int  # copied within a rank, over all ranks
     buckets: int
     compared: int  # copies whose checksums were compared, over all ranks
-    checksum: int  # of all of them; equal for equal weights under equal layouts
+    checksum: int  # sum of these checksums; equal for equal weights under equal layouts
     seconds: float  # on this rank, until the device is idle
 
 
 def nothing(bucket: int) -> None:
-    """Called before a bucket is packed: does nothing."""
+    """Do nothing. The default of `on_bucket`."""
 
 
 class Resharder:
-    """Writes the trainer's parameters into the engine's, in place.
+    """Writes the trainer's parameters into the engine's parameters, in place.
 
-    source, target: this rank's tensors by name. Layouts: {rank of the group: spans}, equal on all ranks.
-    widths: {hf_key: elements per row}. bucket_bytes: the most that a rank sends at once; default:
-    BUCKET_BYTES of the device.
-    verify_share=n compares every n-th copy, another n-th each version.
-    `on_bucket(index)` runs before a bucket is packed; an error it raises fails the sync.
-    Collective; raises ReshardError on all ranks if one finds its tensors at odds with its layout, or if two
-    ranks planned differently.
+    source, target: this rank's tensors by name.
+    source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
+    widths: {hf_key: elements per row}.
+    bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
+    verify_share: n compares every n-th copy, and other copies with each version.
+    on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
+
+    Construction is collective. It raises ReshardError on all ranks if the tensors of any rank do not match
+    its layout, or if two ranks made different plans.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class Resharder:
         plan = ReshardPlan(())
         try:
             plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
-        except PlanError as error:  # told to all ranks, which may have planned without one
+        except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
             problem += str(error)
         dtypes = self._agree(plan.digest, target, problem)
         limit = bucket_bytes or BUCKET_BYTES[self._device.type]
@@ -97,7 +103,10 @@ class Resharder:
         return self._state
 
     def published(self) -> int:
-        """The version the engine holds. Raises ReshardError unless its last sync succeeded on all ranks."""
+        """Return the version of the engine's weights.
+
+        Raises ReshardError unless the last sync succeeded on all ranks.
+        """
         if self._state is not State.SYNCED:
             raise ReshardError(
                 f"the engine's weights are {self._state.value} ({self._reason}); run a whole sync first"
@@ -105,14 +114,14 @@ class Resharder:
         return self._version
 
     def poison(self, reason: str) -> None:
-        """Refuses generation until the next sync; for what the loop finds out. Call it on all ranks."""
+        """Refuse generation until the next sync, for errors that the loop finds. Call it on all ranks."""
         self._state, self._reason = State.POISONED, reason
 
     def sync(self, version: int) -> SyncReport:
-        """Brings all of the engine's weights to `version`. Collective.
+        """Write all of the engine's weights, which then have version `version`. Collective.
 
-        Raises ReshardError on all ranks if any rank failed or any checksum differs. Calling it again is safe:
-        every row is written anew.
+        Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
+        again, because every call writes all rows.
         """
         self._state, self._reason = State.UPDATING, f"sync to version {version} has not ended"
         started = time.perf_counter()
@@ -152,7 +161,10 @@ class Resharder:
         return int(sums[0]), int(sums[1])
 
     def _raise_together(self, error: Exception | None) -> None:
-        """Raises ReshardError on all ranks if any has an error; only then are messages exchanged."""
+        """Raise ReshardError on all ranks if any rank has an error.
+
+        Messages are exchanged only in that case.
+        """
         if any_rank(error is not None, self._group):
             own = [f"{type(error).__name__}: {error}"] if error else []
             said = gather_records(own, str, self._group)
@@ -168,7 +180,10 @@ class Resharder:
     def _agree(
         self, digest: str, target: Mapping[str, Tensor], problem: str
     ) -> dict[tuple[int, str], torch.dtype]:
-        """The targets' types on all ranks; ReshardError unless all planned alike without a problem."""
+        """Return the types of the target tensors, {(rank, name): type}. Collective.
+
+        Raises ReshardError if any rank has a problem or if two ranks made different plans.
+        """
         types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
         records = gather_records([_Declared(digest, types, problem)], _Declared, self._group)
         said = [record for (record,) in records]
@@ -188,7 +203,7 @@ class Resharder:
 
 @dataclass(frozen=True)
 class _Declared:
-    """What a rank tells the others before the first sync."""
+    """What a rank sends to all other ranks before the first sync."""
 
     digest: str
     types: dict[str, str]  # of its target tensors
@@ -207,7 +222,10 @@ def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:
 def mismatch(
     side: str, tensors: Mapping[str, Tensor], spans: Spans, widths: Mapping[str, int], *, all_named: bool
 ) -> str:
-    """What is wrong between a rank's tensors and its layout; "" if nothing is."""
+    """Return how a rank's tensors differ from its layout, or "" if they match.
+
+    all_named: every tensor must be named in the layout.
+    """
     odd = sorted(set(spans) - set(tensors)) + (sorted(set(tensors) - set(spans)) if all_named else [])
     if odd:
         return f"{side} tensors and layout name different things: {odd[:4]}."

@@ -1,4 +1,4 @@
-"""Where rows wait between a tensor and the wire: buffers of two buckets, and the copies in and out."""
+"""Buffers that hold the rows of two buckets while they are exchanged, and the copies into and out of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_stppo.reshard.plan import RowCopy
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """A copy's place in a buffer, in bytes, and the view it is packed from or unpacked into."""
+    """The place of a copy in a buffer, in bytes, and the view that it is packed from or unpacked into."""
 
     copy: RowCopy
     view: Tensor
@@ -31,7 +31,7 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """This rank's part of one exchange; splits are bytes per rank of the group."""
+    """This rank's part of one exchange. Splits are bytes per rank of the group."""
 
     sends: list[BucketSlice]
     receives: list[BucketSlice]
@@ -40,9 +40,10 @@ class Bucket:
 
 
 class Copies:
-    """(source, target) views, prepared once and copied by every call, in a few kernels for all of them.
+    """Copies between pairs (source, target) of views, prepared once.
 
-    Views that ops.bucket_copy does not know (of other types than float32 and bfloat16) go one by one.
+    Each call makes all copies in a few kernels.
+    Views that ops.bucket_copy does not support (types other than float32 and bfloat16) are copied one by one.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -60,9 +61,9 @@ class Copies:
 
 
 class Staging:
-    """Two pairs of byte buffers, used in turn, and the copies between them and the tensors.
+    """Two pairs of byte buffers, used alternately, and the copies between them and the tensors.
 
-    The copies of a bucket are prepared when it is first used.
+    The copies of a bucket are prepared when the bucket is first used.
     """
 
     def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
@@ -76,22 +77,22 @@ class Staging:
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
-        """The bytes that bucket `index` sends."""
+        """Return the buffer of the bytes that bucket `index` sends."""
         return self._send[index % 2][: sum(self._buckets[index].send_splits)]
 
     def receive(self, index: int) -> Tensor:
-        """Where bucket `index` arrives."""
+        """Return the buffer that receives bucket `index`."""
         return self._receive[index % 2][: sum(self._buckets[index].receive_splits)]
 
     def pack(self, index: int) -> None:
-        """Fills `send(index)`."""
+        """Fill `send(index)` from the source tensors."""
         if index not in self._packs:
             buffer = self._send[index % 2]
             self._packs[index] = Copies((s.view, s.of(buffer)) for s in self._buckets[index].sends)
         self._packs[index]()
 
     def unpack(self, index: int) -> None:
-        """Writes what arrived into the target tensors."""
+        """Write `receive(index)` into the target tensors."""
         if index not in self._unpacks:
             received = self._receive[index % 2]
             self._unpacks[index] = Copies((s.of(received), s.view) for s in self._buckets[index].receives)

@@ -1,4 +1,4 @@
-"""Did every row arrive? A checksum per copy, on both sides."""
+"""Verification of a reshard: a checksum per copy, computed at its source and at its target."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from megatron_stppo.reshard.plan import RowCopy
 
 
 class ReshardError(RuntimeError):
-    """The engine's weights are not a version of the trainer's; nothing may be generated with them."""
+    """The engine's weights do not match any version of the trainer's.
+
+    The engine must not generate with them.
+    """
 
 
 class Summed:
-    """Copies and the tensor of each on one side, whose checksums are found in one call.
+    """Copies, and the view of each on one side. Their checksums are computed in one call.
 
-    dtypes: the targets' types, in which the rows are summed on both sides.
+    dtypes: the types of the targets, in which the rows are summed on both sides.
     """
 
     def __init__(
@@ -30,16 +33,16 @@ class Summed:
         self._checksum = BucketChecksum(list(views), list(dtypes))
 
     def sums(self, chosen: list[int]) -> Tensor:
-        """int64 [chosen], of the copies with these numbers."""
+        """Return the checksums of the copies with these indices: int64 [len(chosen)]."""
         return self._checksum(None if len(chosen) == len(self.copies) else chosen)
 
 
 class Checks:
-    """The copies of one sync that this rank sent, and those it must find in its own tensors.
+    """The copies that this rank sends in one sync, and the copies that must arrive in its own tensors.
 
-    Both ends number the copies between a pair of ranks alike; `chosen(number)` says which are summed. A copy
-    is summed once at its source, as it is after the cast, and once where it ended up, after everything is
-    written.
+    Both ranks of a pair number the copies between them in the same way. A copy is compared if
+    `chosen(number)` is True. It is summed once at its source, after the cast, and once at its target, after
+    everything is written.
     """
 
     def __init__(
@@ -55,19 +58,22 @@ class Checks:
         self._due: list[tuple[Summed, list[int]]] = []
 
     def sent(self, summed: Summed) -> None:
-        """These rows leave for their targets now."""
+        """Record copies that are sent now, and sum the chosen ones."""
         ranks = [copy.target_rank for copy in summed.copies]
         if chosen := self._choose(self._numbers[0], ranks):
             self._sent.append(([ranks[index] for index in chosen], summed.sums(chosen)))
 
     def due(self, summed: Summed) -> None:
-        """These rows are to be found in their targets at the end."""
+        """Record copies that must be in their targets at the end; `exchange` sums the chosen ones."""
         ranks = [copy.source_rank for copy in summed.copies]
         if chosen := self._choose(self._numbers[1], ranks):
             self._due.append((summed, chosen))
 
     def exchange(self) -> tuple[list[RowCopy], int, int]:
-        """-> (copies that differ on this rank, copies compared, sum of all sums found). Collective."""
+        """Compare the checksums of sources and targets. Collective.
+
+        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
+        """
         to = [rank for ranks, _ in self._sent for rank in ranks]
         due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
         leaving = self._by_rank(to, [sums for _, sums in self._sent])
@@ -96,7 +102,7 @@ class Checks:
         return chosen
 
     def _by_rank(self, ranks: list[int], sums: list[Tensor]) -> Tensor:
-        """The sums in the order of their ranks; of one rank, in the order given."""
+        """Return the sums ordered by rank; sums of the same rank keep their order."""
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
         together = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *sums])
         return together[torch.tensor(order, dtype=torch.int64, device=self._device)]

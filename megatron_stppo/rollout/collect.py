@@ -1,10 +1,10 @@
-"""Multi-turn rollout in lock-step: every rank of an engine group drives the same engine steps.
+"""Multi-turn rollout in lock-step: every rank of an engine group runs the same engine steps.
 
-Environments run on the group's first rank only. Between two engine steps it sends the others what the
-environments answered; every rank then advances its own copy of the episodes. A finished turn's successor
-enters the engine at once, so tools and generation overlap (continuous batching), and the prefix cache keeps
-the history. `overlap_tools=False` waits for all answers, in order of submission: then a run is repeatable
-bitwise, whatever the tools' timing.
+Environments run on the group's first rank only. Between two engine steps this rank broadcasts the
+environments' answers, and every rank advances its own copy of the episodes. The next turn of an episode
+enters the engine at once, so tool calls and generation overlap (continuous batching). The prefix cache keeps
+the history. With `overlap_tools=False` the rollout waits for all answers and processes them in order of
+submission; a run is then bitwise reproducible, whatever the timing of the tools.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ if TYPE_CHECKING:
     from megatron_stppo.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
-Progress = Callable[[int, int], None]  # episodes ended, episodes in all; called on the group's first rank
+Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Example: RolloutSettings(Limits(2048, 500, 500, 7048), temperature=0.0) is greedy."""
+    """Settings of a rollout.
+
+    Example: RolloutSettings(Limits(2048, 500, 500, 7048), temperature=0.0) is greedy.
+    """
 
     limits: Limits
     temperature: float = 1.0
     top_p: float = 1.0
     overlap_tools: bool = True
-    concurrency: int = 64  # environment calls under way
+    concurrency: int = 64  # environment calls at a time
     deadline: float = 30.0  # seconds per environment call
-    tool_wait: float = 0.0  # seconds to wait for tools that answer nobody
+    tool_wait: float = 0.0  # seconds to wait for tools that do not answer
 
 
 def collect(
@@ -60,14 +63,17 @@ def collect(
     first_index: int = 0,
     groups: Sequence[int] | None = None,
 ) -> list[Trajectory]:
-    """One episode per task; the trajectories in task order, identical on every rank of the engine group.
+    """Play one episode per task. Return the trajectories in task order. Collective over all ranks.
 
-    Collective over all ranks: every replica calls it with its own tasks, of which `first_index` is the number
-    of the first among all replicas'. Random numbers depend on (seed, that number, turn) only, never on how
-    tasks are dealt out. `groups`: one number per task for Trajectory.group; default: the task's number.
-    Raises EngineFailure on every rank when only engines failed, ToolsStayAway when only tools did,
-    RolloutError when anything else did on one of them; ConfigError for a tokenizer without a chat template
-    and for an environment that returns what it must not.
+    The result is equal on all ranks of the engine group. Every replica passes its own tasks; `first_index` is
+    the number of its first task among the tasks of all replicas. Random numbers depend only on (seed, number
+    of the task, turn), not on how tasks are distributed. `groups`: one number per task for Trajectory.group;
+    default: the number of the task.
+
+    All ranks raise if any rank failed: EngineFailure if all failures are engine failures, ToolsStayAway if
+    all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
+    and all other ranks raise RolloutError. Raises ConfigError for a tokenizer without a chat template and for
+    an environment that returns a value of the wrong type.
     """
     if tokenizer.chat_template is None:
         raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
@@ -80,11 +86,11 @@ def collect(
     trouble: BaseException | None = None
     try:
         rollout.run(make_environment)
-    except ToolsStayAway as error:  # its line says all
+    except ToolsStayAway as error:  # its message is complete; no traceback is logged
         trouble = error
-    except Exception as error:  # raised again below, when the other replicas know
-        if not isinstance(error, ConfigError):  # which is one line
-            log.error("rollout failed", exc_info=True)  # now: they may never come to hear of it
+    except Exception as error:  # raised again below, after all replicas have exchanged their reports
+        if not isinstance(error, ConfigError):  # its message is complete
+            log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
     finally:
         engine.abort_all()
@@ -99,23 +105,29 @@ def collect(
 
 
 def request_seed(seed: int, number: int, turn: int) -> int:
-    """63 bits that depend on all three, the same in every process (Python's hash is not)."""
+    """Return a seed of 63 bits that depends on all three numbers.
+
+    It is the same in every process; the values of Python's `hash` are not.
+    """
     digest = hashlib.blake2b(f"{seed}/{number}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class _Report:
-    """How a rank's rollout ended, for the others."""
+    """How a rank's rollout ended; sent to all other ranks."""
 
     trouble: str
-    mesh: str  # of an engine's failure, else ""
-    misuse: str = ""  # what a ConfigError says
-    away: str = ""  # why tools were given up
+    mesh: str  # EngineFailure.mesh, else ""
+    misuse: str = ""  # the message of a ConfigError
+    away: str = ""  # why the rollout stopped waiting for tools
 
 
 def _agree(report: _Report, trouble: BaseException | None) -> None:
-    """Every rank raises, or none does: a rank that went on alone would wait for the others for ever."""
+    """Raise on all ranks if any rank failed. Collective over all ranks.
+
+    A rank that continued alone would wait for the others forever.
+    """
     reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
     misuse = next((report.misuse for report in reports if report.misuse), "")
     if misuse:
@@ -135,11 +147,11 @@ def _agree(report: _Report, trouble: BaseException | None) -> None:
 
 @dataclass(frozen=True)
 class _News:
-    """What the first rank tells its engine group between two steps."""
+    """What the first rank of an engine group broadcasts between two engine steps."""
 
     answers: tuple[Answer, ...] = ()
     trouble: str = ""
-    away: str = ""  # why tools were given up
+    away: str = ""  # why the rollout stopped waiting for tools
 
 
 class _Rollout:
@@ -159,7 +171,7 @@ class _Rollout:
         self._alone = dist.get_world_size(group) == 1
         self._first = dist.get_rank(group) == 0
         self._host: EnvironmentHost | None = None  # on the first rank
-        self._asked = 0  # environment calls under way; every rank knows the number
+        self._asked = 0  # environment calls without an answer; equal on every rank
         self._ended = 0
 
     def run(self, make_environment: Callable[[], Environment]) -> None:
@@ -186,7 +198,10 @@ class _Rollout:
                 self._hand_over(finished)
 
     def _news(self) -> tuple[Answer, ...]:
-        """The environments' answers, the same on every rank. With an idle engine there is one at least."""
+        """Return the environments' answers, equal on every rank.
+
+        If the engine is idle, wait for at least one.
+        """
         news = self._listen() if self._host else None
         if not self._alone:
             news = decode(broadcast_bytes(encode(news) if news else None, 0, self._group), _News)
@@ -203,13 +218,13 @@ class _Rollout:
         wait_for = self._asked if not self._settings.overlap_tools else int(idle)
         try:
             return _News(tuple(self._host.take(wait_for)))
-        except RolloutError as error:  # the other ranks must hear of it before this one raises
+        except RolloutError as error:  # sent to the other ranks before this rank raises
             return _News(trouble=str(error))
         except ToolsStayAway as error:
             return _News(away=str(error))
 
     def _advance(self, answer: Answer) -> None:
-        """An answer ends its episode or leads to its next turn."""
+        """Apply an answer: it ends its episode or starts the next turn."""
         self._asked -= 1
         if answer.misuse:
             raise ConfigError(answer.misuse)
@@ -238,7 +253,7 @@ class _Rollout:
         )
 
     def _hand_over(self, finished: Finished) -> None:
-        """A finished turn goes to its environment, unless it ended the episode."""
+        """Pass a finished turn to its environment, unless the turn ended the episode."""
         index = int(finished.request_id)
         episode = self._episodes[index]
         episode.add_turn(finished)

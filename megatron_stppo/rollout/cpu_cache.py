@@ -1,4 +1,7 @@
-"""Whether a key-value cache on CPU holds one trajectory and fits the machine's memory. No vLLM, no torch."""
+"""Check that a key-value cache on CPU holds one trajectory and fits in memory.
+
+Imports no vLLM and no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,16 @@ from pathlib import Path
 from megatron_stppo.config import ConfigError
 
 GIB = 2**30
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+# files that hold the memory limit of a container (cgroup v2, v1)
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check(gib: float, max_context: int, bytes_per_token: int, ranks: int, memory: int) -> None:
-    """`ranks` share this machine's `memory`, in bytes. Raises ConfigError."""
+    """Raise ConfigError if a cache of `gib` GiB per rank is too large or too small.
+
+    It must fit in memory and hold one trajectory.
+    `ranks` processes share this machine's `memory`, in bytes. A trajectory has up to `max_context` tokens.
+    """
     least, most = max_context * bytes_per_token / GIB, memory / GIB / ranks
     if gib > most:
         raise ConfigError(
@@ -27,7 +35,7 @@ def check(gib: float, max_context: int, bytes_per_token: int, ranks: int, memory
 
 
 def machine_memory() -> int:
-    """Bytes that the processes of this machine, or of this container, may have."""
+    """Return the memory of this machine, or the limit of this container if it is lower, in bytes."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in LIMITS:
         path = Path(name)

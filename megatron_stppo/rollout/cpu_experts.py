@@ -1,7 +1,8 @@
-"""vLLM's experts on a CPU, computed from the weights as they lie in the engine's parameters.
+"""vLLM's experts on a CPU, computed directly from the engine's parameters.
 
-vLLM re-lays them out at load for a kernel of its own, so that what a reshard writes would not be what is
-computed with. The two private methods replaced here are tested with the pinned version.
+When vLLM loads a model it copies the experts' weights into another layout for its own kernel. A reshard that
+writes into the parameters would then not change the result. This module replaces two private methods of vLLM;
+they are tested with the pinned version.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 def keep_plain() -> None:
-    """For all engines of this process, once or more often."""
+    """Replace the two methods for all engines of this process. It may be called more than once."""
     setattr(CPUUnquantizedExperts, "process_weights_after_loading", _leave)  # noqa: B010
     setattr(CPUUnquantizedExperts, "apply", _apply)  # noqa: B010
 
 
 def _leave(experts: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
-    """The weights stay as they were created."""
+    """Leave the weights in the layout in which they were created."""
 
 
 def _apply(
@@ -36,8 +37,11 @@ def _apply(
     activation: MoEActivation,
     **kwargs: Any,
 ) -> None:
-    """output [T, H] from hidden_states [T, H], w1 [E, 2 F, H] (gate, then up), w2 [E, H, F] and the chosen
-    experts' weights and numbers [T, k]."""
+    """Write the experts' result to output [T, H].
+
+    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up; w2 [E, H, F]; topk_weights and topk_ids [T, k]: the
+    weights and indices of the chosen experts.
+    """
     assert activation == MoEActivation.SILU and not kwargs["apply_router_weight_on_input"]
     output.zero_()
     for expert in topk_ids.unique().tolist():

@@ -1,9 +1,9 @@
-"""vLLM's CPU worker, with a shared-memory name of its own per engine.
+"""vLLM's CPU worker with a different shared-memory name for every engine.
 
-vLLM derives the name of its CPU all-reduce buffers from the rendezvous address and always calls it "env://"
-under an external launcher, so two runs on one host, or a run and what a killed one left behind, would
-open each other's buffers. The engine passes a token that all its ranks share; it becomes part of the name.
-vLLM imports this module by name (`worker_cls`).
+vLLM derives the name of its CPU all-reduce buffers from the rendezvous address. Under an external launcher
+this address is always "env://", so two runs on one host would open each other's buffers; so would a run and
+the buffers left by a killed run. The engine therefore passes a token that is the same on all its ranks, and
+the token becomes part of the name. vLLM imports this module by name (`worker_cls`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ TOKEN = "shared_memory_token"
 
 class NamedCPUWorker(CPUWorker):
     def init_device(self) -> None:
-        # What follows the last ":" becomes the name; the default process group exists, so nothing dials it.
+        # vLLM uses the text after the last ":" as the name. The default process group already exists, so
+        # nothing connects to this address.
         given = self.vllm_config.additional_config
         assert isinstance(given, dict)
         self.distributed_init_method = f"env://:{given[TOKEN]}"

@@ -1,17 +1,18 @@
-"""The serving engine: real vLLM, in this process, driven step by step.
+"""The serving engine: vLLM in this process, driven step by step.
 
-Every rank owns one shard of one replica: rank r serves replica r // tensor as tensor rank r % tensor. All
-ranks of a replica must add and abort the same requests in the same order between the same steps; then they
-produce the same tokens without talking to each other about it.
+Every rank holds one shard of one replica: rank r serves replica r // tensor as tensor rank r % tensor. All
+ranks of a replica must add and abort the same requests in the same order between the same steps. They then
+produce the same tokens without exchanging requests or tokens.
 
-Differences from vLLM's own front end (LLM, LLMEngine), which we bypass:
-- its output processor renders a string per token and per log-prob, which for a small model costs more than
-  the model; here tokens stay ids and only what may end a stop string is decoded (stop_strings.py);
-- a turn keeps every token the model emitted, the one that completes the stop string and the end-of-text
-  token included, with one log-prob each.
+Differences from vLLM's own front end (LLM, LLMEngine), which is bypassed:
+- vLLM's output processor renders a string per token and per log-prob, which costs more than the forward pass
+  of a small model. Here tokens stay ids, and only tokens that may end a stop string are decoded
+  (stop_strings.py).
+- A turn keeps every token that the model emitted, with one log-prob each. This includes the token that
+  completes the stop string and the end-of-text token.
 
-Weights come from the reshard (load_format="dummy"); until `published` says they are in step, nothing
-generates.
+The weights come from the reshard (load_format="dummy"). The engine generates only after `published` returns
+their version without an error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
 from megatron_stppo.rollout.stop_strings import StopFinder
 
-# First of what imports vLLM: it sets the environment that vLLM reads while it is imported.
+# vllm_setup sets the environment variables that vLLM reads while it is imported.
 from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu, tear_down
 
 
@@ -48,7 +49,11 @@ class _Running:
 
 
 class Engine:
-    """See the module. `published` is set by the loop; without it the engine refuses to generate."""
+    """One rank's shard of a vLLM replica; see the module.
+
+    `published` returns the version of the weights. The loop sets it; before that the engine refuses to
+    generate.
+    """
 
     published: Callable[[], int]
 
@@ -64,10 +69,11 @@ class Engine:
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.6,
     ) -> None:
-        """Builds this rank's shard. Collective over the default process group (made here if there is none).
+        """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
-        Re-seeds torch, numpy and random, as vLLM does: restore random states after building the engine.
-        Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
+        vLLM re-seeds torch, numpy and random: restore their states after building the engine.
+        Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or
+        the number of ranks.
         """
         join_world()
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -96,29 +102,29 @@ class Engine:
     def _start(self) -> None:
         self._llm = self._build()
         self._core = self._llm.engine_core
-        self._asleep: set[str] = set()  # parts given back to the GPU
+        self._asleep: set[str] = set()  # parts whose GPU memory is released
         self._steps = 0  # of this rollout
-        # gloo between this replica's ranks: where requests and tool answers are exchanged
+        # gloo group of this replica's ranks, over which the environments' answers are broadcast
         self.group: dist.ProcessGroup = get_tp_group().cpu_group
 
     def rebuild(self) -> None:
-        """Replaces vLLM by a new one after an EngineFailure. Collective over the default process group.
+        """Replace vLLM by a new one after an EngineFailure. Collective over the default process group.
 
-        Its weights are undefined and nothing generates: `parameters()` are new tensors, which a reshard has
-        to fill before `refresh`. What was running is forgotten.
+        Running requests are dropped. The new weights are undefined and the engine refuses to generate:
+        `parameters()` returns new tensors, which a reshard must fill before `refresh` is called.
         """
         self._running.clear()
         self.published, self._version = _never_published, None
         tear_down(self._llm)
         del self._llm, self._core
-        gc.collect()  # weights and key-value cache hang in cycles
+        gc.collect()  # reference cycles hold the weights and the key-value cache
         torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's shard by vLLM's names; writing into the tensors changes what the engine computes.
+        """Return this rank's shard by vLLM's names. Writing into the tensors changes the engine's weights.
 
-        Stacked experts come one by one: "...w13_weight.3" is a view of the fourth.
+        Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
         """
         worker, shard = self._llm.model_executor.driver_worker.worker, {}
         for name, parameter in worker.get_model().named_parameters():
@@ -127,7 +133,10 @@ class Engine:
         return shard
 
     def refresh(self) -> int:
-        """To be called after each sync: forgets key-value blocks that older weights wrote; the version."""
+        """Drop the key-value blocks that older weights wrote, and return the published version.
+
+        Call this after each sync. Raises RolloutError if requests are running or vLLM keeps its prefix cache.
+        """
         version = self.published()
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; abort them before refreshing")
@@ -147,10 +156,11 @@ class Engine:
         top_p: float = 1.0,
         stop_strings: Sequence[str] = (),
     ) -> None:
-        """Queues one generation after `token_ids`; temperature 0 is greedy. `request_id` must not be running.
+        """Queue a generation that continues `token_ids`; temperature 0 is greedy.
 
-        At most max_context - len(token_ids) tokens are written. Raises ValueError for an id outside the
-        vocabulary or a context that is full, RolloutError when the weights are not in step.
+        At most max_context - len(token_ids) tokens are generated. Raises ValueError if `request_id` is
+        running, a token id is outside the vocabulary or the context is full; RolloutError if the weights are
+        not synchronised.
         """
         version = self._synchronised()
         if request_id in self._running:
@@ -189,7 +199,10 @@ class Engine:
         self._running[request_id] = _Running(self._finder(tuple(stop_strings)), version)
 
     def step(self) -> list[Finished]:
-        """One forward pass: a token for every running sequence. Returns the generations that are complete."""
+        """Run one forward pass, which adds a token to the running sequences.
+
+        Return the complete generations.
+        """
         if not self._running:
             return []
         self._synchronised()
@@ -199,14 +212,17 @@ class Engine:
             if done is not None:
                 finished.append(done)
         stopped = [done.request_id for done in finished if done.reason == "stop"]
-        self._core.abort_requests(stopped)  # vLLM does not know about our stop strings
+        self._core.abort_requests(stopped)  # vLLM gets no stop strings and would continue
         return finished
 
     def _output(self) -> list[EngineCoreOutput]:
-        """Raises EngineFailure: what vLLM holds after an error of its own cannot be trusted."""
+        """Return vLLM's outputs of one step.
+
+        Raises EngineFailure if vLLM raises an error, because vLLM's state is then undefined.
+        """
         try:
             outputs: list[EngineCoreOutput] = self._core.get_output().outputs
-        except Exception as error:  # answered by a rebuild, which is counted
+        except Exception as error:  # the caller rebuilds the engine, and restarts are counted
             self._running.clear()
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno} in step {self._steps}"
@@ -215,18 +231,18 @@ class Engine:
         return outputs
 
     def abort(self, request_id: str) -> None:
-        """Forgets a running request and its tokens; unknown ids are ignored: it may have finished."""
+        """Drop a running request and its tokens. Unknown ids are ignored: the request may have finished."""
         if self._running.pop(request_id, None) is not None:
             self._core.abort_requests([request_id])
 
     def abort_all(self) -> None:
-        """Ends a rollout: forgets what is running."""
+        """End a rollout: drop all running requests."""
         for request_id in list(self._running):
             self.abort(request_id)
         self._steps = 0
 
     def close(self) -> None:
-        """Ends vLLM, and with it the process groups: nothing collective may follow."""
+        """Shut down vLLM and the process groups. No collective may follow."""
         self.abort_all()
         self._core.shutdown()
 
@@ -235,7 +251,7 @@ class Engine:
         return len(self._running)
 
     def sleep(self) -> None:
-        """Gives weights and key-value cache back to the GPU; on a CPU they stay where they are."""
+        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory."""
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; the engine cannot sleep")
         if not self._asleep and not on_cpu():
@@ -243,11 +259,11 @@ class Engine:
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
     def wake_weights(self) -> None:
-        """Memory for the weights, with undefined content: the reshard fills it."""
+        """Allocate memory for the weights. Its content is undefined until a reshard fills it."""
         self._wake("weights")
 
     def wake(self) -> None:
-        """Memory for all the rest: after this and `refresh` the engine generates again."""
+        """Allocate memory for the rest. After this and `refresh` the engine generates again."""
         self._wake("weights")
         self._wake("kv_cache")
 
@@ -257,7 +273,11 @@ class Engine:
         self._asleep.discard(part)
 
     def _synchronised(self) -> int:
-        """The published version. Raises what `published` raises, or RolloutError before a refresh."""
+        """Return the published version.
+
+        Raises RolloutError if the engine is asleep or was not refreshed for that version. Exceptions of
+        `published` are passed on.
+        """
         version = self.published()
         if self._asleep:
             raise RolloutError("the engine is asleep; wake it before generating")
@@ -269,7 +289,7 @@ class Engine:
         return version
 
     def _take(self, output: EngineCoreOutput) -> Finished | None:
-        """Appends a step's tokens to their request; the generation, if they complete it."""
+        """Append a step's tokens to their request. Return the generation if it is complete, else None."""
         running = self._running.get(output.request_id)
         if running is None:  # aborted while the step was under way
             return None
@@ -286,7 +306,7 @@ class Engine:
             elif running.stops.completed(running.token_ids):
                 reason = "stop"
             if reason is not None:
-                break  # tokens after it (speculative ones) were never asked for
+                break  # later tokens (speculative ones) do not belong to the turn
         if reason is None and output.finish_reason is not None:
             reason = "length"
         if reason is None:

@@ -1,10 +1,11 @@
-"""Runs the environments of one engine group: asyncio in a thread of its own, beside the engine's steps.
+"""The environments of one engine group, run by asyncio in a separate thread beside the engine's steps.
 
-At most `concurrency` calls are under way; each has `deadline` seconds from its start. What an environment
-raises, or a deadline that passes, becomes the outcome of its episode, is logged and never stops the others;
-but for ToolAway, after which the call is made again (tool_wait.py), each time with a deadline of its own.
-A return value of the wrong type (environments/contract.py) ends the run.
-Lives on the group's first rank only; what it answers is plain data that the other ranks are sent.
+At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. An exception of an
+environment, or a missed deadline, becomes the outcome of its episode; it is logged and does not stop the
+other episodes. After ToolAway, however, the call is repeated (tool_wait.py), each time with a new deadline. A
+return value of the wrong type (environments/contract.py) ends the run.
+The host runs on the group's first rank only. Its answers are plain data, which is broadcast to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron_stppo.types import Message, Task
 
 log = logging.getLogger(__name__)
 BEAT = 0.5  # seconds between signs of life of the event loop
-PATIENCE = 10.0  # seconds beyond a deadline after which a silent event loop is taken for blocked
+PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 MAX_DETAIL = 200
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call of one episode's environment gave: messages (reset), a result (step) or a failure.
+    """The result of one environment call: messages (reset), a StepResult (step) or a failure.
 
     Example: Answer(3, result=StepResult("..", 0.0, False, True, True)), or
     Answer(3, failure="timeout", detail="no answer within 30 s").
@@ -47,11 +48,14 @@ class Answer:
     result: StepResult | None = None
     failure: Literal["error", "timeout"] | None = None
     detail: str = ""
-    misuse: str = ""  # what is wrong with the environment itself; it ends the run
+    misuse: str = ""  # a programming error in the environment; it ends the run
 
 
 class EnvironmentHost:
-    """Use as a context manager; leaving it cancels calls under way, closes environments, ends the thread."""
+    """The thread that runs environments. Use it as a context manager.
+
+    On exit it cancels running calls, closes all environments and ends the thread.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class EnvironmentHost:
         deadline: float,
         tools: ToolWait | None = None,
     ) -> None:
-        """tools: how long to wait for them; default: not at all."""
+        """tools: how long to wait for tools that do not answer; default: not at all."""
         self._make, self._deadline = make_environment, deadline
         self._tools = tools or ToolWait(0)
         self._environments: dict[int, Environment] = {}
@@ -101,15 +105,15 @@ class EnvironmentHost:
         self._submit(index, call)
 
     def close(self, index: int) -> None:
-        """Lets go of a finished episode's environment, in the background."""
+        """Close the environment of a finished episode, in the background."""
         asyncio.run_coroutine_threadsafe(self._close(index), self._loop)
 
     def take(self, wait_for: int) -> list[Answer]:
-        """What has been answered since the last call, in order of submission; waits for `wait_for` at least.
+        """Wait for at least `wait_for` answers. Return all new answers, in order of submission.
 
-        When that is the number of all calls under way, what is returned does not depend on timing.
-        Raises RolloutError when an environment blocks the event loop (a call that neither awaits nor ends),
-        and ToolsStayAway when tools did not answer in time.
+        If `wait_for` is the number of all running calls, the result does not depend on timing. Raises
+        RolloutError if an environment blocks the event loop (a call that neither awaits nor returns), and
+        ToolsStayAway if tools did not answer in time.
         """
         answers: list[tuple[int, Answer]] = []
         while len(answers) < wait_for:
@@ -159,8 +163,8 @@ class EnvironmentHost:
                 answer = Answer(index, misuse=printable(error).replace("\n", " "))
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 if self._stop.is_set():
-                    raise  # the call was cancelled by us, not by the environment
-                # an environment's failure is an outcome, not the end of the run
+                    raise  # __exit__ cancelled the call, not the environment
+                # a failure of an environment is an outcome of its episode and does not end the run
                 log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
                 answer = Answer(index, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
         self._answers.put((ticket, answer))
@@ -172,7 +176,7 @@ class EnvironmentHost:
         try:
             async with asyncio.timeout(self._deadline):
                 await contract.close(environment)
-        except Exception:  # the episode is over; its result stands
+        except Exception:  # the episode has ended; its result stays valid
             log.error("episode %d: closing failed\n%s", index, printable(traceback.format_exc()))
 
     def _run(self) -> None:
@@ -191,7 +195,7 @@ class EnvironmentHost:
         for index in list(self._environments):
             self.close(index)
         beating.cancel()
-        await asyncio.sleep(0)  # lets the closings just scheduled become tasks
+        await asyncio.sleep(0)  # so that the scheduled calls of _close become tasks
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     async def _keep_beating(self) -> None:
@@ -205,7 +209,10 @@ def _ticket(entry: tuple[int, Answer]) -> int:
 
 
 def printable(text: Any) -> str:
-    """Text of others, safe for a terminal: line breaks stay, control and direction codes become spaces."""
+    """Return foreign text that is safe to print on a terminal.
+
+    Line breaks stay; control and text-direction characters become spaces.
+    """
     return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))
 
 

@@ -1,15 +1,15 @@
-"""One episode's state: what the policy has read and written so far, and how it ends.
+"""The state of one episode: the tokens that the policy has read and written so far, and the outcome.
 
-Every rank of an engine group keeps the same Episode objects and feeds them the same answers, so they agree on
-every token without exchanging any.
+Every rank of an engine group holds the same Episode objects and passes them the same answers. All ranks
+therefore have the same tokens without exchanging them.
 
-- The prompt is the chat template over the environment's messages (data/chat.py: special tokens in a message
-  are plain text). After that nothing is re-tokenised: turns
-  are the engine's ids, an observation is encoded once, special tokens in it as plain text.
-- A turn that the token limit cut goes to the environment as it stands (it rarely parses: an invalid action).
-  When it was the context that ran out, the episode ends as truncated instead, and so it does when an
-  observation leaves no room to answer it; that observation is dropped, for nobody read it.
-- The reward of an environment step sits on the turn it judges.
+- The prompt is the chat template applied to the environment's messages (data/chat.py: special tokens in a
+  message are plain text). Nothing is tokenised twice: turns are the engine's token ids, and an observation is
+  encoded once, with special tokens in it as plain text.
+- A turn cut by the limit on its tokens goes to the environment unchanged. It rarely parses and is then an
+  invalid action. If the context is full instead, the episode ends as truncated. It also ends as truncated if
+  an observation leaves no room for an answer; that observation is dropped, because the policy never reads it.
+- The reward of an environment step belongs to the turn that it evaluates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.generation import Finished
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
 
-# "</information>\n\n" at the end of an observation: cut the documents, not the tag that closes them
+# A closing tag at the end of an observation, such as "</information>\n\n". An observation that is too long is
+# cut before this tag, so that the tag stays.
 _CLOSING = re.compile(r"</[A-Za-z_]{1,32}>\s{0,8}\Z")
 
 
@@ -39,7 +40,10 @@ class Limits:
 
 @dataclass
 class Episode:
-    """Example: start(messages), add_turn(finished), answer(result), .. until `outcome` is set."""
+    """One episode.
+
+    Example: start(messages), add_turn(finished), answer(result), .. until `outcome` is set.
+    """
 
     task: Task
     group: int
@@ -48,7 +52,7 @@ class Episode:
     stop_strings: tuple[str, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     turns: list[Turn] = field(default_factory=list)
-    context: list[int] = field(default_factory=list)  # prompt, turns and observations, what the policy reads
+    context: list[int] = field(default_factory=list)  # prompt, turns and observations: the policy's input
     outcome: Outcome | None = None
     searches: int = 0
     valid_actions: int = 0
@@ -56,7 +60,7 @@ class Episode:
     overlong_prompt: int = 0
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
-        """Tokenises the prompt; one that is too long ends the episode as an error of the data."""
+        """Tokenise the prompt. A prompt that is too long ends the episode with the outcome `error`."""
         ids = encode_chat(self.tokenizer, messages)
         self.stop_strings = stop_strings
         self.prompt_ids, self.context = tuple(ids), list(ids)
@@ -66,13 +70,13 @@ class Episode:
             (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
         )
         if len(ids) > limit:
-            self.prompt_ids = self.prompt_ids[:limit]  # not played, and must not fill a microbatch either
+            self.prompt_ids = self.prompt_ids[:limit]  # not played; cut, so as not to fill a micro-batch
             self.overlong_prompt = len(ids)
             self.end("error", f"prompt of {len(ids)} tokens exceeds {field}")
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that the next turn may have."""
+        """The largest number of tokens of the next turn."""
         return min(self.limits.max_turn_tokens, self._room)
 
     @property
@@ -86,7 +90,7 @@ class Episode:
             self.end("truncated", f"context of {self.limits.max_context} tokens is full")
 
     def action(self, finished: Finished) -> str:
-        """The turn as text, for the environment; the end-of-text token is no text."""
+        """Return the text of the turn, for the environment, without the end-of-text token."""
         ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
         text: str = self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -94,7 +98,7 @@ class Episode:
         return text
 
     def answer(self, result: StepResult) -> None:
-        """Takes the environment's answer to the last turn: reward, observation, perhaps the end."""
+        """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""
         self.searches += result.searched
         self.valid_actions += result.valid
         if result.done:

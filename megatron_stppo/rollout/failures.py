@@ -1,8 +1,8 @@
-"""Failed episodes of a rollout: the lines that report them, and how many of them end the run.
+"""Reports of the failed episodes of a rollout, and the limit on their number.
 
-A failed episode (outcome error or timeout) carries no loss, so a run could continue on the few that are left
-without a sign. Episodes that called a tool are counted separately: where few episodes call one, a broken tool
-fails a small share of all of them.
+A failed episode (outcome error or timeout) does not contribute to the loss. Without a limit, a run could
+silently continue to train on the few episodes that are left. Episodes that called a tool are counted
+separately: if few episodes call a tool, a broken tool makes only a small share of all episodes fail.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ from collections.abc import Sequence
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.types import FAILED, Trajectory
 
-ENOUGH = 20  # episodes that called a tool; the share of failures among fewer may be chance
-NAMED = 3  # overlong prompts that a line names
+ENOUGH = 20  # episodes that called a tool; with fewer, the share of failures may be chance
+NAMED = 3  # overlong prompts listed in a report
 log = logging.getLogger(__name__)
 
 
 class FailureLimit:
-    """Ends a run in which more than `rate` of the episodes fail. Equal on all ranks, as trajectories are.
+    """The limit that ends a run in which more than a share `rate` of the episodes fail.
 
-    The share is looked at among all episodes of a rollout, and among the episodes that called a tool; the
-    latter are added up over rollouts until there are ENOUGH, and then counted anew.
-    Example: at a rate of 0.2, rollouts of 64 episodes of which 7 call a tool and fail are below the limit
-    (11 %) twice; the third one makes 21 failures of 21 such episodes and ends the run.
+    The share is computed over all episodes of a rollout, and over the episodes that called a tool. The latter
+    are summed over rollouts until there are at least ENOUGH of them; then the counts restart at 0.
+    The state is equal on all ranks, because all ranks pass the same trajectories.
+    Example: rate=0.2; in every rollout of 64 episodes, 7 call a tool and all 7 fail. The first two rollouts
+    are below the limit (11 %). After the third, 21 of 21 episodes that called a tool have failed, and the run
+    ends.
     """
 
     def __init__(self, rate: float) -> None:
         self._rate, self._failed, self._used = rate, 0, 0
 
     def check(self, played: Sequence[Trajectory]) -> None:
-        """Counts a rollout of all ranks. Raises TooManyFailures with counts, field and first failure."""
+        """Count the failures of a rollout; `played` are the trajectories of all ranks.
+
+        Raises TooManyFailures, which names the counts, the configuration field and the first failure.
+        """
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
             self._end(len(failed), len(played), "episodes failed", failed)
@@ -54,14 +59,15 @@ class FailureLimit:
 
 
 def warn(where: str, played: Sequence[Trajectory], rank: int) -> None:
-    """Logs the lines of `report`, on the first rank. Example: warn("iteration 3", played, rank)."""
+    """Log the lines of `report` on rank 0. Example: warn("iteration 3", played, rank)."""
     for line in report(played) if rank == 0 else ():
         log.warning("%s: %s", where, line)
 
 
 def report(played: Sequence[Trajectory]) -> list[str]:
-    """At most two lines: the failed episodes with their kinds and the first reason; the overlong prompts.
+    """Return at most two lines: one on the failed episodes, one on the overlong prompts.
 
+    The first line counts the failures by kind and gives the reason of the first one.
     Example: ["2 of 64 episodes failed (1 error, 1 timeout), 2 of the 9 that called a tool; the first: task
     17: error: retrieval: status 401", "1 of 64 prompts was too long and is not played: task 30: prompt of
     148 tokens exceeds rollout.max_prompt_tokens=60"].

@@ -1,4 +1,7 @@
-"""What the engine hands back for one request. Free of vLLM: episodes can be followed without an engine."""
+"""The result of one generation request, and the errors of generation.
+
+This module does not import vLLM, so that episodes can be built and tested without an engine.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ Reason = Literal["stop", "end", "length"]  # a stop string, the end-of-text toke
 
 
 class RolloutError(RuntimeError):
-    """Generation cannot go on: weights out of step, or an engine failure."""
+    """Generation cannot continue: the weights are not synchronised, or the engine failed."""
 
 
 class EngineFailure(RolloutError):
-    """vLLM raised while it generated: a new engine may take over, resharded and verified (restart.py).
+    """vLLM raised an error during generation; a new engine may replace it (restart.py).
 
-    place: of the error, and the engine's step in this rollout; the same failure again has the same.
+    The new engine has to be resharded and verified before it generates.
+    mesh: where the error was raised, and in which engine step of the rollout; equal if the failure is
+    repeated.
     Example: EngineFailure("vLLM failed: ...", "ValueError at scheduler.py:310 in step 12").
     """
 
@@ -26,10 +31,10 @@ class EngineFailure(RolloutError):
 
 @dataclass(frozen=True)
 class Finished:
-    """One generation, complete. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", 3)."""
+    """One complete generation. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", 3)."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # n >= 1, all that was emitted, the stopping token included
-    logprobs: tuple[float, ...]  # n, natural log, after temperature and top_p: of what was sampled from
+    token_ids: tuple[int, ...]  # n >= 1, all emitted tokens, including the one that stopped the generation
+    logprobs: tuple[float, ...]  # n, natural log, after temperature and top_p (the sampled distribution)
     reason: Reason
-    version: int  # of the weights that wrote it
+    version: int  # of the weights that generated it

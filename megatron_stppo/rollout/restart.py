@@ -1,4 +1,4 @@
-"""How often a failed engine is replaced by a new one, and when that is pointless."""
+"""The limit on how often a failed engine is replaced, and detection of failures that a new engine repeats."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ log = logging.getLogger(__name__)
 
 
 class Restarts:
-    """Counts the restarts of a run. Equal on all ranks, because an EngineFailure is.
+    """Count of the engine restarts of a run.
 
+    The state is equal on all ranks, because an EngineFailure is raised on all ranks.
     Example: with budget=1 the first failure is counted; the next one is raised.
     """
 
@@ -21,14 +22,17 @@ class Restarts:
         self._last: tuple[int, str] | None = None
 
     def passed(self) -> None:
-        """A rollout has ended well: its seed may be played again, as evaluations do."""
+        """Record that a rollout succeeded, and forget the last failure.
+
+        Evaluations use the same seed again, so a later failure at the same place is not a repetition.
+        """
         self._last = None
 
     def admit(self, failure: EngineFailure, seed: int) -> None:
-        """Counts a failure of the rollout with this seed, after which a new engine is to be built.
+        """Count a failure of the rollout with this seed. If this returns, the caller builds a new engine.
 
-        Raises DoNotRestart for the same failure at the same place of the same rollout, which a new process
-        would meet again; `failure` itself when the budget is spent.
+        Raises DoNotRestart if the same failure occurs again at the same place of the same rollout, because it
+        would occur in a new process too. Raises `failure` itself when the budget is spent.
         """
         mesh = (seed, failure.mesh)
         if mesh == self._last:

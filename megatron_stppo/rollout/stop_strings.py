@@ -1,9 +1,9 @@
-"""Finds the token that completes a stop string, without decoding every token of every step.
+"""Detection of the token that completes a stop string, without decoding every token of every step.
 
-A stop string of n bytes that ends in the newest token lies within the last n tokens that print anything (each
-of those holds a byte at least), so decoding that tail and searching it is exact. Only a token that could
-hold a stop string's last character is worth it; what a token prints is remembered per token id.
-Special tokens are decoded as text: what stops a turn is what the environment will read.
+A stop string of n bytes that ends in the newest token lies within the last n tokens that print text, because
+each of them holds at least one byte. Decoding and searching these n tokens is therefore exact. It is done
+only if the newest token can hold the last character of a stop string. The text of each token id is cached.
+Special tokens are decoded as text, because the environment reads the same text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-UNFINISHED = "\ufffd"  # what decoders print for bytes that are not yet a character
+UNFINISHED = "\ufffd"  # printed by decoders for the bytes of an incomplete character
 
 
 class Decoder(Protocol):
@@ -19,24 +19,29 @@ class Decoder(Protocol):
 
 
 class StopFinder:
-    """Example: with one token per character, StopFinder(tokenizer, ("</a>",)).completed(ids of "x</a>")
-    is "</a>", and completed(ids of "x</a") is None."""
+    """Search for the stop strings of one kind of request.
+
+    Raises ValueError for an empty stop string.
+    Example: with one token per character, StopFinder(tokenizer, ("</a>",)).completed(ids of "x</a>")
+    is "</a>", and completed(ids of "x</a") is None.
+    """
 
     def __init__(self, tokenizer: Decoder, stop_strings: Sequence[str]) -> None:
         if any(not stop for stop in stop_strings):
             raise ValueError(f"stop_strings={tuple(stop_strings)!r}: an empty one stops at once; drop it")
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
-        # Bytes of a split character print as UNFINISHED; the character they finish may be the last one.
+        # The bytes of a split character print as UNFINISHED; they may complete the last character.
         self._endings = frozenset(stop[-1] for stop in self._stops) | {UNFINISHED}
         self._window = max((len(stop.encode()) for stop in self._stops), default=0)
         self._printed: dict[int, str] = {}
         self._may_end: dict[int, bool] = {}
 
     def completed(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that the last of `token_ids` (one turn's tokens so far) completes, or None.
+        """Return the stop string that the last of `token_ids` completes, or None.
 
-        Meant to be asked after each token: an earlier completion is not looked for.
+        `token_ids` are the tokens of one turn so far. Call this after each token: a stop string that an
+        earlier token completed may not be found.
         """
         if not self._stops or not self._can_end(token_ids[-1]):
             return None

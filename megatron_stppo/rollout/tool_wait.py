@@ -1,4 +1,4 @@
-"""Waiting for tools that do not answer: a call that raises ToolAway is made again until it returns."""
+"""Wait for tools that do not answer: a call that raises ToolAway is repeated until it returns."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from megatron_stppo.parallel.collectives import any_rank, gather_records
 from megatron_stppo.resilience.faults import ToolsStayAway
 
 T = TypeVar("T")
-FIRST, LONGEST = 0.5, 5.0  # seconds between two attempts of a call; doubled up to the longest
+FIRST, LONGEST = 0.5, 5.0  # seconds between two attempts of a call; doubled each time, up to LONGEST
 _BEGINS = "%stools do not answer: %s; waiting for up to %.0f s (environment.tool_wait)"
 log = logging.getLogger(__name__)
 
 
 class ToolWait:
-    """The waiting of one rollout's environment calls: `patience` seconds, all waits together.
+    """Repetition of the environment calls of one rollout, for `patience` seconds over all waits.
 
-    A wait begins when a call raises ToolAway while none waits, and ends when a call that waited returns. Both
-    are one warning. Lives in one event loop.
-    Example: with patience=600, tools that are away for 8 and for 3 minutes give up one minute before the end.
+    A wait begins when a call raises ToolAway while no other call waits. It ends when a waiting call returns.
+    Each of the two logs one warning. An instance belongs to one event loop.
+    Example: with patience=600, tools are away for 8 minutes and later for 3 minutes. The rollout gives up 2
+    minutes into the second wait.
     """
 
     def __init__(self, patience: float, where: str = "") -> None:
-        """where: prefix of the warnings, such as "rank 4: "."""
+        """where: the prefix of the warnings, such as "rank 4: "."""
         self._patience, self._where = patience, where
         self._waiting = 0  # calls
         self._since: float | None = None  # monotonic time; None outside a wait
-        self._spent = 0.0  # seconds of the waits that have ended
-        self.gave_up = ""  # why, in one line; empty before
+        self._spent = 0.0  # seconds, over the waits that have ended
+        self.gave_up = ""  # the reason for giving up, in one line; empty before
 
     async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of attempt(), which is called again while it raises ToolAway. Raises what else it
-        raises, and ToolAway when the patience is spent."""
+        """Return the result of attempt(), which is called again while it raises ToolAway.
+
+        Raises ToolAway when the patience is spent. Other exceptions of attempt() are passed on.
+        """
         pause, waits = FIRST, False
         try:
             while True:
@@ -60,7 +63,7 @@ class ToolWait:
         finally:
             self._waiting -= waits
             if waits and not self._waiting:
-                self._end("")  # the last waiting call failed for a reason of its own
+                self._end("")  # the last waiting call failed for another reason
 
     def _begin(self, why: str) -> None:
         if self._since is None:
@@ -81,10 +84,11 @@ class ToolWait:
 
 
 def open_environment(config: EnvironmentConfig, resume: bool) -> Callable[[], Environment]:
-    """choose.factory(config). Where a run is resumed, a tool of any rank that is away is waited for, as in a
-    rollout. Collective.
+    """Return choose.factory(config). Collective.
 
-    Raises ToolsStayAway on all ranks; at a new run ConfigError instead, for the address may be wrong.
+    With `resume` it waits, as a rollout does, while a tool of any rank does not answer. If the tools do not
+    answer in time, it raises ToolsStayAway on all ranks. In a new run it does not wait and raises
+    ConfigError, because the address may be wrong.
     """
     patience, began, waits = config.tool_wait if resume else 0.0, time.monotonic(), False
     while True:

@@ -1,6 +1,7 @@
-"""What must hold before vLLM can be built in this process, and what it is built with.
+"""Construction of vLLM in this process: checks before it, and the arguments.
 
-vLLM reads environment variables while it is imported, hence the order of the imports below.
+vLLM reads environment variables while it is imported. They are therefore set before the imports of vLLM
+below.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def build_vllm(
     kv_cache_gib: float,
     gpu_memory_utilization: float,
 ) -> LLMEngine:
-    """This rank's shard of vLLM, with undefined weights. Collective over the default process group.
+    """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
-    Raises ConfigError for a vLLM other than the pinned one, or a size the model or the world cannot have.
+    Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or the
+    number of ranks.
     """
     _check_version()
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -67,7 +69,7 @@ def build_vllm(
     with warnings.catch_warnings(), _llvmlite_hidden():
         warnings.simplefilter(
             "ignore", FutureWarning
-        )  # vLLM looks through all of torch, deprecated names too
+        )  # vLLM inspects all names of torch, including deprecated ones
         engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model_path),
@@ -79,18 +81,19 @@ def build_vllm(
                 load_format="dummy",
                 max_model_len=max_context,
                 max_num_seqs=max_sequences,
-                # One step may prefill several new prompts beside all running sequences.
+                # In one step several new prompts can be prefilled beside all running sequences.
                 max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
                 gpu_memory_utilization=gpu_memory_utilization,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-                skip_tokenizer_init=True,  # ids in, ids out
-                generation_config="vllm",  # no hidden top_k or temperature from the checkpoint
-                enable_prefix_caching=True,  # a turn's history is already there when the next turn starts
+                skip_tokenizer_init=True,  # input and output are token ids
+                generation_config="vllm",  # ignore top_k and temperature of the checkpoint
+                enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
                 disable_log_stats=True,
                 **_platform_arguments(kv_cache_gib, token),
             )
         )
-    # All ranks have mapped the shared memory now; without a name it ends with them, even if they are killed.
+    # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
+    # processes end, even if they are killed.
     dist.barrier()
     for path in SHARED_MEMORY.glob(f"{token}-*"):
         path.unlink(missing_ok=True)
@@ -98,9 +101,11 @@ def build_vllm(
 
 
 def tear_down(engine: LLMEngine) -> None:
-    """Ends an engine and the groups that it made, so that another can be built in this process. Unlike vLLM's
-    own shutdown it leaves the default process group, which training uses."""
-    engine.engine_core._finalizer.detach()  # it would end the default group when the engine is collected
+    """Shut down an engine and the process groups that it made, so that this process can build another one.
+
+    Unlike vLLM's own shutdown, it keeps the default process group, which training uses.
+    """
+    engine.engine_core._finalizer.detach()  # it would destroy the default group on garbage collection
     core = engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
@@ -111,10 +116,11 @@ def tear_down(engine: LLMEngine) -> None:
 
 @contextlib.contextmanager
 def _llvmlite_hidden() -> Iterator[None]:
-    """Keeps llvmlite (which numba brings, which bm25s uses where it is installed) out of vLLM's sight.
+    """Remove llvmlite from sys.modules inside the context.
 
-    vLLM reads the __dict__ of every global of every module; llvmlite's library handle answers any name with a
-    function, that one too, and the read fails.
+    llvmlite is installed with numba, which bm25s uses if it is installed. vLLM reads the __dict__ of every
+    global of every module. llvmlite's library handle returns a function for every attribute name, __dict__
+    included, and vLLM fails on it.
     """
     hidden = {name: module for name, module in sys.modules.items() if name.startswith("llvmlite.binding")}
     for name in hidden:
@@ -130,8 +136,10 @@ def on_cpu() -> bool:
 
 
 def join_world() -> None:
-    """Makes the default process group if there is none, and the variables of torchrun that vLLM insists on:
-    a plain process has neither, and srun sets others."""
+    """Make the default process group if there is none, and set the variables of torchrun that vLLM requires.
+
+    A plain process has neither, and srun sets other variables.
+    """
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -143,7 +151,7 @@ def join_world() -> None:
 
 
 def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
-    """The tokenizer's end-of-text id and those of the checkpoint (Qwen names two)."""
+    """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted (Qwen has two)."""
     given = [tokenizer.eos_token_id, config.eos_token_id]
     if (Path(model_path) / "generation_config.json").exists():
         given.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
@@ -188,7 +196,7 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
 
 
 def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
-    """Of the key-value cache of one rank."""
+    """Return the bytes that a token takes in the key-value cache of one rank."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize = torch.finfo(getattr(torch, dtype)).bits // 8
@@ -196,10 +204,11 @@ def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
 
 
 def _keep_weights_plain() -> None:
-    """vLLM re-lays linear weights out for oneDNN at load and drops the plain ones, so that writing into a
-    parameter would change nothing. Two private switches keep them plain. They stay set: any later
-    engine of the process needs them too. The language-model head is an embedding, hence the second. For
-    experts cpu_experts.py does the same.
+    """Keep vLLM's CPU weights in their plain layout, so that writing into a parameter takes effect.
+
+    At load, vLLM copies linear weights into a layout for oneDNN and drops the plain ones. Two private
+    switches prevent this; the second one is for the language-model head, which is an embedding. They stay
+    set, because later engines of the process need them too. cpu_experts.py does the same for experts.
     """
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
@@ -212,13 +221,14 @@ def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
 
 def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
     if not on_cpu():
-        # the one MoE backend that leaves the experts' weights as the reshard writes them
+        # the only MoE backend that keeps the experts' weights in the layout that the reshard writes
         return {"enable_sleep_mode": True, "moe_backend": "triton"}
     return {
         "enforce_eager": True,
-        # For a prompt cut in two vLLM turns back the request's random numbers, which only a GPU's can do.
+        # For a prompt prefilled in two chunks vLLM rewinds the request's random generator; only CUDA's can.
         "enable_chunked_prefill": False,
-        # vLLM's 128 here would never find a short history in the prefix cache; 32 saved a fifth of the time.
+        # With vLLM's default of 128, a short history is never found in the prefix cache. 32 saved a fifth of
+        # the time.
         "block_size": 32,
         "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
         "worker_cls": "megatron_stppo.rollout.cpu_worker.NamedCPUWorker",
