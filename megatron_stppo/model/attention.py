@@ -1,8 +1,9 @@
-"""Core attention over packed sequences (THD), for the local layer spec: no padding, none across sequences.
+"""Core attention over packed sequences (THD layout), for megatron's local layer spec.
 
-torch's variable-length attention on CUDA; on a CPU scaled_dot_product_attention piece by piece, so that a
-token's result does not depend on its neighbours in the pack. Under context parallelism keys and values are
-gathered over the ranks that share the sequences; queries stay (data/context.py).
+Tokens attend only to tokens of their own sequence, and no padding is added. On CUDA this is torch's
+variable-length attention. On a CPU it is one scaled_dot_product_attention per piece, so that a token's result
+does not depend on the other sequences of the pack. Under context parallelism, keys and values are gathered
+over the ranks that share the sequences; queries are not moved (data/context.py).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from megatron_stppo.data.packing import Microbatch
 
 @dataclass
 class Pack(PackedSeqParams):
-    """megatron's description of packed sequences, and what this rank's pieces of them attend to."""
+    """megatron's description of packed sequences, with the queries and keys of this rank's pieces."""
 
     pieces: Pieces | None = None
-    by_position: bool = False  # rotary angles are chosen token by token
+    by_position: bool = False  # True: rotary angles are looked up per token, by position_ids
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> Pack:
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
         if microbatch.history is not None:
-            offsets = offsets[[0, -1]]  # megatron uses these for rotary angles only
+            offsets = offsets[[0, -1]]  # megatron uses the offsets for rotary angles only
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -49,13 +50,16 @@ class Pack(PackedSeqParams):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Runs of queries and the keys that each attends to, which end where the queries do."""
+    """The m pieces of attention on this rank: consecutive queries, and the keys that they attend to.
 
-    queries: list[int]
-    keys: list[int]
-    where: Tensor | None  # int64: places of the keys among those of all context ranks; None: the queries'
+    The last key of a piece belongs to the same token as its last query.
+    """
+
+    queries: list[int]  # number of queries of each piece
+    keys: list[int]  # number of keys of each piece
+    where: Tensor | None  # int64: indices of the keys in those of all context ranks; None: as the queries
     query_offsets: Tensor  # int32 [m + 1], on the device
-    key_offsets: Tensor
+    key_offsets: Tensor  # int32 [m + 1], on the device
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device, history: Tensor | None = None) -> Pieces:
@@ -71,7 +75,8 @@ class Pieces:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention of query [P, heads, D] over key, value [P, kv_heads, D]; returns [P, heads * D]."""
+    """Causal attention. forward() takes query [P, heads, D] and key, value [P, kv_heads, D] and returns
+    [P, heads * D]."""
 
     def __init__(
         self,
@@ -108,19 +113,19 @@ class PackedAttention(torch.nn.Module):
     def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         out = []
         lengths = (pieces.queries, pieces.keys, pieces.keys)
-        # [1, heads, tokens, D]: without a batch dimension torch takes its slow path of separate operations
+        # Shape [1, heads, tokens, D]: without a batch dimension torch uses slow, separate operations.
         for q, k, v in zip(
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            last = q.shape[2] < k.shape[2]  # the queries are the last of these tokens
+            last = q.shape[2] < k.shape[2]  # the queries belong to the last of these tokens
             mask = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])} if last else {"is_causal": True}
             attend = functional.scaled_dot_product_attention
             out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, **mask))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
-        causal = (-1, 0)  # aligned at the end, where the queries are
+        causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are
         return varlen_attn(
             query, key, value, pieces.query_offsets, pieces.key_offsets,
             max(pieces.queries), max(pieces.keys),

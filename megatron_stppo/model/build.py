@@ -1,7 +1,7 @@
-"""Actor, critic and reference as megatron-core GPT models that answer for action tokens only.
+"""Builds actor, critic and reference as megatron-core GPT models whose output is for action tokens only.
 
-The last pipeline stage of a policy ends with the hidden states of the action tokens; policy_head.py has what
-follows, so that logits never exist for other tokens, nor for all of these at once.
+On the last pipeline stage, a policy returns the hidden states of the action tokens. policy_head.py computes
+log-probs from them, so that logits are never computed for other tokens, nor for all action tokens at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Role = Literal["actor", "critic", "reference"]
 
 
 class TokenModel(GPTModel):
-    """A GPT model whose output is hidden [T, H] of a microbatch's action tokens; a critic's is values [T]."""
+    """A GPT model that returns hidden states [T, H] of a microbatch's action tokens; a critic returns values
+    [T]."""
 
-    routing: Routing | None = None  # of an actor whose experts are replayed
+    routing: Routing | None = None  # set for an actor with Routing Replay
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.routing is not None:
@@ -61,8 +62,8 @@ class TokenModel(GPTModel):
 
     def _head(self, hidden: Tensor, index_T: Tensor) -> Tensor:
         if self.config.sequence_parallel:
-            # Gathered once, before the selection, because action tokens lie unevenly over the ranks. What
-            # follows is the same on every rank, so the backward only splits.
+            # Gather before the selection, because action tokens are spread unevenly over the ranks. The
+            # operations that follow are the same on every rank, so the backward pass only has to split.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False
             )
@@ -70,7 +71,8 @@ class TokenModel(GPTModel):
         return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
 
     def vocabulary_weight(self) -> Tensor | None:
-        """The policy head's [V/TP, H], tied or not; None but on the last pipeline stage."""
+        """Return the weight of the policy head, [V/TP, H], tied or not; None except on the last pipeline
+        stage."""
         if not self.post_process:
             return None
         tied = self.share_embeddings_and_output_weights
@@ -80,7 +82,10 @@ class TokenModel(GPTModel):
 def transformer_config(
     shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron's configuration of a model of this shape; `megatron:` fields of the run come last and win."""
+    """Return megatron's configuration of a model of this shape.
+
+    Fields under `megatron:` in the run's configuration override the values that are set here.
+    """
     on_cpu = not torch.cuda.is_available()
     recompute = {
         "none": {},
@@ -115,20 +120,20 @@ def transformer_config(
         "context_parallel_size": mesh.context_size,
         "expert_model_parallel_size": mesh.layout.expert,
         "sequence_parallel": config.parallel.sequence,
-        # Packs differ in length, so pipeline stages exchange shapes first; not under an interleaved schedule,
-        # where both neighbours of one of two stages are the same rank and shapes would be mistaken.
+        # Packs differ in length, so pipeline stages exchange shapes before tensors. An interleaved schedule
+        # cannot: with two stages both neighbours of a stage are the same rank, and shapes would be mixed up.
         "variable_seq_lengths": mesh.layout.virtual == 1,
         "overlap_p2p_comm": mesh.layout.virtual > 1,
         "batch_p2p_comm": mesh.layout.virtual == 1,
-        # losses carry their own global denominators; megatron must not divide
+        # Losses already contain their global denominators, so megatron must not divide them.
         "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
+        "moe_token_dispatcher_type": "alltoall",  # the default rejects variable lengths, even in dense models
         **_experts(shape, layer_spec(config)),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": on_cpu,
-        # Fused kernels come with TransformerEngine or apex; the local spec runs without either.
+        # Fused kernels need TransformerEngine or apex; the local spec works without them.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -149,7 +154,7 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_router_pre_softmax": not shape.renormalised,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",  # the policy gradient alone moves the router
+        "moe_router_load_balancing_type": "none",  # only the policy gradient trains the router
         "moe_grouped_gemm": spec == "transformer_engine",
     }
 
@@ -157,9 +162,10 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
 def build(
     role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> list[TokenModel]:
-    """This rank's shard of one model, without weights; of several chunks under an interleaved pipeline.
+    """Return this rank's shard of one model, before its weights are loaded.
 
-    The critic's embeddings are untied and its head is a scalar.
+    The list has one entry per model chunk: several under an interleaved pipeline, otherwise one. The critic
+    has untied embeddings and a scalar head.
     """
     settings = transformer_config(shape, config, mesh, dtype)
     is_critic, chunks = role == "critic", mesh.layout.virtual
@@ -182,8 +188,8 @@ def build(
         )
         if last and is_critic:
             model.output_layer = ValueHead(settings)
-        # megatron's Float16Module would copy the logits to float32; our log-prob arithmetic is float32
-        # inside anyway
+        # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
+        # computes in float32 anyway.
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":
@@ -192,7 +198,7 @@ def build(
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank's chunks, under the names of spans.py."""
+    """Return the parameters of this rank's chunks, under the names of sharding/spans.py."""
     return {
         chunk_prefix(len(model), number) + name: parameter
         for number, chunk in enumerate(model)
@@ -201,7 +207,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Par
 
 
 def trainer(role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype) -> Trainer:
-    """Actor or critic from its Hugging Face folder, with gradients and optimizer."""
+    """Return the actor or critic, loaded from its Hugging Face folder, with gradients and optimizer."""
     settings = config.update.critic if role == "critic" else config.update.actor
     model = from_hf(role, shape, config, mesh, dtype)
     updates = config.run.iterations * config.update.epochs * config.update.minibatches
@@ -211,7 +217,10 @@ def trainer(role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype
 def data_parallel(
     model: Sequence[TokenModel], config: Config, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
-    """Wraps a trained model: float32 main gradients, summed (not averaged) over data and context parallel."""
+    """Wrap a trained model in megatron's data parallelism.
+
+    The main gradients are float32. They are summed (not averaged) over the data and context parallel ranks.
+    """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -226,9 +235,9 @@ def data_parallel(
 def from_hf(
     role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
 ) -> list[TokenModel]:
-    """A model with the weights of its Hugging Face folder; this rank reads only its own rows.
+    """Return a model with the weights of its Hugging Face folder. This rank reads only its own rows.
 
-    Raises ConfigError if the checkpoint does not hold what its config.json says.
+    Raises ConfigError if the checkpoint does not match its config.json.
     """
     model = build(role, shape, config, mesh, dtype)
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path

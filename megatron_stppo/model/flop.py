@@ -1,7 +1,8 @@
-"""FLOP that a decoder's matrix products need, from its sizes; what is recomputed or padded does not count.
+"""Counts the FLOP of a decoder's matrix products from its sizes. Recomputation and padding are not counted.
 
-Chowdhery et al., "PaLM" (arXiv 2204.02311), appendix B, for grouped heads and experts. We differ in two
-places: an average query attends to half of its sequence, and only action tokens pass the head.
+The count follows Chowdhery et al., "PaLM" (arXiv 2204.02311), appendix B, extended to grouped heads and
+experts. It differs in two places: an average query attends to half of its sequence, and only action tokens
+pass through the head.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from collections.abc import Sequence
 
 from megatron_stppo.sharding.hf_names import ModelShape
 
-TRAINED = 3  # a backward pass has two products for each of the forward's
+TRAINED = 3  # forward and backward; the backward pass has two matrix products for each one of the forward
 
 
 def forward(shape: ModelShape, lengths_N: Sequence[int], head_tokens: int = 0) -> int:
-    """FLOP of one forward pass over sequences of these lengths, `head_tokens` of whose tokens meet the
-    vocabulary (0: a critic, whose head is one column).
+    """Return the FLOP of one forward pass over sequences of these lengths.
 
-    Example: 1 layer, hidden 4, 2 heads of 2, 1 of keys and values, ffn 8: 16 + 2 * 8 + 16 + 3 * 32 = 144
-    weights; one sequence of 3 tokens takes 2 * 144 * 3 for them and 2 * 2 * 2 * 3^2 in attention, 936.
+    head_tokens: the number of tokens that the vocabulary head is applied to; 0 for a critic, whose head has
+    one column.
+    Example: 1 layer, hidden 4, 2 heads of size 2, 1 KV head and ffn 8 have 16 + 2 * 8 + 16 + 3 * 32 = 144
+    weights. One sequence of 3 tokens takes 2 * 144 * 3 FLOP for them and 2 * 2 * 2 * 3^2 in attention: 936.
     """
     width, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = 3 * shape.hidden * shape.ffn * max(1, shape.experts_per_token) + shape.hidden * shape.experts

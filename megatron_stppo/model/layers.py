@@ -1,7 +1,7 @@
-"""What the models' layers are made of: TransformerEngine, or megatron's local modules with packed attention.
+"""The modules of the models' layers: TransformerEngine's, or megatron's local modules with packed attention.
 
-They differ in kernels and in the names of the norms' weights (spans.py). A checkpoint is resumed with the
-layers that wrote it (checkpoint.py); Hugging Face folders fit both.
+The two differ in their kernels and in the names of the norms' weights (sharding/spans.py). A checkpoint can
+only be resumed with the layers that wrote it (checkpoint/saving.py). Hugging Face folders work with both.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from megatron_stppo.sharding.mlp_spans import LayerSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under megatron's constructor; its weight's gradient is summed over sequence-parallel
-    ranks. On a CPU in float32 its backward is one formula, where torch's follows every operation."""
+    """torch's RMSNorm with the constructor that megatron expects.
+
+    The gradient of the weight is summed over sequence-parallel ranks. In float32 on a CPU, the backward pass
+    is one formula instead of torch's backward of each operation.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -55,22 +58,22 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         n, inverse, weight = ctx.saved_tensors
         product = gradient * n
-        along = (product @ weight[:, None]) / len(weight)  # the part that changes the length only
+        along = (product @ weight[:, None]) / len(weight)  # the component that only changes the length
         of_x = (gradient * weight).sub_(n * along).mul_(inverse)
         return of_x, product.flatten(0, -2).sum(0), None
 
 
 class Router(TopKRouter):
-    """megatron's router with logits in float32. Its own way to these needs TransformerEngine (0.16.1)."""
+    """megatron's router with logits in float32. megatron 0.16.1 computes these with TransformerEngine only."""
 
     def gating(self, input: Tensor) -> Tensor:
         return torch.nn.functional.linear(input.float(), self.weight.float())
 
 
 def layer_spec(config: Config) -> LayerSpec:
-    """model.layers with `auto` decided: TransformerEngine where it can be imported, which takes a GPU.
+    """Return model.layers, with `auto` resolved: TransformerEngine if it can be imported and there is a GPU.
 
-    Raises ConfigError if it is asked for and cannot be had.
+    Raises ConfigError if model.layers is transformer_engine and that is not available.
     """
     wanted, present = config.model.layers, gpt_layer_specs.HAVE_TE and torch.cuda.is_available()
     if wanted == "transformer_engine" and not present:
@@ -86,7 +89,8 @@ def layer_spec(config: Config) -> LayerSpec:
 def block_spec(
     spec: LayerSpec, settings: TransformerConfig, shape: ModelShape, chunk: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage (of one of its chunks), and the norm after the last of all."""
+    """Return the layers of this rank's pipeline stage (of chunk `chunk` if it has several), and the norm that
+    follows the model's last layer."""
     if spec == "transformer_engine":
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.experts or None, moe_grouped_gemm=shape.experts > 0, qk_layernorm=shape.qk_norm
@@ -98,7 +102,7 @@ def block_spec(
 
 
 def _local_layer(shape: ModelShape) -> Any:
-    """megatron's local layer with packed attention and a norm that sequence parallelism accepts."""
+    """Return megatron's local layer with packed attention and a norm that supports sequence parallelism."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )

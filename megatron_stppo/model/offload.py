@@ -1,8 +1,8 @@
-"""Which of a trainer's memory lies on the device in which phase, and where it waits otherwise.
+"""Offloads the memory that a phase of training does not need from the device to the host.
 
-While the engine serves, the optimizer's states can wait on the host and gradients need no memory at all; with
-`update.offload: all` weights wait there too while nobody reads them. A tensor that leaves keeps its identity:
-only its storage is emptied, and filled again.
+While the engine generates, the optimizer's states can be kept on the host, and gradients need no memory at
+all. With `update.offload: all`, weights are also kept on the host in phases that do not use them. An
+offloaded tensor remains the same object: only its storage is emptied, and later filled again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class Storages:
-    """The memory behind some tensors, on the device or on the host.
+    """The storages of some tensors, which are either on the device or offloaded to the host.
 
-    tensors: asked each time before they leave; loading a checkpoint may have put others in their place.
-    besides: tensors whose memory stays, though some of `tensors` are views of it. keep=False: what the memory
-    holds is lost, and zero when it comes back.
+    tensors: returns the tensors; called before each offload, because loading a checkpoint may replace them.
+    besides: returns tensors whose storages stay on the device, even if some of `tensors` are views of them.
+    keep: if False, the contents are not copied, and the storages are zero when they come back.
     """
 
     def __init__(self, tensors: Tensors, *, besides: Tensors = tuple, keep: bool = True) -> None:
@@ -86,9 +86,10 @@ class Storages:
 
 
 class Offloader:
-    """Moves what a phase does not need off the device, and what it needs back.
+    """Offloads what a phase does not need, and brings back what it needs.
 
-    Example: Residency({"actor": trainer}, None, "optimizer").to("rollout") leaves the actor's weights there.
+    Example: Offloader({"actor": trainer}, None, "optimizer").to("rollout") offloads the optimizer's states
+    and the gradients, and leaves the actor's weights on the device.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Offloader:
         groups = {role: Storages(partial(_weights, trainer.chunks)) for role, trainer in trainers.items()}
         if reference is not None:
             groups["reference"] = Storages(partial(_weights, reference))
-        # in float32 the optimizer's parameters are the weights themselves
+        # In float32 the optimizer's parameters are the model's weights themselves, which this group excludes.
         groups["optimizer"] = Storages(
             lambda: (x for trainer in every for x in trainer.states()),
             besides=lambda: (x for trainer in every for x in _weights(trainer.chunks)),
@@ -109,13 +110,13 @@ class Offloader:
         self._groups = {name: group for name, group in groups.items() if name in MAY_LEAVE[offload]}
 
     def to(self, phase: Phase) -> None:
-        """On a GPU the copies are enqueued on the current stream."""
+        """Move memory for `phase`. On a GPU the copies are enqueued on the current stream."""
         wanted = NEEDED[phase]
         left = [group for name, group in self._groups.items() if name not in wanted and group.here]
         for group in left:
             group.leave()
         if left:
-            torch.cuda.empty_cache()  # others take their memory from the driver, not from torch's cache
+            torch.cuda.empty_cache()  # others allocate from the driver, not from torch's cache
         for name in wanted:
             if name in self._groups:
                 self._groups[name].come()

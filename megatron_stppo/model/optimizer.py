@@ -1,4 +1,4 @@
-"""A trained model with its optimizer: reduce, look at the norm, then decide about the step."""
+"""A trained model with its optimizer. The gradient norm is available before the step is taken."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """megatron's optimizer in three moves, because ST-PPO's scale depends on the gradient norm of the same
-    minibatch.
+    """megatron's optimizer, with the gradient reduction and the step as two separate calls.
 
-    zero() - forward_backward - norm = reduce() - step(gradient_scale, rate_scale).
+    ST-PPO scales the gradient by a factor that depends on the gradient norm of the same minibatch.
+    Order of calls: zero(), forward_backward(), norm = reduce(), step(norm, gradient_scale, rate_scale).
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class Trainer:
         self.settings = settings
         self.warmup = math.ceil(settings.warmup_fraction * total_updates)
         self.updates = 0  # optimizer steps taken
-        self.skipped = 0  # steps refused because something was not finite
+        self.skipped = 0  # steps not taken because a number was not finite
         self.optimizer = get_megatron_optimizer(
             _megatron_settings(self.model, settings),
             self.model,
             use_gloo_process_groups=groups.carry_bytes(),
         )
-        for group in self.optimizer.param_groups:  # megatron leaves this to its scheduler: no decay on norms
+        # In megatron the scheduler sets the weight decay; wd_mult is 0 for norms.
+        for group in self.optimizer.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._set_adam_steps(0)
 
@@ -52,8 +53,8 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def reduce(self) -> float:
-        """Sums gradients over data parallel (and what else megatron must reduce); returns the global norm,
-        unclipped."""
+        """Sum gradients over data parallel ranks (and do megatron's other reductions). Return the global
+        norm before clipping."""
         finalize_model_grads(self.model)
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
@@ -61,9 +62,11 @@ class Trainer:
     def step(
         self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0, hold: bool = False
     ) -> bool:
-        """Scales, clips by the global norm, steps. Collective over all ranks: if a number is not finite on
-        one of them, all refuse, and weights and optimizer stay as they are. With `hold` they do that in any
-        case, and only what is not finite is refused."""
+        """Scale the gradients, clip them by the global norm and take an optimizer step. Collective.
+
+        Return False, and change neither weights nor optimizer, if a number is not finite on any rank.
+        With hold=True nothing is changed either, but the result is True if all numbers are finite.
+        """
         if any_rank(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
             self.skipped += 1
             return False
@@ -81,11 +84,11 @@ class Trainer:
 
     @property
     def chunks(self) -> list[TokenModel]:
-        """The models themselves, without the wrapper that keeps their gradients."""
+        """The model chunks without megatron's data-parallel wrapper."""
         return [chunk.module for chunk in self.model]
 
     def states(self) -> Iterator[Tensor]:
-        """Adam's moments and the parameters that it steps on, which may be the weights themselves."""
+        """Yield Adam's moments and the optimizer's parameters, which may be the model's weights."""
         for wrapped in self.optimizer.chained_optimizers:
             for group in wrapped.optimizer.param_groups:
                 yield from group["params"]
@@ -93,48 +96,50 @@ class Trainer:
                 yield from (x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0)
 
     def gradient_buffers(self) -> Iterator[Tensor]:
-        """What all main gradients are views of."""
+        """Yield the buffers that all main gradients are views of."""
         for chunk in self.model:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
     @contextlib.contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """Whatever is accumulated and reduced inside, the gradients are afterwards what they were before."""
+        """Context manager that restores the gradients on exit to their values on entry."""
         kept = [gradient.clone() for gradient in self._gradients()]
         yield
         for gradient, before in zip(self._gradients(), kept, strict=True):
             gradient.copy_(before)
 
     def restore(self, state: dict[str, Any], updates: int, skipped: int, warmup: int) -> None:
-        """Takes over what a checkpoint held of the optimizer (megatron's sharded state dict, loaded), and
-        the counters."""
-        chained = self.optimizer.chained_optimizers  # under expert parallelism two, which megatron numbers
+        """Restore the optimizer's state from a checkpoint (megatron's sharded state dict, loaded), and the
+        counters."""
+        # Under expert parallelism there are two optimizers, and the keys of the state are their numbers.
+        chained = self.optimizer.chained_optimizers
         states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
         moments = [part.pop("param_state", None) for part in states]  # the distributed optimizer's
         if None in moments:
             self.optimizer.load_state_dict(state)
-        else:  # the rest of the state is settings, which are this run's, and numbers of this run's optimizers
+        else:  # the other entries are settings and optimizer numbers, for which this run has its own values
             for wrapped, own in zip(chained, moments, strict=True):
                 for parameter_state in wrapped.optimizer.state.values():
-                    parameter_state.pop("step", None)  # megatron would look for it among the moments
+                    parameter_state.pop("step", None)  # megatron would expect it among the moments
                 wrapped.load_parameter_state_from_fully_reshardable(own)
         self.updates, self.skipped = updates, skipped
-        self.warmup = warmup  # of the run as it was planned: more iterations do not warm up again
+        self.warmup = warmup  # the checkpoint's value: adding iterations does not change the warm-up
         self._set_adam_steps(updates)
 
     def _set_adam_steps(self, updates: int) -> None:
-        # megatron's state_dict expects moments before the first step. Without apex or TransformerEngine it
-        # uses torch's AdamW, whose state has a step per parameter; megatron's load_state_dict gives all
-        # parameters one shared tensor, which torch would then increment once per parameter. The fused Adams
-        # count in the group.
+        # megatron's state_dict expects the moments to exist before the first step. Without apex or
+        # TransformerEngine, megatron uses torch's AdamW, whose state has a step count per parameter.
+        # megatron's load_state_dict gives all parameters one shared tensor, which torch would increment once
+        # per parameter. The Adam of apex and of TransformerEngine counts steps per parameter group.
         for wrapped in self.optimizer.chained_optimizers:
             plain = isinstance(wrapped.optimizer, torch.optim.AdamW)
             for group in wrapped.optimizer.param_groups:
                 if not plain:
                     group["step"] = updates
                 elif all(parameter.device.type == "cpu" for parameter in group["params"]):
-                    group["fused"] = True  # one loop per parameter; on CUDA it wants the steps there
+                    # One loop per parameter. Not on CUDA, where it requires the step counts on the device.
+                    group["fused"] = True
                 for parameter in group["params"]:
                     state = wrapped.optimizer.state[parameter]
                     for moment in ("exp_avg", "exp_avg_sq"):
@@ -144,7 +149,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Linear warm-up, then constant."""
+        """The learning rate of the next step: linear warm-up, then constant."""
         return self.settings.lr * min(1.0, (self.updates + 1) / max(1, self.warmup))
 
     def _gradients(self) -> Iterator[Tensor]:

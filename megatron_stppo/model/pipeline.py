@@ -1,4 +1,4 @@
-"""Runs microbatches through megatron's pipeline schedules, for scoring and for training alike."""
+"""Runs microbatches through megatron's pipeline schedules, for scoring and for training."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the ord
 
 @dataclass(frozen=True)
 class Packer:
-    """How this rank's part of a batch is cut into microbatches."""
+    """Cuts this rank's part of a batch into microbatches."""
 
     spec: PackingSpec
     mesh: MeshRank
-    hidden: int  # of the model: what a token costs beside attention
+    hidden: int  # hidden size of the model, for `cost`
     device: torch.device | str
 
     @classmethod
@@ -37,7 +37,7 @@ class Packer:
             mesh.tensor_size if config.parallel.sequence else 1,
             mesh.context_rank,
             mesh.context_size,
-            # the interleaved schedule takes groups of microbatches, all of one length
+            # the interleaved schedule processes groups of microbatches, which must have equal lengths
             in_step=mesh.pipeline_size if mesh.layout.virtual > 1 else 1,
             equal=mesh.layout.virtual > 1,
             share_prompts=_can_share_prompts(config, shape, mesh),
@@ -45,39 +45,47 @@ class Packer:
         return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
 
     def pack(self, batch: Batch, chosen: Sequence[int]) -> list[Microbatch]:
-        """This data-parallel rank's microbatches of the chosen trajectories."""
+        """Return this data-parallel rank's microbatches of the chosen trajectories."""
         partition = self.partition(batch, chosen)
         mine, spec = partition[self.mesh.data_rank], self.spec
-        if self.mesh.layout.expert > 1:  # ranks that share experts meet in every layer
+        if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
             lengths = batch.sequence_offsets.diff().tolist()
             spec = replace(spec, in_step=max(len(microbatch_runs(lengths, part, spec)) for part in partition))
         return pack(batch, mine, spec, self.device)
 
     def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
-        """The chosen trajectories of every data-parallel rank, balanced by `cost`."""
+        """Return the chosen trajectories of every data-parallel rank, balanced by `cost`."""
         lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
         dealt = partition([cost(length, self.hidden) for length in lengths], self.mesh.data_size)
         return [[chosen[i] for i in part] for part in dealt]
 
 
 def _can_share_prompts(config: Config, shape: ModelShape, mesh: MeshRank) -> bool:
-    """Whether attention may take keys from another segment: our own does, on one context rank. Experts would
-    route a prompt's tokens once too, but their routes are recorded by trajectory."""
+    """Return whether microbatches may hold a shared prompt once.
+
+    This needs attention with keys from another segment, which PackedAttention (model.layers=local) supports
+    on one context rank. It is off for models with experts, because routes are recorded per trajectory.
+    """
     plain = mesh.context_size == 1 and mesh.layout.virtual == 1 and not config.parallel.sequence
     return plain and shape.experts == 0 and layer_spec(config) == "local"
 
 
 def cost(length: int, hidden: int) -> float:
-    """What a trajectory takes to train, up to a factor: 12 H^2 multiplications per token and layer in matrix
-    products, and H times the tokens before it in causal attention."""
+    """Return the cost of training on a trajectory, up to a constant factor.
+
+    Per token and layer, matrix products take 12 H^2 multiplications, and causal attention takes H times the
+    number of tokens before it.
+    """
     return length * (12 * hidden + length)
 
 
 def forward(
     model: Model, microbatches: Sequence[Microbatch], answer: Callable[[Tensor, Microbatch], Tensor]
 ) -> list[Tensor]:
-    """answer(output, microbatch) for every microbatch, without gradients; empty except on the last pipeline
-    stage."""
+    """Return answer(output, microbatch) for every microbatch, computed without gradients.
+
+    The list is empty except on the last pipeline stage.
+    """
 
     def finish(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         return output.new_zeros(()), answer(output, microbatch)
@@ -91,16 +99,16 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     loss: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
 ) -> list[Tensor]:
-    """Adds the gradient of the sum of the losses to the main gradients; returns the records, last stage only.
+    """Add the gradient of the sum of the losses to the main gradients.
 
-    `loss(output, microbatch)` gives (a scalar that already carries its global denominator, a detached
-    record).
+    loss(output, microbatch) returns a scalar that already contains its global denominator, and a detached
+    record. Return the records; the list is empty except on the last pipeline stage.
     """
     return _run(model, microbatches, loss, forward_only=False)
 
 
 def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
-    """The sum of all records [size] of all ranks, float64 on the host, equal on every rank."""
+    """Return the sum of all ranks' records [size]: float64 on the host, equal on every rank. Collective."""
     out = torch.zeros(size, dtype=torch.float64)
     for record in records:
         out += record.double().cpu()
@@ -117,7 +125,7 @@ def _run(
 ) -> list[Tensor]:
     def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss, record = finish(output, microbatch)
-        # megatron wants a token count to divide by; with calculate_per_token_loss it only passes it on
+        # megatron requires a token count; with calculate_per_token_loss it does not divide by it
         return loss, torch.zeros((), dtype=torch.int, device=output.device), record
 
     def step(
@@ -128,10 +136,10 @@ def _run(
 
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=[iter(microbatches) for _ in model],  # every chunk of the model sees every microbatch
+        data_iterator=[iter(microbatches) for _ in model],  # every model chunk processes every microbatch
         model=list(model),
         num_microbatches=len(microbatches),
-        seq_length=int(microbatches[0].sequence_offsets[-1]),  # of all; ignored where shapes are exchanged
+        seq_length=int(microbatches[0].sequence_offsets[-1]),  # unused if stages exchange shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -144,13 +152,14 @@ def score(
     together: Sequence[Sequence[int]],
     answer: Callable[[Tensor, Microbatch], Tensor],
 ) -> Tensor:
-    """One number per action token of the whole batch: float32 [T] on the host, equal on every rank.
+    """Return one number per action token of the whole batch: float32 [T] on the host, equal on every rank.
 
-    together: every trajectory once, those of one list in microbatches of their own. With the lists of an
-    epoch the microbatches are the update's: matrix products of other sizes round differently, and the first
-    minibatch's importance ratios would be 1 only nearly.
-    The work is divided over data parallel. Rows that a rank did not compute are zero, so the sums only put
-    rows together.
+    together: lists of trajectories that contain every trajectory once. A microbatch holds trajectories of one
+    list only. With the minibatches of an epoch as lists, the microbatches are those of the update. Matrix
+    products of other sizes round differently, and the importance ratios of the first minibatch would not be
+    exactly 1.
+    The work is divided over data parallel ranks. Rows that a rank did not compute are zero, so summing over
+    ranks only combines rows. Collective.
     """
     mesh, out_T = packer.mesh, torch.zeros(len(batch.action_index_T))
     for chosen in together:
@@ -162,7 +171,10 @@ def score(
 
 
 def put_together(out_T: Tensor, mesh: MeshRank) -> Tensor:
-    """Rows of all ranks: [T] on the host, 0 where a rank has none, becomes equal on every rank. In place."""
+    """Combine the rows of all ranks, in place: `out_T` becomes equal on every rank. Collective.
+
+    out_T: [T] on the host; 0 in the rows that this rank did not compute.
+    """
     dist.all_reduce(out_T, group=mesh.token_group)
     dist.all_reduce(out_T, group=mesh.pipeline_group)
     return out_T

@@ -1,6 +1,7 @@
-"""The end of a policy: from hidden states of action tokens to their log-probs, and to a loss of them.
+"""Computes log-probs of action tokens, and a loss of them, from the policy's hidden states.
 
-Logits exist a chunk at a time and for this rank's columns of the vocabulary only (ops/linear_logprob.py).
+Logits are computed for one chunk of tokens at a time, and only for this rank's columns of the vocabulary
+(ops/linear_logprob.py).
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.parallel.groups import MeshRank
 
-# (loss, record) of the microbatch's action tokens [first, last) from logprob, entropy, sum p^2, first, last
-# and the offsets of their segments, counted from `first`; None: every token is a segment
+# Returns (loss, record) of the microbatch's action tokens [first, last). Takes logprob, entropy, sum p^2,
+# first, last, and the offsets of their segments relative to `first` (None: every token is a segment).
 Terms = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """This rank's columns of the vocabulary. Columns from `vocab_size` on are megatron's padding."""
+    """The policy head on this rank's columns of the vocabulary.
 
-    weight: Tensor | None  # [V/TP, H]; None but on the last pipeline stage
+    Columns with an index of `vocab_size` or more are megatron's padding.
+    """
+
+    weight: Tensor | None  # [V/TP, H]; None except on the last pipeline stage
     mesh: MeshRank
     vocab_size: int
     temperature: float
-    segments: Level  # no chunk ends inside one
-    chunk: int  # rows of logits that exist at a time, but for a longer segment
+    segments: Level  # a chunk never ends inside a segment of this level
+    chunk: int  # rows of logits computed at a time; a longer segment is a larger chunk
 
     @classmethod
     def of(
@@ -45,24 +49,24 @@ class PolicyHead:
         segments: Level = "token",
         chunk: int = ops.CHUNK,
     ) -> PolicyHead:
-        """Of a model's chunks, as they are or in megatron's data-parallel wrapper."""
+        """Return the head of a model, given its chunks with or without megatron's data-parallel wrapper."""
         weight = getattr(model[-1], "module", model[-1]).vocabulary_weight()
         return cls(weight, mesh, vocab_size, temperature, segments, chunk)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """float32 [T] of the microbatch's action tokens, from hidden [T, H]."""
-        bounds, _ = self._chunks(hidden, microbatch)  # the loss's: the same bits as there
+        """Return the log-probs of the microbatch's action tokens, float32 [T], from hidden [T, H]."""
+        bounds, _ = self._chunks(hidden, microbatch)  # the same chunks as in loss(), for bit-equal results
         logprob_T, _, _ = ops.linear_logprob(
             hidden, self._weight(), microbatch.target_T, bounds=bounds, **self._columns()
         )
         return logprob_T
 
     def loss(self, hidden: Tensor, microbatch: Microbatch, terms: Terms) -> tuple[Tensor, Tensor]:
-        """(loss, record): the sums of `terms` over chunks of whole segments."""
-        # every rank of the tensor group gets the part of the gradient that its columns make
+        """Return (loss, record): the sums of `terms` over chunks of whole segments."""
+        # Each rank of the tensor group computes the gradient from its own columns; the backward sums them.
         hidden = copy_to_tensor_model_parallel_region(hidden)
         bounds, offsets = self._chunks(hidden, microbatch)
-        following = iter(offsets)  # the op goes through the chunks in order, once
+        following = iter(offsets)  # the op processes the chunks in order, once
 
         def of_chunk(*given: Any) -> tuple[Tensor, Tensor]:
             return terms(*given, next(following))
@@ -72,9 +76,11 @@ class PolicyHead:
         )
 
     def _chunks(self, hidden: Tensor, microbatch: Microbatch) -> tuple[list[int], list[Tensor | None]]:
-        """Where to cut the rows, and the offsets of each chunk's segments, from 0; None: a token is one.
+        """Return the bounds of the chunks of rows, and the segment offsets of each chunk, relative to its
+        start (None: every token is a segment).
 
-        Ranks that share segments by context parallelism cut at the same ones: their sums meet chunk by chunk.
+        Context-parallel ranks that share segments use the same chunks of segments, because they reduce sums
+        chunk by chunk.
         """
         offsets = segment_offsets(self.segments, microbatch.turn_offsets, microbatch.action_offsets)
         whole = segment_offsets(self.segments, microbatch.whole_turn_offsets, microbatch.whole_action_offsets)
@@ -83,7 +89,7 @@ class PolicyHead:
             return bounds, [None] * (len(bounds) - 1)
         cuts = ops.chunk_bounds(whole, int(whole[-1]), self.chunk * self.mesh.context_size)
         at = torch.searchsorted(whole, torch.tensor(cuts, device=whole.device), right=True) - 1
-        at[0] = 0  # empty segments at the beginning belong to the first chunk
+        at[0] = 0  # empty segments at the start belong to the first chunk
         return offsets[at].tolist(), [offsets[a : b + 1] - offsets[a] for a, b in pairwise(at.tolist())]
 
     def _weight(self) -> Tensor:

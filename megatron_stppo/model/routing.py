@@ -1,9 +1,9 @@
-"""Routing Replay: the experts that tokens went to in one pass, used again in another (arXiv 2507.18071, 5.3).
+"""Routing Replay: records the experts chosen in one pass and uses them in another (arXiv 2507.18071, 5.3).
 
-A step moves the router too. Where the update sends a token to other experts than the old policy did, the
-importance ratio compares two networks that share no weights there. So the experts are recorded while the old
-policy's log-probs are computed and replayed in every update of that batch; their weights are the present
-router's, and gradients flow through them.
+An optimizer step changes the router too. If the update routes a token to other experts than the old policy
+did, the importance ratio compares two networks that use different weights for that token. Therefore the
+experts are recorded while the old policy's log-probs are computed, and replayed in every update on that
+batch. The weights of the replayed experts come from the current router, and gradients flow through them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ if TYPE_CHECKING:
 
 
 class Choice:
-    """One router's, where megatron keeps a RouterReplay of its own. Experts are int64 [tokens, k]."""
+    """The recorded and replayed experts of one router, used in place of megatron's RouterReplay.
+
+    Experts are int64 [tokens, k].
+    """
 
     def __init__(self) -> None:
-        # what the pass under way must choose; -1, or None for all tokens: what scores best
+        # experts to use in the current pass; where -1, or for all tokens if None: those with the best scores
         self.replayed: Tensor | None = None
         self.recorded: list[Tensor] | None = None  # one per microbatch; None: not recording
-        self.trains = False  # the pass will be followed by a backward pass
-        self._again: deque[Tensor] = deque()  # of passes whose layers are computed again in the backward
+        self.trains = False  # a backward pass follows the current pass
+        self._again: deque[Tensor] = deque()  # for layers that are recomputed in the backward pass
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: object, group_topk: object, best: Callable[..., tuple]
     ) -> tuple[Tensor, Tensor]:
-        """(scores of the chosen experts, the chosen experts); megatron calls it in place of top-k."""
+        """Return the scores of the chosen experts, and the chosen experts. megatron calls this instead of
+        top-k."""
         chosen: Tensor = best(scores, topk, num_groups, group_topk)[1]
         if self.replayed is not None:
             replayed = self._replay(self.replayed)
@@ -48,8 +52,8 @@ class Choice:
         return scores.gather(1, chosen), chosen
 
     def _replay(self, chosen: Tensor) -> Tensor:
-        # Layers that are computed again run without gradients first, then with them, in the same order of
-        # microbatches; by then `replayed` may be of a later one.
+        # A layer with recomputation runs first without gradients, later with them, in the same order of
+        # microbatches. At that time `replayed` may already belong to a later microbatch.
         if self.trains and not torch.is_grad_enabled():
             self._again.append(chosen)
         elif self._again:
@@ -65,12 +69,12 @@ class Routing:
         self.choices = [Choice() for _ in routers]
         for router, choice in zip(routers, self.choices, strict=True):
             router.router_replay = choice
-        self.first_layer = 0  # of the rank's layers
-        self.rows: list[Tensor] | None = None  # while recording: each microbatch's rows of the batch
+        self.first_layer = 0  # index of the chunk's first router among those of this rank
+        self.rows: list[Tensor] | None = None  # while recording: the rows_P of each microbatch
         self._shared = chunk.config.sequence_parallel
 
     def begin(self, microbatch: Microbatch) -> None:
-        """Before a forward pass: replays the microbatch's routes, if it has any."""
+        """Prepare a forward pass: replay the microbatch's routes, if it has any."""
         routes = None if microbatch.routes_P is None else self._own(microbatch.routes_P).long()
         if self.rows is not None:
             self.rows.append(self._own(microbatch.rows_P))
@@ -79,7 +83,7 @@ class Routing:
             choice.trains = torch.is_grad_enabled()
 
     def _own(self, value_P: Tensor) -> Tensor:
-        """What this tensor rank's router sees of the packed tokens."""
+        """Return the part of `value_P` for the packed tokens that this tensor rank's router processes."""
         if not self._shared:
             return value_P
         size, rank = (
@@ -90,7 +94,7 @@ class Routing:
 
 
 def attach(model: Sequence[TokenModel]) -> None:
-    """Lets the chunks of one rank record and replay."""
+    """Enable recording and replay for the model chunks of one rank."""
     first = 0
     for chunk in model:
         chunk.routing = Routing(chunk)
@@ -99,17 +103,18 @@ def attach(model: Sequence[TokenModel]) -> None:
 
 
 class Record:
-    """What `recording` saw."""
+    """The experts chosen inside a `recording` block."""
 
     def __init__(self, parts: Sequence[Routing], experts: int) -> None:
         self._parts, self._experts = parts, experts
 
     def routes(self, tokens: int) -> Tensor:
-        """[tokens, layers of this rank's chunks, k] on the host, of all of the batch's tokens. Collective.
+        """Return the experts of all tokens of the batch: [tokens, layers of this rank's chunks, k] on the
+        host. Collective.
 
-        Every rank knows the rows that it computed; the others are zero, so sums only put rows together.
+        Rows that a rank did not compute are zero, so summing over ranks only combines rows.
         """
-        dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL adds no int16
+        dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL cannot sum int16
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         layers = []
         for part in self._parts:
@@ -128,7 +133,10 @@ class Record:
 
 @contextlib.contextmanager
 def recording(model: Sequence[TokenModel]) -> Iterator[Record | None]:
-    """Keeps the experts that the chunks' routers choose inside; None without `attach`."""
+    """Context manager that records the experts chosen by the chunks' routers.
+
+    It yields a Record, or None if `attach` was not called on the model.
+    """
     parts = [chunk.routing for chunk in model if chunk.routing is not None]
     if not parts:
         yield None

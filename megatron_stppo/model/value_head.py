@@ -9,11 +9,10 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """hidden [T, H] -> value float32 [T]. Replicated over tensor parallel: every rank sees whole hidden
-    states.
+    """Maps hidden states [T, H] to values, float32 [T].
 
-    Starts at zero, so that the first advantages are the returns themselves and not the noise of a random
-    head.
+    The head is replicated over tensor parallel ranks, which all have the complete hidden states. Its weights
+    start at zero, so that the first advantages are the returns, without the noise of a random head.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
