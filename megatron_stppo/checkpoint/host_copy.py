@@ -1,9 +1,9 @@
-"""One rank's share of a model's checkpoint: planned by megatron, copied to the host, written while training
-goes on.
+"""One rank's share of a model's checkpoint, which is copied to the host and written while training continues.
 
-The files are megatron's (torch_dist). Its own writer forks processes for every save, which a rank with a GPU,
-an engine and threads should not do, and waits for ever for one that dies; here the calling thread writes one
-file per rank and hashes the bytes as they pass.
+megatron plans the save, and the files have megatron's format (torch_dist). megatron's own writer is not used:
+it forks processes for every save, which is unsafe in a rank with a GPU, an engine and threads, and it waits
+forever if one of them dies. Here the calling thread writes one file per rank and hashes the bytes that it
+writes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron_stppo.checkpoint.step_folder import File
 
 @dataclass(frozen=True)
 class Written:
-    """Where a piece of a tensor lies: bytes [offset, offset + length) of `file`."""
+    """The location of a piece of a tensor: bytes [offset, offset + length) of `file`."""
 
     tensor: str
-    at: tuple[int, ...] | None  # its first element in the whole tensor
+    at: tuple[int, ...] | None  # index of the piece's first element in the whole tensor
     index: int | None
     file: str
     offset: int
@@ -49,8 +49,11 @@ class Written:
 
 
 class HostCopy:
-    """One rank's share of one model. Collective. keep=True copies the tensors, which may change then;
-    keep=False leaves them where they are until they are written."""
+    """One rank's share of one model's checkpoint. The constructor is collective.
+
+    keep=True copies the tensors to the host, so that training may change them before they are written.
+    keep=False makes no copy; the tensors must not change until they are written.
+    """
 
     def __init__(self, tensors: dict[str, Any], folder: Path, keep: bool) -> None:
         sharded, common = save_preprocess(tensors)
@@ -61,18 +64,21 @@ class HostCopy:
         (_, metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
         )
-        self._metadata: Metadata | None = metadata  # of all ranks' shares; rank 0 only
+        self._metadata: Metadata | None = metadata  # for the shares of all ranks; on rank 0 only
         buffer = io.BytesIO()
         torch.save(common, buffer)
         self._common = buffer.getvalue()
 
     @property
     def bytes(self) -> int:
-        """About what this rank will write."""
+        """Approximate number of bytes that this rank will write."""
         return sum(_size(data) for _, data in self._writer.items)
 
     def write(self) -> tuple[list[Written], dict[str, File]]:
-        """Writes this rank's file, if it has one, and waits until it is on disk. Raises OSError."""
+        """Write this rank's file, if it has one, and wait until it is on disk.
+
+        Return the pieces written, and {file name: hash and size}. Raises OSError.
+        """
         items, name = self._writer.items, self._writer.name
         if not items:
             return [], {}
@@ -90,8 +96,10 @@ class HostCopy:
         return written, {name: File(stream.hash.hexdigest(), stream.bytes)}
 
     def finish(self, written: Sequence[Written]) -> list[str]:
-        """Rank 0's share: what tells the other files apart, from all ranks' reports. Returns the names of the
-        files it wrote, which need not be on disk yet."""
+        """Write the files that describe the checkpoint, from the pieces of all ranks. Rank 0 only.
+
+        Return the names of the files written, which may not be on disk yet.
+        """
         assert self._metadata is not None, "only rank 0 knows the whole plan"
         results = [
             WriteResult(
@@ -108,7 +116,7 @@ class HostCopy:
 
 
 class _HostWriter(FileSystemWriterAsync):
-    """Takes part in megatron's planning; what is planned for this rank stays in `items`."""
+    """Keeps the items that megatron plans for this rank in `items`, without writing them."""
 
     def __init__(self, folder: Path, keep: bool) -> None:
         super().__init__(folder, thread_count=1)
@@ -117,7 +125,7 @@ class _HostWriter(FileSystemWriterAsync):
         self.name = ""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # megatron's would make the folder
+        return plan  # megatron's method would create the folder
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -130,19 +138,19 @@ class _HostWriter(FileSystemWriterAsync):
 
 
 class _Hashed:
-    """Writes to a file and hashes on the way."""
+    """Writes to a file and hashes the bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.hash, self.bytes = file, hashlib.sha256(), 0
         self._refused: OSError | None = None
 
     def put(self, data: Tensor | bytes) -> None:
-        """Raises OSError."""
+        """Write a tensor or bytes. Raises OSError."""
         if isinstance(data, bytes):
             self.write(data)
         else:
             data = data.cpu()
-            if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all the memory behind it
+            if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes a view's whole storage
                 data = data.clone()
             torch.save(data, self)
         if self._refused is not None:
@@ -151,7 +159,7 @@ class _Hashed:
     def write(self, data: Any) -> int:
         try:
             self._file.write(data)
-        except OSError as error:  # torch would report a full disk as a position that it did not expect
+        except OSError as error:  # torch would report a full disk as an unexpected position in the file
             self._refused = error
         self.hash.update(data)
         self.bytes += len(data)

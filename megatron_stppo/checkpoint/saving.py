@@ -1,11 +1,11 @@
-"""A run's checkpoints, in megatron's distributed format: taken, written beside the training, resumed from.
+"""Saves and loads a run's checkpoints, in megatron's distributed format.
 
-A save is planned by all ranks and copied to host memory; writing it needs neither the models nor the run's
-process groups (writer.py), so it happens in the background, or with run.async_checkpoints=false
-before save() returns: the same code, the same bytes. step_folder.py has what is published, and when.
+All ranks plan a save together and copy its tensors to host memory. Writing (writer.py) needs neither the
+models nor the run's process groups, so it runs in the background while training continues. With
+run.async_checkpoints=false the same code writes the same bytes before save() returns. step_folder.py
+describes which files are published, and when.
 
-All random numbers of a run are functions of (seed, iteration), so a checkpoint holds no random state and
-cannot lose any.
+All random numbers of a run are functions of (seed, iteration), so a checkpoint contains no random state.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.mlp_spans import LayerSpec
 
-# Every optimizer state in the shape of its parameter and under its name alone: loadable under another layout,
-# also where experts that ranks share have an optimizer of their own.
+# Every optimizer state is stored in the shape of its parameter and under the parameter's name alone. So it
+# can be loaded under another layout, even if experts that are divided among ranks have their own optimizer.
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-FAILURES = 3  # saves in a row that may fail before the run ends
-LAST_SECONDS = 60  # that a save in flight gets when the process ends
+FAILURES = 3  # the run ends when this many saves in a row have failed
+LAST_SECONDS = 60  # time that a save in progress gets to finish when the process exits
 log = logging.getLogger(__name__)
 
 
 class Saver:
-    """A run's checkpoints while it trains. All methods are collective.
+    """Saves the checkpoints of a run during training. All methods are collective.
 
-    At most one save is in flight. One that the file system refuses (a full disk) is warned about and removed;
-    training goes on and the next checkpoint is tried, because a person may make room while devices work.
-    After FAILURES in a row the run ends: it would only have more to lose.
+    At most one save is in progress. If the file system rejects a save (for example, the disk is full), a
+    warning is logged, its files are removed, and training continues: somebody may free disk space before the
+    next checkpoint. After FAILURES failed saves in a row the run ends, to limit the work that can be lost.
     """
 
     def __init__(self, folder: Path, config: Config, layout: Layout) -> None:
@@ -68,16 +68,17 @@ class Saver:
         self._config_sha256 = hashlib.sha256(config.dump().encode()).hexdigest()
         self._layout = {"world": layout.world, **asdict(layout)}
         self._shape = asdict(read_shape(config.model.path))
-        # the writers' own, since training goes on in the others; a slow disk may take as long as a phase
+        # A separate group for the writer threads, because training uses the others at the same time. Its
+        # timeout is long because writing to a slow disk may take as long as a phase.
         self._group = dist.new_group(timeout=config.timeout, backend="gloo")
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._failures = 0
-        self._last = -1  # the step published last, or resumed from
+        self._last = -1  # the step published last or resumed from
         atexit.register(self._linger)
 
     def load(self, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
-        """load() from the run's folder, after the save in flight."""
+        """Wait for the save in progress, then call load() on the run's folder."""
         self._settle()
         state = load(self._folder, trainers)
         if state is not None:
@@ -85,14 +86,16 @@ class Saver:
         return state
 
     def newest(self) -> int:
-        """The step published or resumed from last, after the save in flight; -1 before there is one."""
+        """Wait for the save in progress, then return the step published or resumed from last; -1 if none."""
         self._settle()
         return self._last
 
     def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
-        """Starts to write step_`step`; `state` is the loop's own, JSON. Waits for the save before it, and
-        does nothing if that was the same step. Raises what check() raises, and CheckpointError if a number
-        that would be saved is not finite."""
+        """Start to save `step`, after the previous save has ended. Do nothing if that was the same step.
+
+        state: the state of the training loop, which must be JSON-serialisable.
+        Raises what check() raises, and CheckpointError if a number to be saved is not finite.
+        """
         self._settle()
         if step == self._last:
             return
@@ -110,13 +113,16 @@ class Saver:
             self._settle()
 
     def check(self) -> None:
-        """At a step's boundary: takes note of a save that ended. Raises CheckpointError if that was one
-        failure too many, and RuntimeError for a fault that is not the file system's."""
+        """Evaluate the result of a save that has ended, if there is one. Called between steps.
+
+        Raises CheckpointError after FAILURES failed saves in a row, and RuntimeError if a save failed for a
+        reason other than the file system.
+        """
         if self._thread is not None and not any_rank(self._thread.is_alive()):
             self._settle()
 
     def finish(self) -> None:
-        """Waits for the save in flight. Raises CheckpointError if it failed, and what check() raises."""
+        """Wait for the save in progress. Raises CheckpointError if it failed, and what check() raises."""
         self._settle()
         if self._failures:
             raise CheckpointError(f"the last checkpoint is not saved; {self._folder} has those before it")
@@ -143,7 +149,7 @@ class Saver:
         )
 
     def _settle(self) -> None:
-        """Waits for the save in flight, if any, and draws the consequences, on every rank the same."""
+        """Wait for the save in progress, if any, and evaluate its result, which is equal on all ranks."""
         if self._thread is not None:
             self._thread.join()
         save, self._thread, self._save = self._save, None, None
@@ -159,15 +165,17 @@ class Saver:
             raise CheckpointError(f"{FAILURES} checkpoints in a row could not be saved; {save.refused}")
 
     def _linger(self) -> None:
-        # A thread that is torn off while the interpreter goes down can take the exit code with it.
+        # A daemon thread that is still running when the interpreter shuts down can change the exit code.
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
 
 
 def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) -> dict[str, Any] | None:
-    """Fills the trainers from `step`, or LATEST's, or else the newest that can be read; returns the loop's
-    state, None without any step. Collective. Raises CheckpointError if there are steps but none can be
-    trusted."""
+    """Load a checkpoint into the trainers and return the state of the training loop. Collective.
+
+    step: the step to load. None loads the step that LATEST names or, if it is damaged, the newest valid one.
+    Return None if there is no step. Raises CheckpointError if there are steps but none is valid.
+    """
     path = _agree(folder, step)
     if path is None:
         return None
@@ -186,9 +194,9 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
 def load_weights(
     folder: Path, role: str, model: Sequence[MegatronModule], step: int | None = None
 ) -> dict[str, Any]:
-    """Fills a model's chunks from `step`, or the newest readable one; returns the loop's state. Collective.
+    """Load the weights of a checkpoint into a model's chunks and return the state of the training loop.
 
-    Raises CheckpointError if there is none that can be trusted.
+    step: as for load(). Collective. Raises CheckpointError if there is no valid checkpoint.
     """
     path = _agree(folder, step)
     if path is None:
@@ -201,7 +209,8 @@ def load_weights(
 
 
 def _sharded(model: Sequence[MegatronModule]) -> dict[str, Any]:
-    """Every chunk's tensors. Their names in the files are those of the whole model, whoever holds them."""
+    """Return the sharded tensors of every chunk. In the files they are named as in the whole model, whichever
+    rank and chunk holds them."""
     return {f"chunk_{number}": chunk.sharded_state_dict() for number, chunk in enumerate(model)}
 
 
@@ -211,7 +220,7 @@ def _fill(model: Sequence[MegatronModule], loaded: dict[str, Any]) -> None:
 
 
 def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
-    """What a model's layers are made of, as its parameters' names tell."""
+    """Return which layers a model is built from, according to the names of its parameters."""
     names = [name for chunk in model for name, _ in chunk.named_parameters()]
     fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
     return "transformer_engine" if fused else "local"
@@ -226,13 +235,13 @@ def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Mo
 
 
 def expert_size(model: Sequence[MegatronModule]) -> int:
-    """How many ranks share a layer's experts."""
+    """Return the number of ranks among which a layer's experts are divided."""
     return int(model[0].config.expert_model_parallel_size)
 
 
 def _check_experts(path: Path, state: dict[str, Any], trainer: Trainer) -> None:
-    # Parameters that are not on all data-parallel ranks have an optimizer of their own, whose states only the
-    # distributed optimizer stores under the parameters' names alone.
+    # Parameters that are not on all data-parallel ranks have a separate optimizer. Only the distributed
+    # optimizer stores the states of both under the parameters' names alone.
     written, here = state["expert"], expert_size(trainer.chunks)
     if (written > 1) != (here > 1) and not trainer.settings.distributed:
         raise ConfigError(
@@ -243,7 +252,7 @@ def _check_experts(path: Path, state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def step_of(text: str) -> int | None:
-    """The step that "step_12" names; None for "latest". Raises ConfigError."""
+    """Return the step number of a name such as "step_12", or None for "latest". Raises ConfigError."""
     if text == "latest":
         return None
     if not steps.STEP.fullmatch(text):
@@ -252,8 +261,11 @@ def step_of(text: str) -> int | None:
 
 
 def _agree(folder: Path, step: int | None) -> Path | None:
-    """The step to read, `step` or nothing else if it is given; None where there is none. Rank 0 chooses, all
-    ranks read their share of the files. Raises CheckpointError if no step is what was published."""
+    """Return the folder of the step to load, equal on all ranks, or None if there is no step. Collective.
+
+    If `step` is given, no other step is considered. Rank 0 lists the candidates, and every rank verifies its
+    share of the files. Raises CheckpointError if no candidate matches its manifest.
+    """
     candidates = _candidates(folder, step) if dist.get_rank() == 0 else []
     refused = []
     for n in decode(broadcast_bytes(encode(candidates), source=0), list[int]):
@@ -270,7 +282,8 @@ def _agree(folder: Path, step: int | None) -> Path | None:
 
 
 def _candidates(folder: Path, step: int | None) -> list[int]:
-    """In the order in which they are tried: LATEST's, then the others, newest first."""
+    """Return the steps in the order in which they are tried: the one that LATEST names, then the others,
+    newest first."""
     if step is not None:
         return [step]
     there = steps.found(folder)
@@ -285,7 +298,7 @@ def _candidates(folder: Path, step: int | None) -> list[int]:
 
 
 def _fault(path: Path) -> str:
-    """What is wrong with a step, equal on all ranks; empty if nothing is."""
+    """Return the first fault found in a step, or "" if it is valid. Collective; equal on all ranks."""
     found: str | dict[str, File] = ""
     if dist.get_rank() == 0:
         try:

@@ -1,13 +1,14 @@
-"""The folder of a run's checkpoints: how a step is published, found again and removed.
+"""The folder of a run's checkpoints: functions that publish, find and remove a step.
 
-    step_12/         published: one rename made it visible, whole
-      MANIFEST.json    every other file's sha256 and size, and what wrote them
+    step_12/         published; one rename made the complete folder visible
+      MANIFEST.json    SHA-256 and size of every other file, and the versions that wrote them
       state.json, actor/..., critic/...
-    step_15.tmp-0/   being written, being removed, or left by a run that died
-    LATEST           name of the step to go on from; an older one's name rolls a run back
+    step_15.tmp-0/   being written, being removed, or left over from a run that died
+    LATEST           name of the step to resume from; write an older name here to roll a run back
 
-What becomes visible was flushed to disk before; what is removed is renamed before. What is read here may be
-damaged or hostile: it is bounded, decoded as declared types, and no name in it is ever opened.
+Files are flushed to disk before they become visible, and a step is renamed before it is deleted. Files that
+are read here may be damaged or malicious: their size is limited, they are decoded into declared types, and a
+file is only opened if its name was found in the folder.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ import msgspec
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST = "state.json", "MANIFEST.json", "LATEST"
-MOST_BYTES = 64 * 2**20  # of a JSON file; 4,096 ranks' files take less than 2 MB of manifest
+MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
 
 
 class CheckpointError(RuntimeError):
-    """No checkpoint can be read, or none can be written any more; the message says why. Starting again would
-    fail again: the door turns it into exit code 93."""
+    """Raised if no checkpoint can be read, or none can be written any more; the message has the reason.
+
+    A restart would fail in the same way, so the command line exits with code 93 (do not restart).
+    """
 
 
 class Damaged(ValueError):
-    """A step that does not hold what was published; the message names the first fault found."""
+    """Raised if a step differs from what was published; the message describes the first fault found."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What the manifest says of a file."""
+    """A file's entry in the manifest."""
 
     sha256: str
     bytes: int
@@ -49,20 +52,24 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Example: Manifest(12, {"state.json": File("9f86...", 412)}, "2c26...", {"torch": "2.13.0"},
-    {"world": 4, "tensor": 2})."""
+    """The contents of MANIFEST.json.
+
+    Example: Manifest(12, {"state.json": File("9f86...", 412)}, "2c26...", {"torch": "2.13.0"},
+    {"world": 4, "tensor": 2}).
+    """
 
     step: int
-    files: dict[str, File]  # by path under the step's folder, with "/"
+    files: dict[str, File]  # by path relative to the step's folder, with "/"
     config_sha256: str
     versions: dict[str, str]
-    layout: dict[str, int | None]  # the mesh's axes, and "world"
+    layout: dict[str, int | None]  # the fields of Layout, and "world"
 
 
 def publish(scratch: Path, final: Path, manifest: Manifest) -> None:
-    """Makes `scratch`, whose files are on disk, visible as `final`, and LATEST name it.
+    """Rename `scratch` to `final`, and write its name to LATEST.
 
-    A step of that name that is there already goes; the caller goes on from another one.
+    The files in `scratch` must be on disk already. If a folder `final` exists, it is removed first; the run
+    did not resume from it.
     """
     write_durably(scratch / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
     for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch):
@@ -78,10 +85,11 @@ def publish(scratch: Path, final: Path, manifest: Manifest) -> None:
 
 
 def retire(folder: Path, step: int, before: int, keep: int, keep_every: int) -> None:
-    """Keeps `step`, the newest steps up to `before`, `keep` in all, and those that `keep_every` divides.
+    """Remove old steps. Keep `step` and the newest steps up to `before`, `keep` in total, and multiples of
+    `keep_every` among these.
 
-    before: the step published or resumed from before this one. What lies after it belongs to a course that
-    was left, or could not be read. Half-written folders go too.
+    before: the step published or resumed from before `step`. Other steps after it are removed, because they
+    were abandoned by a rollback or could not be read. Partly written folders are removed too.
     """
     line = [step, *(n for n in found(folder) if n <= before and n != step)]
     kept = {*line[:keep], *(n for n in line if keep_every and n % keep_every == 0)}
@@ -92,7 +100,7 @@ def retire(folder: Path, step: int, before: int, keep: int, keep_every: int) -> 
 
 
 def found(folder: Path) -> list[int]:
-    """The published steps, newest first."""
+    """Return the published steps, newest first."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -101,12 +109,12 @@ def found(folder: Path) -> list[int]:
 
 
 def number(name: str) -> int:
-    """Example: number("step_12") = 12."""
+    """Return the step number of a folder's name. Example: number("step_12") = 12."""
     return int(name.removeprefix("step_"))
 
 
 def latest(folder: Path) -> int:
-    """The step that LATEST names. Raises Damaged if it names none that is there."""
+    """Return the step that LATEST names. Raises Damaged if LATEST cannot be read or no such step exists."""
     try:
         match = STEP.fullmatch(_read(folder / LATEST, 64).decode("ascii").strip())
     except (OSError, ValueError) as error:
@@ -117,7 +125,10 @@ def latest(folder: Path) -> int:
 
 
 def inspect(path: Path) -> dict[str, File]:
-    """The manifest's files, without having read them. Raises Damaged unless they are all that is there."""
+    """Return the files of a step's manifest, without reading them.
+
+    Raises Damaged if the manifest is invalid, or the folder does not contain exactly these files.
+    """
     try:
         manifest = msgspec.json.decode(_read(path / MANIFEST, MOST_BYTES), type=Manifest)
         there = _files(path) - {MANIFEST}
@@ -133,7 +144,7 @@ def inspect(path: Path) -> dict[str, File]:
 
 
 def compare(path: Path, files: Iterable[tuple[str, File]]) -> str:
-    """The first of the files that is not what the manifest says, and how; empty if all are."""
+    """Return a description of the first file that differs from its manifest entry; "" if all files match."""
     for name, file in files:
         try:
             if (path / name).stat().st_size != file.bytes or sha256(path / name) != file.sha256:
@@ -144,13 +155,13 @@ def compare(path: Path, files: Iterable[tuple[str, File]]) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The loop's state of a step."""
+    """Return the state of the training loop that a step contains."""
     state: dict[str, Any] = json.loads(_read(path / STATE, MOST_BYTES))
     return state
 
 
 def describe(path: Path) -> File:
-    """What a manifest says of a file that lies there."""
+    """Return the manifest entry of a file on disk."""
     return File(sha256(path), path.stat().st_size)
 
 
@@ -167,7 +178,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on disk."""
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,7 +187,7 @@ def flush(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A step is visible whole or not at all, also while it goes."""
+    """Remove a step. It is renamed first, so that a partly deleted step is never visible."""
     gone = path.with_name(f"{path.name}.tmp-removed")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
@@ -184,7 +195,7 @@ def _remove(path: Path) -> None:
 
 
 def _read(path: Path, most: int) -> bytes:
-    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for, a link leads anywhere
+    if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe could block; a link could lead anywhere
         raise Damaged(f"{path.name} is not a plain file")
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -194,7 +205,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _files(path: Path) -> set[str]:
-    """The files under a folder, by their paths in it. Raises Damaged for a link or a device."""
+    """Return the relative paths of all files under a folder. Raises Damaged for a link or a device."""
     names = set()
     for folder, folders, files in os.walk(path):
         for entry in (Path(folder, name) for name in (*folders, *files)):
@@ -207,6 +218,6 @@ def _files(path: Path) -> set[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line."""
+    """Return the error's message as one line of at most 200 characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:200]

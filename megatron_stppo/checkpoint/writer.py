@@ -1,8 +1,8 @@
-"""The writing of one checkpoint by all ranks, in any thread: it meets in a process group of its own.
+"""Writes one checkpoint on all ranks. It uses its own process group, so it can run in any thread.
 
-Rank 0 makes the folder; every rank writes its file; rank 0 adds what tells them apart, the loop's state and
-the manifest, and publishes. After each of these the ranks agree on how it went, so none waits for one that
-failed.
+Rank 0 creates the folder. Every rank writes its file. Rank 0 adds the metadata, the state of the training
+loop and the manifest, and publishes the step. After each of these stages the ranks exchange their results, so
+that no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode,
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank did: the pieces and the files it wrote, or why it did not."""
+    """The result of a stage on one rank: the pieces and the files that it wrote, or an error."""
 
     pieces: dict[str, list[Written]] = field(default_factory=dict)  # by role
-    files: dict[str, File] = field(default_factory=dict)  # by path under the step's folder
-    refused: str = ""  # by the file system
-    broken: str = ""  # anything else
+    files: dict[str, File] = field(default_factory=dict)  # by path relative to the step's folder
+    refused: str = ""  # an error of the file system
+    broken: str = ""  # any other error
 
 
 class Refused(RuntimeError):
-    """The file system of some rank did not do what it was asked; every rank raises it."""
+    """Raised on every rank if a file system operation failed on any rank."""
 
 
 @dataclass
@@ -42,16 +42,19 @@ class Save:
     scratch: Path
     final: Path
     copies: dict[str, HostCopy]  # by role
-    state: bytes  # the loop's, JSON
-    manifest: Manifest  # without the files
-    bytes: int  # that all ranks will write, about
-    retire: Callable[[], None]  # removes what the new step makes superfluous
+    state: bytes  # the state of the training loop, as JSON
+    manifest: Manifest  # `files` is empty
+    bytes: int  # approximate total that all ranks will write
+    retire: Callable[[], None]  # removes steps that are not kept after this one
     group: dist.ProcessGroup
-    refused: str = ""  # the outcome, on every rank: why the file system refused,
-    broken: BaseException | None = None  # or what else went wrong
+    refused: str = ""  # the result, on every rank: the error of the file system
+    broken: BaseException | None = None  # the result: any other error
 
     def run(self) -> None:
-        """Collective. Never raises: in a thread nobody would hear it."""
+        """Write and publish the checkpoint. Collective.
+
+        Errors are stored in `refused` and `broken`, not raised: an exception in a thread would be lost.
+        """
         try:
             self._write()
         except Refused as error:
@@ -74,7 +77,10 @@ class Save:
         self._together(lambda: self._publish(reports) if self._first else Report())
 
     def _together(self, action: Callable[[], Report]) -> list[Report]:
-        """Every rank's report, on rank 0. Raises Refused or RuntimeError on every rank if one failed."""
+        """Run `action` and return the reports of all ranks on rank 0 (an empty list on the others).
+
+        Raises Refused or RuntimeError on every rank if the action failed on any rank.
+        """
         cause = None
         try:
             report = action()
@@ -94,8 +100,11 @@ class Save:
         return reports
 
     def _prepare(self) -> Report:
-        """Removes what saves that died have left. Raises OSError, also where there is too little room: a run
-        writes more than checkpoints."""
+        """Remove the folders of interrupted saves and create the new one.
+
+        Raises OSError, in particular if there is too little free space: a save must not fill the disk, because
+        the run writes other files too.
+        """
         folder = self.final.parent
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("step_*.tmp-*"):
@@ -126,7 +135,7 @@ class Save:
         _say(f"saved {self.final}")
         try:
             self.retire()
-        except OSError as error:  # the step is there; only room is lost
+        except OSError as error:  # the step is published; only disk space is lost
             _say(f"WARNING: older checkpoints could not be removed: {error}")
         return Report()
 

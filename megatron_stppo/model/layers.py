@@ -64,7 +64,7 @@ class _Norm(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """megatron's router with logits in float32. megatron 0.16.1 computes these with TransformerEngine only."""
+    """megatron's router with logits in float32. megatron 0.16.1 needs TransformerEngine for these."""
 
     def gating(self, input: Tensor) -> Tensor:
         return torch.nn.functional.linear(input.float(), self.weight.float())

@@ -1,4 +1,4 @@
-"""Fills one rank's parameters from a Hugging Face folder, reading only the rows that live on this rank."""
+"""Loads one rank's parameters from a Hugging Face folder, reading only the rows that this rank holds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def load_hf(
     folder: Path, spans: Spans, parameters: Mapping[str, Tensor], *, keep: Collection[str] = ()
 ) -> None:
-    """Copies the rows that `spans` describe into `parameters`, in place, cast to each parameter's type.
+    """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's dtype.
 
-    Padding rows become zero. `keep` names parameters that the checkpoint does not have (a value head).
-    Raises ConfigError, naming the tensor, if the folder lacks one or holds it in another size.
+    Padding rows are set to zero. `keep` names parameters that the checkpoint does not contain (a value head).
+    Raises ConfigError, with the tensor's name, if a tensor is missing in the folder or has another shape.
     """
     unknown = (set(parameters) - set(keep)) ^ set(spans)
     assert not unknown, f"parameters and layout name different tensors: {sorted(unknown)}"
@@ -42,7 +42,7 @@ def load_hf(
 
 
 class _Checkpoint:
-    """The folder's safetensors files, each opened (mapped, not read) when its first tensor is asked for."""
+    """The safetensors files of a folder. Each is memory-mapped when its first tensor is read."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
@@ -50,7 +50,7 @@ class _Checkpoint:
         self._open: dict[str, safe_open] = {}
 
     def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:
-        """The span's rows, of this shape."""
+        """Return the rows of a span, which must have this shape."""
         key, dim, start, size, _ = span
         if self._file_of is not None and key not in self._file_of:
             raise ConfigError(f"{self.folder}/{INDEX}: has no tensor {key!r}; the checkpoint is not complete")
@@ -82,7 +82,7 @@ class _Checkpoint:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """{tensor: file name} of a checkpoint in several files; None: everything is in one."""
+    """Return {tensor: file name} for a checkpoint of several files, or None for a single file."""
     path = folder / INDEX
     if not path.exists():
         if not (folder / SINGLE).exists():

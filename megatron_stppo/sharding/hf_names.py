@@ -1,6 +1,7 @@
-"""What a Hugging Face checkpoint says about a model: its shape, read from config.json without transformers.
+"""The shape of a model and the tensor names of its Hugging Face checkpoint, without using transformers.
 
-A family is a row of FAMILIES: the same decoder, with or without biases, norms and experts, by other names.
+The shape is read from config.json. Every family in FAMILIES is the same decoder, with or without biases,
+norms and experts, and with different tensor names.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 
 
 class Family(NamedTuple):
-    """What sets a family apart from Llama."""
+    """The differences between a model family and Llama."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
-    ffn: str = "intermediate_size"  # the field of config.json with the rows of a gate projection
-    renormalised: bool = True  # where norm_topk_prob is left out
+    ffn: str = "intermediate_size"  # field of config.json with the number of rows of a gate projection
+    renormalised: bool = True  # the value if config.json has no norm_topk_prob
     mlp: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -36,7 +37,7 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=True, ffn="moe_intermediate_size", renormalised=False),
 }
-# What the layers do not do otherwise; a field that config.json leaves out, or null, has this value.
+# The only supported values of these fields. They are also the values of fields that are missing or null.
 PLAIN = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -46,7 +47,7 @@ PLAIN = {
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
-# Llama 3's scaled rotary embeddings: megatron has these constants in its code and takes the factor only.
+# Llama 3's scaled rotary embeddings: in megatron these values are constants, and only the factor can be set.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -63,21 +64,21 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # of an expert, where there are any
-    vocab: int  # true rows of the embedding, before any padding
+    ffn: int  # of one expert, in a model with experts
+    vocab: int  # rows of the embedding, without padding
     tied: bool
     qkv_bias: bool
     qk_norm: bool
     rope_theta: float
     norm_eps: float
     max_positions: int
-    rope_factor: float | None = None  # of Llama 3's scaling; None: plain rotary embeddings
-    experts: int = 0  # of a layer; 0: a dense model
+    rope_factor: float | None = None  # factor of Llama 3's scaling; None: plain rotary embeddings
+    experts: int = 0  # per layer; 0: a dense model
     experts_per_token: int = 0
-    renormalised: bool = True  # a token's expert weights sum to 1; else they are shares among all experts
+    renormalised: bool = True  # True: softmax over the chosen experts of a token; False: over all experts
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows megatron allocates: the vocabulary rounded up to a multiple of 128 * tensor."""
+        """Return the rows that megatron allocates: `vocab` rounded up to a multiple of 128 * tensor."""
         unit = 128 * tensor
         return -(-self.vocab // unit) * unit
 
@@ -88,14 +89,14 @@ class ModelShape:
         return self.mlp_prefix(layer) + "gate.weight"
 
     def projections(self, layer: int, expert: int | None = None) -> tuple[str, str, str]:
-        """The names of gate, up and down projection, of one expert if there are any."""
+        """Return the names of the gate, up and down projections (of one expert, in a model with experts)."""
         prefix = self.mlp_prefix(layer) + (f"experts.{expert}." if self.experts else "")
         gate, up, down = (f"{prefix}{name}.weight" for name in FAMILIES[self.family].projections)
         return gate, up, down
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Reads folder/config.json. Raises ConfigError for a missing file, or a model that is not supported."""
+    """Read folder/config.json. Raises ConfigError if it is missing or the model is not supported."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -139,7 +140,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _count(folder: Path, raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number from 1; null counts as missing. Raises ConfigError for anything else."""
+    """Return a field that must be an integer >= 1; null counts as missing. Raises ConfigError otherwise."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -150,7 +151,7 @@ def _count(folder: Path, raw: dict[str, Any], name: str, default: int | None = N
 
 
 def _rate(folder: Path, raw: dict[str, Any], name: str, default: float) -> float:
-    """A number above 0. Raises ConfigError for anything else."""
+    """Return a field that must be a number > 0. Raises ConfigError otherwise."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(f"{folder}: config.json's {name} is {value!r}, not above 0; fetch the file again")
@@ -168,7 +169,10 @@ def _check_plain(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _rope_factor(folder: Path, rope: dict[str, Any]) -> float | None:
-    """Of Llama 3's scaling, or None for plain rotary embeddings. Raises ConfigError for any other."""
+    """Return the factor of Llama 3's scaling, or None for plain rotary embeddings.
+
+    Raises ConfigError for any other kind of scaling.
+    """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise ConfigError(
@@ -186,7 +190,7 @@ def _rope_factor(folder: Path, rope: dict[str, Any]) -> float | None:
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of every tensor of the checkpoint; a tied checkpoint has no lm_head."""
+    """Return {name: shape} of every tensor of the checkpoint. A tied checkpoint has no lm_head."""
     c, hidden = shape, (shape.hidden,)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab, c.hidden), NORM: hidden}
     if not c.tied:

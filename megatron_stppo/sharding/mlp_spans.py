@@ -1,7 +1,7 @@
-"""Where the rows of a layer's MLP live: one of a dense model, or a router and its experts.
+"""Describes which rows of a layer's MLP each rank holds: a dense MLP, or a router with its experts.
 
-A dense MLP and an expert are cut alike, over the tensor axis. Which experts a training rank holds is
-Layout.expert_rank; an engine rank holds its rows of all of them.
+A dense MLP and an expert are both sharded over the tensor axis. Layout.expert_rank determines which experts a
+training rank holds. A serving rank holds its rows of all experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import Span, tile, whole
 
-LayerSpec = Literal["local", "transformer_engine"]  # whose layers: they name some weights differently
+LayerSpec = Literal["local", "transformer_engine"]  # some weights have different names in the two
 EXPERT = {
     "local": "experts.local_experts.{expert}.{linear}.weight",
     "transformer_engine": "experts.{linear}.weight{expert}",
@@ -23,7 +23,10 @@ EXPERT = {
 def training_mlp(
     shape: ModelShape, layout: Layout, rank: int, layer: int, target: str, spec: LayerSpec
 ) -> dict[str, tuple[Span, ...]]:
-    """megatron's, under `target` ("decoder.layers.0.mlp."). Experts count from 0 on every rank."""
+    """Return the spans of megatron's MLP parameters, whose names begin with `target`.
+
+    target: for example "decoder.layers.0.mlp.". Local expert numbers start at 0 on every rank.
+    """
     tensor, ffn = layout.coordinates(rank).tensor, shape.ffn // layout.tensor
     names: tuple[str, ...]
     if not shape.experts:
@@ -39,7 +42,10 @@ def training_mlp(
 
 
 def serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
-    """vLLM's on tensor rank `tensor` of `size`. It stacks the experts; the engine numbers their slices."""
+    """Return the spans of vLLM's MLP parameters on tensor rank `tensor` of `size`.
+
+    vLLM stacks the experts in one tensor; here each expert's slice has a name that ends with its number.
+    """
     prefix, ffn = shape.mlp_prefix(layer), shape.ffn // size
     if not shape.experts:
         names = (prefix + "gate_up_proj.weight", prefix + "down_proj.weight")
@@ -53,7 +59,7 @@ def serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[s
 
 
 def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raises ConfigError unless megatron can train the experts so."""
+    """Raise ConfigError unless megatron can train the experts with this parallelism."""
     if shape.experts % parallel.expert:
         works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
         raise ConfigError(
@@ -72,7 +78,8 @@ def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
 def _mlp(
     shape: ModelShape, layer: int, expert: int | None, tensor: int, rows: int, names: tuple[str, ...]
 ) -> dict[str, tuple[Span, ...]]:
-    """[gate of this rank; up of this rank], and this rank's columns of down; on both sides, as `names`."""
+    """Return the spans of the two tensors `names`: this rank's rows of gate, then of up; and this rank's
+    columns of down. megatron and vLLM use the same arrangement."""
     gate, up, down = shape.projections(layer, expert)
     return {
         names[0]: tile(0, [(key, tensor * rows, rows) for key in (gate, up)]),

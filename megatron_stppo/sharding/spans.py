@@ -1,7 +1,7 @@
-"""Where the rows of a checkpoint live: on a training rank, on a serving rank, and in the checkpoint itself.
+"""Describes where the rows of a checkpoint are: on a training rank, on a serving rank, in the checkpoint.
 
-Nothing here moves or converts a weight; the same three descriptions serve the reshard into the engine, the
-import and the export. mlp_spans.py has what follows attention.
+The functions here do not move or convert weights. The resharding into the engine, the import and the export
+use these three descriptions. mlp_spans.py describes the MLP that follows attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def training_spans(
     head: bool = True,
     tied_copy: bool = False,
 ) -> dict[str, tuple[Span, ...]]:
-    """This rank's megatron parameters; of several model chunks, with `chunk_prefix` before their names.
+    """Return the spans of this rank's megatron parameters.
 
-    head=False leaves the vocabulary head out (a critic brings its own). tied_copy=True adds the copy of a
-    tied embedding that megatron keeps on the last of several stages: an import must fill it, a reshard or an
-    export reads the first stage's.
+    With several model chunks, names begin with `chunk_prefix`. head=False leaves out the vocabulary head (a
+    critic has its own head). tied_copy=True adds the copy of a tied embedding that megatron keeps on the last
+    of several stages. An import must fill this copy; a reshard or an export reads the first stage's.
     """
     tensor, stage = (at := layout.coordinates(rank)).tensor, at.pipeline
     padded, spans = shape.padded_vocab(layout.tensor), {}
@@ -56,7 +56,8 @@ def training_spans(
 
 
 def chunk_prefix(virtual: int, chunk: int) -> str:
-    """What a parameter's name begins with where a pipeline rank holds several model chunks. Example: "1."."""
+    """Return the prefix of parameter names on a pipeline rank with several model chunks, for example "1.";
+    empty with one chunk."""
     return f"{chunk}." if virtual > 1 else ""
 
 
@@ -87,10 +88,11 @@ def _training_layer(
 
 
 def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: str) -> tuple[Span, ...]:
-    """megatron's linear_qkv: per KV group its query heads, key and value, cut evenly over the tensor axis.
+    """Return the spans of megatron's linear_qkv: the query heads, key and value of each KV group.
 
-    With more tensor ranks than KV groups the cut falls inside a group, anywhere (megatron gathers the
-    activations of the group), so a rank may hold only query rows, or a piece of a key.
+    The rows are divided evenly over the tensor axis. With more tensor ranks than KV groups, a boundary may be
+    anywhere inside a group (megatron gathers the activations of the group). A rank may then hold only query
+    rows, or a part of a key.
     """
     dim, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
     parts: list[Part] = []
@@ -105,10 +107,10 @@ def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: s
 
 
 def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
-    """The engine's parameters on tensor rank `tensor` of `tensor_size` (vLLM's own modules).
+    """Return the spans of the engine's parameters (vLLM's modules) on tensor rank `tensor` of `tensor_size`.
 
-    vLLM pads the vocabulary to a multiple of 64, and repeats a KV head on tensor_size / kv_heads ranks.
-    A tied model has no lm_head parameter.
+    vLLM pads the vocabulary to a multiple of 64. If there are fewer KV heads than tensor ranks, it repeats
+    each KV head on tensor_size / kv_heads ranks. A tied model has no lm_head parameter.
     """
     padded = -(-shape.vocab // 64) * 64
     spans = {EMBEDDING: _vocabulary(EMBEDDING, shape, padded, tensor, tensor_size)}
@@ -140,18 +142,18 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
 
 
 def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:
-    """{rank: training_spans} of every rank, as a reshard's or an export's source."""
+    """Return {rank: training_spans} of every rank, the source of a reshard or an export."""
     return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
 
 
 def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int, Spans]:
-    """{rank: serving_spans} of engines that each span `tensor_size` neighbouring ranks."""
+    """Return {rank: serving_spans} for engines that each use `tensor_size` neighbouring ranks."""
     per_rank = [serving_spans(shape, tensor_size, tensor) for tensor in range(tensor_size)]
     return {rank: per_rank[rank % tensor_size] for rank in range(world)}
 
 
 def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
-    """The whole checkpoint as one rank that holds everything."""
+    """Return the spans of a whole checkpoint, as if one rank held all tensors."""
     return {
         name: (Span(name, dim, 0, size[dim], 0),)
         for name, size in hf_shapes(shape).items()
@@ -160,12 +162,16 @@ def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
 
 
 def shard_dim(hf_key: str) -> int:
-    """The dimension both sides cut: the input of a row-parallel projection, otherwise the output."""
+    """Return the dimension that training and serving shard: 1 (the input) for a row-parallel projection,
+    otherwise 0 (the output)."""
     return 1 if hf_key.endswith(ROW_PARALLEL) else 0
 
 
 def row_widths(shape: ModelShape) -> dict[str, int]:
-    """{hf_key: elements per index of the dimension that is cut}. Example: hidden for a projection's rows."""
+    """Return {hf_key: number of elements per index of the sharded dimension}.
+
+    Example: the hidden size, for the rows of q_proj.
+    """
     widths = {}
     for key, size in hf_shapes(shape).items():
         dim = shard_dim(key)
@@ -176,7 +182,10 @@ def row_widths(shape: ModelShape) -> dict[str, int]:
 def check_layout(
     shape: ModelShape, tensor: int, *, field: str = "parallel.tensor", serving: bool = False
 ) -> None:
-    """Raises ConfigError unless megatron (serving: vLLM) can cut the model so; `field` names tensor."""
+    """Raise ConfigError unless megatron (with serving=True: vLLM) can shard the model over `tensor` ranks.
+
+    field: the name of the configuration field in the error message.
+    """
     reason = _obstacle(shape, tensor, serving)
     if reason:
         works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
@@ -184,7 +193,7 @@ def check_layout(
 
 
 def check_stages(shape: ModelShape, layout: Layout) -> None:
-    """Raises ConfigError unless the layers can be shared out over pipeline ranks and their model chunks."""
+    """Raise ConfigError unless the layers can be divided among pipeline ranks and their model chunks."""
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
     given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
     if layout.pipeline == 1 and (layout.virtual > 1 or given):

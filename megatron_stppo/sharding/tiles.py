@@ -1,18 +1,18 @@
-"""A tensor as a tuple of spans that tile it along one dimension, and the few ways to make one."""
+"""Describes a tensor as a tuple of spans that tile it along one dimension, with functions to make them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-PADDING = ""  # the hf_key of rows that exist on one side only; they hold zeros and never travel
+PADDING = ""  # the hf_key of padding rows, which are zero, exist on one side only and are never sent
 
 
 class Span(NamedTuple):
-    """Rows (or columns, dim 1) [local, local + size) of a tensor are [start, start + size) of `hf_key`.
+    """Rows (columns, if dim is 1) [local, local + size) of a tensor are [start, start + size) of `hf_key`.
 
-    Example: Span("model.layers.0.mlp.up_proj.weight", 0, 32, 16, 16) in a rank's linear_fc1: its rows 16..31
-    are rows 32..47 of the checkpoint's up projection.
+    Example: Span("model.layers.0.mlp.up_proj.weight", 0, 32, 16, 16) in a rank's linear_fc1 means that its
+    rows 16..31 are rows 32..47 of the checkpoint's up projection.
     """
 
     hf_key: str
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 Spans = Mapping[str, tuple[Span, ...]]  # {tensor name: its spans}
-Part = tuple[str, int, int]  # hf_key, first row, rows
+Part = tuple[str, int, int]  # hf_key, first row, number of rows
 
 
 def whole(hf_key: str, size: int) -> tuple[Span, ...]:
@@ -31,7 +31,7 @@ def whole(hf_key: str, size: int) -> tuple[Span, ...]:
 
 
 def tile(dim: int, parts: list[Part]) -> tuple[Span, ...]:
-    """Parts laid end to end, from local position 0."""
+    """Return the spans of parts that are placed one after another, from local position 0."""
     spans, local = [], 0
     for key, start, size in parts:
         spans.append(Span(key, dim, start, size, local))
@@ -40,7 +40,8 @@ def tile(dim: int, parts: list[Part]) -> tuple[Span, ...]:
 
 
 def cut(spans: tuple[Span, ...], first: int, size: int) -> tuple[Span, ...]:
-    """What of the spans lies in local positions [first, first + size), counted from `first`."""
+    """Return the parts of the spans in local positions [first, first + size), with positions relative to
+    `first`."""
     out = []
     for key, dim, start, length, local in spans:
         begin, end = max(first, local), min(first + size, local + length)
