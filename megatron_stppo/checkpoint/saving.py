@@ -174,7 +174,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
     """Load a checkpoint into the trainers and return the state of the training loop. Collective.
 
     step: the step to load. None loads the step that LATEST names or, if it is damaged, the newest valid one.
-    Return None if there is no step. Raises CheckpointError if there are steps but none is valid.
+    Return None if no step exists. Raises CheckpointError if there are steps but none is valid.
     """
     path = _agree(folder, step)
     if path is None:
@@ -261,7 +261,7 @@ def step_of(text: str) -> int | None:
 
 
 def _agree(folder: Path, step: int | None) -> Path | None:
-    """Return the folder of the step to load, equal on all ranks, or None if there is no step. Collective.
+    """Return the folder of the step to load, equal on all ranks, or None if no step exists. Collective.
 
     If `step` is given, no other step is considered. Rank 0 lists the candidates, and every rank verifies its
     share of the files. Raises CheckpointError if no candidate matches its manifest.

@@ -102,8 +102,8 @@ class Save:
     def _prepare(self) -> Report:
         """Remove the folders of interrupted saves and create the new one.
 
-        Raises OSError, in particular if there is too little free space: a save must not fill the disk, because
-        the run writes other files too.
+        Raises OSError, in particular if there is too little free space: a save must not fill the disk,
+        because the run writes other files too.
         """
         folder = self.final.parent
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""A chat as token ids: the template's special tokens are control tokens, those in a message are text.
+"""Encodes a chat as token ids. Special tokens of the template are control tokens; in a message they are text.
 
-"<|im_end|>" in a task or in an environment's message would otherwise end the message, and what follows could
-pose as a message of another role.
+Otherwise "<|im_end|>" in a task or in an environment's message would end the message, and the text after it
+could imitate a message of another role.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from jinja2 import TemplateError
 from megatron_stppo.config import ConfigError
 from megatron_stppo.types import Message
 
-# Private characters, which no message should hold; an occurrence of a special token is replaced by a mark.
+# Private-use characters, which messages should not contain. They enclose the marks that temporarily replace
+# special tokens in messages.
 OPEN, CLOSE = "\ue000", "\ue001"
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text from outside: "<|im_end|>" in it becomes the letters, never the control token."""
+    """Return the token ids of untrusted text. "<|im_end|>" in it becomes text, never a control token."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Token ids of the chat template over each chat's messages, with the assistant's opening.
+    """Return the token ids of each chat, rendered by the chat template with the assistant's opening.
 
-    Equal to tokenizer.apply_chat_template, unless a message holds a special token's text. That text, and what
-    stands beside it up to the template's next special tokens, is encoded by encode_plain. Raises ConfigError
-    for messages that the template refuses.
+    The result equals tokenizer.apply_chat_template, unless a message contains the text of a special token.
+    This text, and the text around it up to the template's next special tokens, is encoded by encode_plain.
+    Raises ConfigError for messages that the template rejects.
     """
     special, may_normalise = _special_tokens(tokenizer)
     rendered, marks = [], []
@@ -49,14 +50,14 @@ def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[lis
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """encode_chats for one chat."""
+    """Return the token ids of one chat; see encode_chats."""
     return encode_chats(tokenizer, [messages])[0]
 
 
 @functools.lru_cache(maxsize=2)
 def _special_tokens(tokenizer: Any) -> tuple[dict[str, int], bool]:
-    """({text: id} of the control tokens, whether one is looked for in normalised text). Added tokens that are
-    not special, such as <tool_call>, are text."""
+    """Return {text: id} of the control tokens, and whether the tokenizer matches any of them in normalised
+    text. Added tokens that are not special, such as <tool_call>, are text."""
     special = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     normalised = any(token.normalized for token in special.values())
     return {str(token): number for number, token in special.items()}, normalised
@@ -77,9 +78,9 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 def _mark(
     messages: Sequence[Message], special: dict[str, int]
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The messages with a mark in the place of each special token's text; {mark: that text}.
+    """Replace the text of each special token in the messages by a mark; also return {mark: that text}.
 
-    The rest of a content stays: a template may strip it, or look for a prefix.
+    The rest of a message is not changed, because the template may strip it or check its prefix.
     """
     texts: dict[str, str] = {}
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -101,7 +102,8 @@ def _mark_whole(
     texts: dict[str, str],
     special: dict[str, int],
 ) -> list[dict[str, str]]:
-    """A mark in the place of every content that has a special token once the tokenizer normalises it."""
+    """Replace the whole content of each message that contains a special token after the tokenizer normalises
+    it by a mark."""
     opening, out = _opening(messages), []
     for message, given in zip(messages, marked, strict=True):
         encoded = tokenizer(given["content"], add_special_tokens=False)["input_ids"]
@@ -111,7 +113,7 @@ def _mark_whole(
 
 
 def _opening(messages: Sequence[Message]) -> str:
-    """What no content holds."""
+    """Return a string that no message contains, to begin the marks with."""
     given, opening = "".join(message.content for message in messages), OPEN
     while opening in given:
         opening += OPEN
@@ -125,8 +127,10 @@ def _new(opening: str, text: str, texts: dict[str, str]) -> str:
 
 
 def _spans(encoded: Any, text: str, special: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(index of the token, start, end) of the special tokens that stand in the text: an unknown word may have
-    a special id too."""
+    """Return (index of the token, start, end) of the special tokens that are written in the text.
+
+    A special id alone is not enough, because an unknown word may have one too.
+    """
     ids, offsets, numbers = encoded["input_ids"], encoded["offset_mapping"], set(special.values())
     return [
         (index, start, end)
@@ -136,11 +140,15 @@ def _spans(encoded: Any, text: str, special: dict[str, int]) -> list[tuple[int, 
 
 
 def _encode_marked(tokenizer: Any, text: str, texts: dict[str, str], special: dict[str, int]) -> list[int]:
-    """Between two special tokens of the template nothing is changed where there is no mark."""
+    """Return the token ids of a rendered chat with marks.
+
+    A piece between two special tokens of the template keeps its ids if it contains no mark. Otherwise its
+    marks are replaced by their texts, and the piece is encoded by encode_plain.
+    """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     out: list[int] = []
-    after, begin = 0, 0  # the token and the character after the last special token
+    after, begin = 0, 0  # indices of the token and of the character after the last special token
     for index, start, end in [*_spans(encoded, text, special), (len(ids), len(text), len(text))]:
         piece = text[begin:start]
         if any(mark in piece for mark in texts):

@@ -1,8 +1,8 @@
-"""Which tokens of a packed sequence a context-parallel rank holds.
+"""Determines which tokens of a packed sequence a context-parallel rank holds.
 
-A sequence is cut into 2 C equal pieces for C ranks; rank r holds pieces r and 2 C - 1 - r, an early and a
-late one, so that causal attention costs every rank the same. It is the order that megatron's rotary embedding
-and TransformerEngine's attention expect of packed sequences.
+With C ranks, a sequence is cut into 2 C equal pieces. Rank r holds pieces r and 2 C - 1 - r, an early and a
+late one, so that causal attention has the same cost on every rank. megatron's rotary embedding and
+TransformerEngine's attention expect this order for packed sequences.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor
 
 
 def padded_lengths(lengths: Tensor, size: int, multiple: int, least: int = 1) -> Tensor:
-    """Lengths [n] rounded up so that each has 2 `size` pieces, and where needed a last one of dummy tokens,
-    which makes every rank's share a multiple of `multiple` and at least `least`.
+    """Return the padded lengths of sequences, given their lengths [n].
 
-    Example: [3, 6] for 2 ranks and a multiple of 1 become [4, 8]; for 1 rank and a multiple of 4: [3, 6, 3].
+    With size > 1 ranks, each length is rounded up to a multiple of 2 * size. If needed, a sequence of dummy
+    tokens is appended, so that every rank's share is a multiple of `multiple` and at least `least`.
+    Example: [3, 6] with size=2, multiple=1 becomes [4, 8]; with size=1, multiple=4 it becomes [3, 6, 3].
     """
     unit = 2 * size if size > 1 else 1
     padded = -(-lengths // unit) * unit
@@ -26,16 +27,16 @@ def padded_lengths(lengths: Tensor, size: int, multiple: int, least: int = 1) ->
 
 
 def share(padded: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """(mine, local): positions of the packed tokens that `rank` holds, in its order; and for every packed
-    token its place in that order, -1 where another rank holds it.
+    """Return (mine, local). mine: positions of the packed tokens that `rank` holds, in its order. local: for
+    every packed token its index in `mine`, or -1 if another rank holds it.
 
-    Example: one sequence of 8 for rank 1 of 2: [2, 3, 4, 5] and [-1, -1, 0, 1, 2, 3, -1, -1].
+    Example: for one sequence of 8 tokens, rank 1 of 2 has [2, 3, 4, 5] and [-1, -1, 0, 1, 2, 3, -1, -1].
     """
     total = int(padded.sum())
     if size == 1:
         everything = torch.arange(total)
         return everything, everything
-    piece = torch.repeat_interleave(padded // (2 * size), padded)  # length of the pieces a token is cut into
+    piece = torch.repeat_interleave(padded // (2 * size), padded)  # length of each token's piece
     start = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
     number = (torch.arange(total) - start) // piece
     mine = torch.nonzero((number == rank) | (number == 2 * size - 1 - rank)).squeeze(1)
@@ -45,10 +46,10 @@ def share(padded: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def attended(padded: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the pieces of `rank` attend to: (query lengths [m], key lengths [m], keys).
+    """Return the attention of the pieces of `rank`: (query lengths [m], key lengths [m], keys).
 
-    Pieces follow one another as `share` orders them. A piece attends to the sequence up to its own end:
-    `keys` are the places of those tokens, piece after piece, in the shares of all ranks laid end to end.
+    Pieces are in the order of `share`. A piece attends to its sequence up to its own end. `keys` are the
+    indices of those tokens, piece after piece, in the concatenated shares of all ranks.
     """
     if size == 1:
         return padded, padded, torch.arange(int(padded.sum()))

@@ -1,8 +1,8 @@
-"""Scripted trajectories for the cold start, as the tokens that a live episode would have.
+"""Reads scripted trajectories for the cold start, as the tokens that the same episode has in a rollout.
 
 A row: {"prompt": [{"role", "content"}], "segments": [{"text", "kind": "turn" | "observation"}], "stage"}.
-The prompt goes through the chat template; every segment is encoded on its own, special tokens as text, as
-observations are in the rollout. The cold start is language modelling on all of these tokens.
+The prompt is rendered with the chat template. Every segment is encoded separately, with special tokens as
+text, like observations in the rollout. The cold start trains language modelling on all of these tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Row(BaseModel):
 
 
 def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[tuple[int, ...]]:
-    """Token ids of each row, in the file's order, until the next row would exceed `max_tokens` in all.
+    """Return the token ids of each row, in the order of the file, up to a total of `max_tokens` tokens.
 
-    Raises ConfigError naming file, row (from 1), field and remedy.
+    Reading stops before the first row that would exceed the total. Raises ConfigError, whose message names
+    file, row (from 1), field and remedy.
     """
     sequences: list[tuple[int, ...]] = []
     left = max_tokens
@@ -82,7 +83,7 @@ def _row(row: Any, where: str) -> Row:
 
 
 def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Token ids of each row: its prompt, then its segments."""
+    """Return the token ids of each row: its prompt, then its segments."""
     prompts = [[Message(message.role, message.content) for message in row.prompt] for row in rows]
     heads = encode_chats(tokenizer, prompts)
     texts = [segment.text for row in rows for segment in row.segments]

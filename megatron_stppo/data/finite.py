@@ -1,4 +1,4 @@
-"""Whether a batch may be trained on."""
+"""Checks that a batch contains only finite numbers, before it is used for training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron_stppo.types import Batch
 
 
 def not_finite(batch: Batch) -> list[str]:
-    """What of the live action tokens' numbers is not finite: rewards, log-probs, values, advantages.
+    """Return a description of each column with numbers that are not finite: rewards, log-probs, values or
+    advantages of live action tokens.
 
-    Example: ["reward_T: 1 of 40 not finite"]. What failed trajectories hold carries no loss and may be
-    anything.
+    Failed trajectories are not checked, because they carry no loss.
+    Example: ["reward_T: 1 of 40 not finite"].
     """
     live_T, found = batch.live_T, []
     for name, value in columns(batch).items():
@@ -26,6 +27,6 @@ def not_finite(batch: Batch) -> list[str]:
 
 
 def columns(batch: Batch) -> dict[str, Tensor]:
-    """The batch's tensors by name; what is None is left out."""
+    """Return the batch's tensors by name, without those that are None."""
     given: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Rows of a .jsonl file, each decoded by itself, so that a broken line is named with its number."""
+"""Reads the rows of a .jsonl file. Each is decoded separately, so that an error message names the row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_stppo.config import ConfigError
 
 
 def rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    """(where, value) of every line; `where` names the file and the row, from 1. `field` is what names the
-    file in the configuration or on the command line.
+    """Yield (where, value) for every line; `where` names the file and the row, from 1.
 
-    Raises ConfigError for a file that cannot be read and for a line that is not one JSON value in UTF-8.
+    field: the name of the file's field in the configuration or on the command line, for error messages.
+    Raises ConfigError for a file that cannot be read, and for a line that is not one JSON value in UTF-8.
     Example: ("tasks.jsonl row 1", {"data_source": "nq"}).
     """
     try:
@@ -42,6 +42,6 @@ def _value(line: bytes, where: str) -> Any:
         return json.loads(text.rstrip())
     except json.JSONDecodeError as error:
         reason = f"{error.msg}, column {error.pos + 1}"
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 10,000 brackets
+    except (ValueError, RecursionError) as error:  # for example 5,000 digits or 10,000 brackets
         reason = str(error)
     raise ConfigError(f"{where}: is not JSON ({reason}); give one object per line, or remove the line")

@@ -1,6 +1,7 @@
-"""A batch in which observations count as action tokens: what a critic sees under algorithm.gae_observations.
+"""Makes a batch in which observations count as action tokens, for the critic with algorithm.gae_observations.
 
-The search baseline's GAE and value loss run over everything after the prompt; its policy loss does not.
+In the search baseline, GAE and the value loss include everything after the prompt, but the policy loss does
+not.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from megatron_stppo.types import Batch
 
 
 def with_observations(batch: Batch) -> Batch:
-    """The same packed tokens and trajectories; its T are the batch's R, of which value_R and return_R are.
+    """Return a batch of the same packed tokens and trajectories, whose axis T is the axis R of `batch`.
 
-    A turn and the observation that answers it are one turn. Rewards and log-probs of observations are 0: no
-    reward sits there, and no KL penalty.
-    Example: the trajectory of types.Trajectory has action_index_T = [2, 3, .., 9] and turn_offsets [0, 7, 8].
+    Its value_T and return_T are value_R and return_R. A turn and the observation that follows it become one
+    turn. Rewards and log-probs of observations are 0, so observations have neither reward nor KL penalty.
+    Example: for the trajectory in types.Trajectory, action_index_T = [2, 3, .., 9], turn_offsets = [0, 7, 8].
     """
     own_R = _positions(batch)
     acted_R = action_rows(batch)
@@ -45,20 +46,20 @@ def with_observations(batch: Batch) -> Batch:
 
 
 def action_rows(batch: Batch) -> Tensor:
-    """int64 [T]: the action tokens among everything after the prompts."""
+    """Return the indices of the action tokens in the axis R (everything after the prompts), int64 [T]."""
     return torch.searchsorted(_positions(batch), batch.action_index_T)
 
 
 def _positions(batch: Batch) -> Tensor:
-    """int64 [R] into P: tokens from the first action token of their trajectory on."""
+    """Return the positions in P of the tokens from the first action token of each trajectory, int64 [R]."""
     position_P = torch.arange(len(batch.tokens_P))
     lengths = batch.sequence_offsets.diff()
-    starts = batch.sequence_offsets[1:].clone()  # nothing of a trajectory without action tokens
+    starts = batch.sequence_offsets[1:].clone()  # no tokens if a trajectory has no action tokens
     acted = batch.action_offsets.diff() > 0
     starts[acted] = batch.action_index_T[batch.action_offsets[:-1][acted]]
     return position_P[position_P >= starts.repeat_interleave(lengths)]
 
 
 def _rows_of(offsets: Tensor, acted_R: Tensor, total: int) -> Tensor:
-    """Offsets into T as offsets into R: a slice begins where its first action token stands."""
+    """Convert offsets into T to offsets into R. A slice begins at its first action token."""
     return torch.cat([acted_R, acted_R.new_tensor([total])])[offsets]

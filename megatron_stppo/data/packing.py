@@ -1,4 +1,4 @@
-"""Trajectories into one packed batch, a batch into microbatches by token budget, and results back again."""
+"""Packs trajectories into a batch, and a batch into microbatches by token budget; unpacks the results."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from megatron_stppo.types import FAILED, Batch, Trajectory
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Some trajectories of a Batch, packed for one forward pass. Same axes as Batch, P and T counted inside.
+    """Some trajectories of a Batch, packed for one forward pass. It has the axes of Batch; P and T count the
+    tokens of the microbatch.
 
-    Under context parallelism this is one rank's share of the tokens, and T what of the action tokens is
-    predicted from them (context.py says which); sequence_offsets and whole_* are of all shares together.
-    A sequence of dummy tokens at the end makes P divide by the tensor-parallel size where sequence
-    parallelism cuts it. rows_T says which action tokens of the Batch these are.
+    Under context parallelism this is one rank's share of the tokens (see context.py), and T are the action
+    tokens that are predicted from this share; sequence_offsets and whole_* describe the shares of all ranks
+    together. Under sequence parallelism, dummy tokens at the end make P divisible by the size of the tensor
+    axis.
     """
 
     tokens_P: Tensor  # int64
     position_P: Tensor  # int64
     sequence_offsets: Tensor  # int32 [n+1 or n+2], padding included
-    lengths: Tensor  # int64 [n or n+1] on the host, of the same sequences
-    hidden_index_T: Tensor  # int64 into P: the position whose hidden state predicts the action token
+    lengths: Tensor  # int64 [n or n+1] on the host: lengths of the same sequences
+    hidden_index_T: Tensor  # int64 into P: position of the hidden state that predicts the action token
     target_T: Tensor  # int64, the action tokens
     turn_offsets: Tensor  # int64 into T
     action_offsets: Tensor  # int64 into T
     whole_turn_offsets: Tensor  # int64
     whole_action_offsets: Tensor  # int64
-    rows_T: Tensor  # int64 into the Batch's T
+    rows_T: Tensor  # int64 into the Batch's T, on the host: the action tokens of this microbatch
     rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
-    longest: int  # tokens of a trajectory, padding included
-    routes_P: Tensor | None = None  # int16, the Batch's; -1 for dummy tokens: their router chooses
-    history: Tensor | None = None  # int64 on the host, where prompts are shared: see prompts.Segments
+    longest: int  # tokens of the longest trajectory, padding included
+    routes_P: Tensor | None = None  # int16, from the Batch; -1 for dummy tokens: the router chooses
+    history: Tensor | None = None  # int64 on the host, if prompts are shared: see prompts.Segments
 
     @property
     def tokens(self) -> int:
@@ -45,7 +46,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class PackingSpec:
-    """How microbatches are made. Example: Cut(budget=16384) fills one with 16,384 tokens on every rank."""
+    """How a batch is cut into microbatches.
+
+    Example: PackingSpec(budget=16384) puts up to 16,384 tokens per rank into a microbatch.
+    """
 
     budget: int  # tokens of a microbatch on one rank; a longer trajectory is a microbatch of its own
     multiple: int = (
@@ -53,14 +57,15 @@ class PackingSpec:
     )
     context_rank: int = 0
     context_size: int = 1
-    in_step: int = 1  # the number of microbatches is a multiple of this; what lacks holds dummy tokens only
-    equal: bool = False  # all have the longest's number of tokens, for a pipeline that exchanges no shapes
-    # a prompt that trajectories share is in their microbatch once; needs the defaults of all above but budget
+    in_step: int = 1  # the number of microbatches is a multiple of this; added ones hold only dummy tokens
+    equal: bool = False  # all have as many tokens as the longest, for a pipeline that exchanges no shapes
+    # A prompt that trajectories share is in their microbatch once. Needs the defaults of the fields above,
+    # except budget.
     share_prompts: bool = False
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """Packs trajectories on the host. A failed trajectory (error, timeout) keeps its place but is not
+    """Pack trajectories into a batch on the host. Failed trajectories (error, timeout) are included but not
     live."""
     tokens, positions, action_index = [], [], []
     sequence_offsets, turn_offsets, turn_to_sequence, action_offsets = [0], [0], [], [0]
@@ -96,14 +101,16 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def groups_of(trajectories: Sequence[Trajectory]) -> Tensor:
-    """int64 [N]: equal numbers for trajectories of one task."""
+    """Return the group of each trajectory, int64 [N]: an equal number for trajectories of one task."""
     return torch.tensor([trajectory.group for trajectory in trajectories])
 
 
 def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deals indices of `costs` to ranks, the dearest first, each to the rank that has least. Deterministic.
+    """Distribute the indices of `costs` over ranks. Deterministic.
 
-    Example: deal([5, 1, 4, 2], 2) is [[0, 1], [2, 3]], 6 each.
+    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
+
+    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     partition: list[list[int]] = [[] for _ in range(ranks)]
@@ -116,10 +123,10 @@ def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Packs `chosen` into bins of at most `budget` tokens, longest first, each into the first bin with room;
-    a longer single trajectory is a bin of its own. The order inside a bin is that of `chosen`.
+    """Pack `chosen` into bins of at most `budget` tokens: longest first, each into the first bin with room.
 
-    Example: lengths [3, 9, 2, 2], budget 4: [[1], [0], [2, 3]].
+    A trajectory that is longer than the budget gets its own bin. The order inside a bin is that of `chosen`.
+    Example: lengths [3, 9, 2, 2], all chosen, with budget 4 give [[1], [0], [2, 3]].
     """
     place = {index: at for at, index in enumerate(chosen)}
     bins: list[list[int]] = []
@@ -137,7 +144,7 @@ def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) 
 def pack(
     batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str = "cpu"
 ) -> list[Microbatch]:
-    """The chosen trajectories as microbatches; `unpack` puts back what was computed of them."""
+    """Return the microbatches of the chosen trajectories; `unpack` restores the Batch's order."""
     lengths = batch.sequence_offsets.diff().tolist()
     runs = microbatch_runs(lengths, chosen, spec)
     padded = [_padded(lengths, run, spec) for run in runs]
@@ -148,7 +155,7 @@ def pack(
 
 
 def microbatch_runs(lengths: Sequence[int], chosen: Sequence[int], spec: PackingSpec) -> list[list[int]]:
-    """Which trajectories each microbatch holds; none, where only dummy tokens are in it."""
+    """Return the trajectories of each microbatch; an empty list for a microbatch of dummy tokens."""
     runs = split_by_budget(lengths, chosen, spec.budget * spec.context_size)
     return runs + [[]] * (-len(runs) % spec.in_step)
 
@@ -168,7 +175,7 @@ def _pack_one(
     rows_T, counts = _slices(batch.action_offsets, index)
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
     offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
-    # where the packed tokens lie among the padded ones, and this rank's share of those
+    # moved_P: the index of each packed token among the padded tokens
     if shared is None:
         moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
     else:
@@ -207,8 +214,8 @@ def _pack_one(
 def _routes(routes_P: Tensor, origin: Tensor) -> Tensor:
     """Return the recorded experts of packed tokens, int16 [P, layers, k]; -1 where `origin` is -1.
 
-    A dummy token takes its router's choice in a replayed pass as in a plain one. With other experts it would
-    change how many rows an expert multiplies, and with that, on some CPUs, the last bits of live rows.
+    The router chooses the experts of a dummy token in a replayed pass as in any other pass. Other experts
+    would change the number of rows that an expert multiplies, and on some CPUs the last bits of live rows.
     """
     return routes_P[origin.clamp(min=0)].short().masked_fill((origin < 0)[:, None, None], -1)
 
@@ -218,15 +225,15 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _slices(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the chosen slices one after the other, and their lengths."""
+    """Return the rows of the chosen slices, one slice after another, and the lengths of the slices."""
     lengths = offsets.diff()[index]
     within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
     return torch.repeat_interleave(offsets[index], lengths) + within, lengths
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], total: int) -> Tensor:
-    """Puts per-microbatch values [T_i] back to their rows of the Batch: float32 [total], zero elsewhere, on
-    the host."""
+    """Return the values [T_i] of all microbatches in the rows of the Batch: float32 [total] on the host, zero
+    elsewhere."""
     out = torch.zeros(total)
     for microbatch, value in zip(microbatches, values, strict=True):
         out[microbatch.rows_T] = value.detach().float().cpu()

@@ -1,8 +1,8 @@
-"""Trajectories of one task begin with the same prompt: in a microbatch its tokens are computed once.
+"""Shares prompts: trajectories of one task begin with the same prompt, which a microbatch computes only once.
 
-A prompt that several trajectories of a microbatch share becomes a segment of its own, and what follows it in
-each of them another, which attends to the prompt's segment and to itself. Causal attention and the tokens'
-positions are those of the whole trajectories, so hidden states and gradients are too, up to rounding.
+A prompt that several trajectories of a microbatch share becomes one segment. The rest of each trajectory
+becomes another segment, which attends to the prompt's segment and to itself. Causal attention and positions
+are the same as for whole trajectories, so hidden states and gradients are equal too, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron_stppo.types import Batch
 
 @dataclass(frozen=True)
 class Segments:
-    """How the tokens of some trajectories are laid out.
+    """The layout of the tokens of some trajectories, as m segments.
 
-    Example: trajectories of 5 and 6 tokens with a prompt of 3 become segments of 3, 2 and 3 tokens with
-    history [-1, 0, 0]; the tokens of the second trajectory lie at [0, 1, 2, 5, 6, 7].
+    Example: trajectories of 5 and 6 tokens that share a prompt of 3 become segments of 3, 2 and 3 tokens with
+    history [-1, 0, 0]. The tokens of the second trajectory are at [0, 1, 2, 5, 6, 7].
     """
 
     lengths: Tensor  # int64 [m]
-    history: Tensor  # int64 [m]: the segment that comes before this one in a trajectory, -1: none
-    places: Tensor  # int64: where each token of each trajectory lies, trajectory after trajectory
+    history: Tensor  # int64 [m]: the segment before this one in its trajectory; -1: none
+    places: Tensor  # int64: the position of each token of each trajectory, trajectory after trajectory
 
 
 def segments(batch: Batch, run: Sequence[int]) -> Segments | None:
-    """Return the layout of the trajectories `run`, or None where no two of them share a prompt."""
+    """Return the layout of the trajectories `run`, or None if no two of them share a prompt."""
     together: dict[tuple[int, bytes], list[int]] = {}
     bounds = [_bounds(batch, i) for i in run]
     for at, (start, prompt, _) in enumerate(bounds):
@@ -59,9 +59,10 @@ def segments(batch: Batch, run: Sequence[int]) -> Segments | None:
 
 
 def keys_of(lengths: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """What each segment attends to: (key lengths [m], places of the keys, segment after segment).
+    """Return the keys that each segment attends to: (key lengths [m], positions of the keys, segment after
+    segment).
 
-    Example: lengths [3, 2] with history [-1, 0] give [3, 5] and [0, 1, 2, 0, 1, 2, 3, 4].
+    Example: lengths [3, 2] with history [-1, 0] return [3, 5] and [0, 1, 2, 0, 1, 2, 3, 4].
     """
     starts, keys = (lengths.cumsum(0) - lengths).tolist(), []
     for start, length, before in zip(starts, lengths.tolist(), history.tolist(), strict=True):
@@ -74,7 +75,7 @@ def keys_of(lengths: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(batch: Batch, i: int) -> tuple[int, int, int]:
-    """Trajectory i: its first token, the length of its prompt (0 without action tokens), its length."""
+    """Return the start of trajectory i, the length of its prompt (0 without action tokens) and its length."""
     start, end = batch.sequence_offsets[i : i + 2].tolist()
     first, last = batch.action_offsets[i : i + 2].tolist()
     return start, int(batch.action_index_T[first]) - start if first < last else 0, end - start

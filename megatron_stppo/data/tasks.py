@@ -1,7 +1,9 @@
-"""Tasks from .jsonl or .parquet in the verl schema, and a cursor that resumes exactly where it stood.
+"""Reads tasks in the verl schema from .jsonl or .parquet files, and iterates over them with a cursor whose
+position can be saved and restored.
 
 A row: {"data_source", "prompt": [{"role", "content"}], "ability", "reward_model": {"style": "rule",
-"ground_truth": {"target": [..]}}, "extra_info": {"split", "index"}}. Search-R1's files read as they are.
+"ground_truth": {"target": [..]}}, "extra_info": {"split", "index"}}. The files of Search-R1 can be used
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ROLES = ("system", "user", "assistant")
 
 
 def read(path: Path) -> tuple[Task, ...]:
-    """All tasks of a file. Raises ConfigError naming file, row (from 1), field and remedy."""
+    """Return all tasks of a file. Raises ConfigError, whose message names file, row (from 1), field and
+    remedy."""
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in readers:
         raise ConfigError(f"data={path}: {path.suffix or 'no'} suffix is not read; give .jsonl or .parquet")
@@ -52,7 +55,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _task(row: Any, where: str, number: int) -> Task:
-    """`number` is the row's index, from 0."""
+    """Return the task of a row. `number` is the row's index, from 0."""
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where}: is {type(row).__name__}, not an object; give the fields of the verl schema"
@@ -95,7 +98,7 @@ def _prompt(given: Any, where: str) -> tuple[Message, ...]:
 
 
 def _check_encodable(text: str, where: str, field: str) -> None:
-    """JSON can hold half of a surrogate pair, which is no character and has no UTF-8."""
+    """Raise ConfigError for an unpaired surrogate, which JSON can contain but UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -103,7 +106,10 @@ def _check_encodable(text: str, where: str, field: str) -> None:
 
 
 def _targets(reward_model: Any, where: str) -> tuple[str, ...]:
-    """ground_truth may be {"target": ..} or the target itself; a target one text or a list of texts."""
+    """Return the accepted answers of a row.
+
+    ground_truth may be {"target": ..} or the target itself. A target is a string or a list of strings.
+    """
     remedy = 'give {"style": "rule", "ground_truth": {"target": ["accepted answer"]}}'
     if not isinstance(reward_model, dict):
         raise _wrong(where, "reward_model", reward_model, remedy)
@@ -125,9 +131,10 @@ def _wrong(where: str, field: str, value: Any, remedy: str) -> ConfigError:
 
 
 class TaskCursor:
-    """Walks the tasks epoch after epoch; an epoch's order depends on the seed and its number only.
+    """Iterates over the tasks, epoch after epoch. The order of an epoch depends only on the seed and its
+    number.
 
-    Example: over 3 tasks, take(2) then take(2) gives the first epoch's three and the second epoch's first.
+    Example: with 3 tasks, take(2) and take(2) return the three of the first epoch and one of the second.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -137,7 +144,7 @@ class TaskCursor:
         self._epoch, self._position = 0, 0
 
     def take(self, n: int) -> list[Task]:
-        """The next n >= 0 tasks."""
+        """Return the next n >= 0 tasks."""
         taken: list[Task] = []
         while len(taken) < n:
             order = self._order()
@@ -149,7 +156,10 @@ class TaskCursor:
         return taken
 
     def state(self) -> dict[str, int]:
-        """JSON-able; restore() of it in a cursor over the same tasks continues the sequence."""
+        """Return the position as a JSON-serialisable dict.
+
+        restore() with it, in a cursor over the same tasks, continues the sequence.
+        """
         return {
             "seed": self._seed,
             "tasks": len(self._tasks),
@@ -158,7 +168,10 @@ class TaskCursor:
         }
 
     def restore(self, state: dict[str, int]) -> None:
-        """Raises ConfigError if the state was taken over another number of tasks or another seed."""
+        """Continue from a position that state() returned.
+
+        Raises ConfigError if it belongs to another number of tasks or another seed.
+        """
         for name, now in (("seed", self._seed), ("tasks", len(self._tasks))):
             if state[name] != now:
                 raise ConfigError(
@@ -169,6 +182,6 @@ class TaskCursor:
 
     def _order(self) -> list[int]:
         order = list(range(len(self._tasks)))
-        # A text seed is hashed by random itself, the same on every machine and Python.
+        # random hashes a string seed in the same way on every machine and in every Python version.
         random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order

@@ -1,8 +1,8 @@
 """Exchange of small records and flags between the ranks of a group, without pickle.
 
-Bytes travel as uint8 tensors, their length first; records travel as msgpack and are decoded into the type the
-receiver names, so nothing that arrives can be anything but data. `group=None` is the default group.
-Every function is a collective: all ranks of the group must call it, in the same order.
+Bytes are sent as uint8 tensors, after their length. Records are sent as msgpack and decoded into the type
+that the receiver gives, so that received data is never executed. `group=None` is the default group.
+Every function that takes a group is a collective: all ranks of the group must call it, in the same order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Group = dist.ProcessGroup | None
 
 
 def gather_records(records: Sequence[Record], type: type[Record], group: Group = None) -> list[list[Record]]:
-    """Every rank's records, in rank order, on every rank.
+    """Return every rank's records, in rank order, on every rank.
 
-    `type` is a frozen dataclass of numbers, strings, tuples and such dataclasses; a field annotated Any must
-    hold what JSON can (and comes back as that: a tuple there returns as a list).
-    Raises msgspec.ValidationError when a rank sent something else.
-    Example: ranks 0 and 1 give [Message("user", "a")] and [] -> [[Message("user", "a")], []].
+    type: a frozen dataclass of numbers, strings, tuples and such dataclasses. A field annotated Any must hold
+    a JSON value, and is returned as one: a tuple becomes a list.
+    Raises msgspec.ValidationError if a rank sent another type.
+    Example: [Message("user", "a")] on rank 0 and [] on rank 1 return [[Message("user", "a")], []].
     """
     payloads = all_gather_bytes(encode(list(records)), group)
     return [decode(payload, list[type]) for payload in payloads]  # type: ignore[valid-type]
@@ -35,12 +35,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(payload: bytes, type: Any) -> Any:
-    # strict=False would turn "1" into 1; what was sent must already be of the type.
+    # strict=False would convert "1" to 1; the data must already have the type.
     return msgspec.msgpack.decode(payload, type=type, strict=True)
 
 
 def broadcast_bytes(payload: bytes | None, source: int, group: Group = None) -> bytes:
-    """What group rank `source` passes, on every rank; what others pass is ignored."""
+    """Return the payload of group rank `source` on every rank. The other ranks' payloads are ignored."""
     device = _device(group)
     sender = dist.get_rank(group) == source
     if sender and payload is None:
@@ -57,7 +57,7 @@ def broadcast_bytes(payload: bytes | None, source: int, group: Group = None) -> 
 
 
 def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
-    """Every rank's payload, in rank order. Lengths may differ; shorter ones are padded on the wire."""
+    """Return every rank's payload, in rank order. Lengths may differ; shorter payloads are sent padded."""
     device, world = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(world)]
@@ -74,7 +74,7 @@ def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
-    """Every rank's payload, in rank order, on group rank 0; an empty list on the others."""
+    """Return every rank's payload, in rank order, on group rank 0, and an empty list on the others."""
     device, first = _device(group), dist.get_rank(group) == 0
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
@@ -88,21 +88,21 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """The sum over ranks, as a new tensor on `tensor`'s device; the argument is left as it was."""
+    """Return the sum over ranks, as a new tensor on the device of `tensor`, which is not changed."""
     total = tensor.detach().clone().to(_device(group))
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(tensor.device)
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """True on every rank if any rank passes True: one rank's trouble becomes everyone's decision."""
+    """Return True on every rank if any rank passes True, so that all ranks take the same decision."""
     raised = torch.tensor([int(flag)], dtype=torch.int32, device=_device(group))
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
     return bool(int(raised))
 
 
 def _device(group: Group) -> torch.device:
-    """NCCL moves device memory only; every other backend takes host memory."""
+    """Return the device of the tensors to send: the GPU for NCCL, the host for every other backend."""
     nccl_only = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
 

@@ -1,10 +1,10 @@
-"""Lets megatron-core run on a machine without a CUDA device, over gloo.
+"""Makes megatron-core work on a machine without a CUDA device, over gloo.
 
-megatron-core asks torch.cuda for the current device, streams, events and random state, passes device="cuda"
-to tensor factories, and checks parameter types by their CUDA name. `install()` answers those questions for
-the CPU, and nothing more: `torch.cuda.is_available()` stays False, and the numbers come from the same
-megatron code as on a GPU. It must run after vLLM is imported (vLLM probes torch.cuda while it loads) and
-before megatron is. With device="meta" tensors have shapes and no memory: a dry run.
+megatron-core gets the current device, streams, events and random state from torch.cuda, passes device="cuda"
+to tensor factories, and checks parameter types by their CUDA names. `install()` replaces these functions, and
+no others, by CPU versions: `torch.cuda.is_available()` still returns False, and results are computed by the
+same megatron code as on a GPU. Call it after vLLM is imported (vLLM checks torch.cuda during its import) and
+before megatron is imported. With device="meta", tensors have shapes but no memory, for a dry run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CUDA_TYPE_NAMES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
-_installed = False  # torch.cuda is one per process, and so is its substitution
+_installed = False  # global, because torch.cuda is replaced for the whole process
 
 
 class Stream:
-    """A stream that is always drained: the CPU executes in program order."""
+    """A stream without pending work: the CPU executes operations in program order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
@@ -54,7 +54,7 @@ class Stream:
 
 
 class Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: Any = None) -> None: ...
@@ -80,9 +80,9 @@ def needed() -> bool:
 
 
 def install(device: str = "cpu") -> None:
-    """Substitutes torch.cuda's answers once; `device` ("cpu" or "meta") is what it answers for.
+    """Replace functions of torch.cuda and torch by versions for `device` ("cpu" or "meta").
 
-    Raises RuntimeError on a CUDA machine, twice, or after megatron.
+    Raises RuntimeError if there is a CUDA device, if it was called before, or if megatron is imported.
     """
     global _installed
     if not needed():
@@ -103,12 +103,12 @@ def install(device: str = "cpu") -> None:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    # torch's lazy-initialisation hooks, imported by name there: nothing is lazy on a CPU
+    # torch's hooks for lazy initialisation, which megatron imports by name; a CPU needs no initialisation
     megatron_random._lazy_call = lambda callback, **kwargs: callback()
     megatron_random._lazy_init = lambda: None
-    # split sizes reach an all-to-all as numpy arrays only by way of a copy from the device
+    # an all-to-all needs its split sizes as numpy arrays; megatron makes these only when it copies from a GPU
     dispatcher.maybe_move_tensor_to_cpu = _as_moved
-    # made here, because vLLM's workers put a Stream of their own into torch.cuda that records no event
+    # created here, because vLLM's workers replace torch.cuda.Stream by a class that does not record events
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = Stream()
 
 
@@ -138,7 +138,7 @@ def _substitute_streams() -> None:
 
 def _substitute_random_state() -> None:
     cuda: Any = torch.cuda
-    for module in (cuda, cuda.random):  # one object each: dynamo refuses an object with two names
+    for module in (cuda, cuda.random):  # two objects, because dynamo rejects one object under two names
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
@@ -147,7 +147,7 @@ def _substitute_random_state() -> None:
 
 
 def _substitute_factories(device: str) -> None:
-    # Plain wrappers, not a TorchFunctionMode: a mode would tax every operation of the engine too.
+    # Wrappers instead of a TorchFunctionMode, which would also slow down every operation of the engine.
     for name in FACTORIES:
         setattr(torch, name, _instead_of_cuda(getattr(torch, name), device))
 
@@ -175,7 +175,10 @@ def _substitute_type_names() -> None:
 
 
 def _substitute_uneven_collectives() -> None:
-    """NCCL gathers and scatters pieces of different sizes, gloo only by an all-to-all."""
+    """Implement all_gather and reduce_scatter with pieces of different sizes by an all-to-all.
+
+    NCCL supports different sizes in these collectives, but gloo does not.
+    """
     dist: Any = torch.distributed
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 

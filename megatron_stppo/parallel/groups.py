@@ -1,4 +1,4 @@
-"""The process groups of one run: megatron's own, and this rank's place in them."""
+"""The process groups of a run, which megatron creates, and this rank's position in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from megatron_stppo.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class MeshRank:
-    """Where this rank stands. Example: rank 3 of 4 with tensor=2, pipeline=2 is tensor rank 1, pipeline rank
-    1."""
+    """The position of this rank in the device mesh.
+
+    Example: rank 3 of 4 with tensor=2, pipeline=2 is tensor rank 1 and pipeline rank 1.
+    """
 
     rank: int
     world: int
@@ -47,24 +49,27 @@ class MeshRank:
 
     @property
     def token_group(self) -> dist.ProcessGroup:
-        """The ranks that share out a batch's tokens: data x context parallel."""
+        """The ranks among which a batch's tokens are divided: data x context parallel."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def carry_bytes() -> bool:
-    """False in a dry run, whose process groups only have ranks and sizes."""
+    """Return whether the process groups can transfer data. In a dry run they only have ranks and sizes."""
     return dist.get_backend() != "fake"
 
 
 def replace(parallel: ParallelConfig) -> MeshRank:
-    """Other groups in place of those that there are. Models built on the former are of no use then."""
+    """Replace the process groups by those of `parallel`. Models built on the old groups become unusable."""
     parallel_state.destroy_model_parallel()
     return initialize(parallel)
 
 
 def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> MeshRank:
-    """Splits the default process group into megatron's groups; once per process. `timeout`: of each of their
-    operations. Raises ConfigError if the ranks do not suffice."""
+    """Split the default process group into megatron's groups. Call it once per process.
+
+    timeout: the timeout of each collective of these groups.
+    Raises ConfigError if the number of ranks does not fit the layout.
+    """
     layout = Layout.of_world(dist.get_world_size(), parallel)
     parallel_state.initialize_model_parallel(
         layout.tensor,
@@ -75,7 +80,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
         create_gloo_process_groups=carry_bytes(),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)  # megatron asks for a state; nothing random is left
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # required by megatron; nothing random uses it
     ps = parallel_state
     return MeshRank(
         rank=dist.get_rank(),

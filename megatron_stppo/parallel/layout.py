@@ -1,8 +1,9 @@
-"""Where each rank stands in the mesh tensor x context x data x pipeline, as arithmetic: no torch, no group.
+"""Computes each rank's coordinates in the device mesh tensor x context x data x pipeline.
 
-The rank order is megatron-core's default "tp-cp-ep-dp-pp": the tensor axis runs fastest, then context, data,
-and pipeline, so a tensor-parallel group is a run of neighbouring ranks on one node. Expert parallelism shares
-out the ranks of context x data once more, context running fastest.
+This is arithmetic only, without torch or process groups. The rank order is megatron-core's default
+"tp-cp-ep-dp-pp": the tensor axis varies fastest, then context, data and pipeline, so a tensor-parallel group
+consists of neighbouring ranks on one node. Expert parallelism divides the ranks of context x data a second
+time, with context varying fastest.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh's axes.
+    """The sizes of the mesh's axes.
 
-    Example: Layout(tensor=2, pipeline=2, data=3) has 12 ranks; rank 9 = 1 + 2 * (1 + 3 * 1) stands at
+    Example: Layout(tensor=2, pipeline=2, data=3) has 12 ranks. Rank 9 = 1 + 2 * (1 + 3 * 1) has
     Coordinates(tensor=1, pipeline=1, data=1).
     """
 
@@ -34,12 +35,15 @@ class Layout:
     context: int = 1
     expert: int = 1  # divides context * data
     virtual: int = 1  # model chunks per pipeline rank
-    first_stage_layers: int | None = None  # None: as many as the stages in between
-    last_stage_layers: int | None = None
+    first_stage_layers: int | None = None  # None: as many as a middle stage
+    last_stage_layers: int | None = None  # None: as many as a middle stage
 
     @classmethod
     def of_world(cls, world: int, parallel: ParallelConfig) -> Layout:
-        """The layout whose data axis takes the ranks that are left. Raises ConfigError if some remain."""
+        """Return the layout of `world` ranks; the data axis has the ranks that the other axes leave.
+
+        Raises ConfigError if `world` is not divisible by the sizes of the other axes.
+        """
         p = parallel
         taken = p.tensor * p.context * p.pipeline
         data, rest = divmod(world, taken)
@@ -60,7 +64,7 @@ class Layout:
 
     @staticmethod
     def fits(world: int, parallel: ParallelConfig) -> bool:
-        """Whether of_world() accepts this number of ranks."""
+        """Return whether of_world() accepts this number of ranks."""
         p = parallel
         data, rest = divmod(world, p.tensor * p.context * p.pipeline)
         return data > 0 and not rest and p.context * data % p.expert == 0
@@ -80,12 +84,13 @@ class Layout:
         return at.tensor + self.tensor * (at.context + self.context * (at.data + self.data * at.pipeline))
 
     def expert_rank(self, rank: int) -> int:
-        """Which part of the experts a rank holds."""
+        """Return the index, in 0 .. expert - 1, of the part of the experts that a rank holds."""
         at = self.coordinates(rank)
         return (at.context + self.context * at.data) % self.expert
 
     def stage_sizes(self, layers: int) -> list[int] | None:
-        """Layers per pipeline rank, all chunks together; None if they cannot be shared out so."""
+        """Return the number of layers of each pipeline rank, summed over its chunks; None if the layers
+        cannot be divided in this way."""
         ends = (self.first_stage_layers, self.last_stage_layers)
         if self.pipeline == 1:
             sizes = [layers] if ends == (None, None) else None
@@ -101,8 +106,10 @@ class Layout:
         return None if any(size % self.virtual for size in sizes) else sizes
 
     def chunks(self, layers: int, stage: int) -> list[range]:
-        """The layers of a pipeline rank's model chunks. Example: 8 layers on 2 ranks of 2 chunks give rank 0
-        [0, 2) and [4, 6)."""
+        """Return the layers of each model chunk of a pipeline rank.
+
+        Example: with 8 layers on 2 pipeline ranks of 2 chunks, rank 0 has the layers [0, 2) and [4, 6).
+        """
         sizes = self.stage_sizes(layers)
         assert sizes is not None, (layers, self)
         before, own = sum(sizes[:stage]) // self.virtual, sizes[stage] // self.virtual
