@@ -39,6 +39,8 @@ class Refused(RuntimeError):
 
 @dataclass
 class Save:
+    """One checkpoint to write: what it contains, where it goes, and the result of run()."""
+
     scratch: Path
     final: Path
     copies: dict[str, HostCopy]  # by role

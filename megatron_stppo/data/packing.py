@@ -20,7 +20,7 @@ class Microbatch:
     Under context parallelism this is one rank's share of the tokens (see context.py), and T are the action
     tokens that are predicted from this share; sequence_offsets and whole_* describe the shares of all ranks
     together. Under sequence parallelism, dummy tokens at the end make P divisible by the size of the tensor
-    axis.
+    axis. If prompts are shared, sequence_offsets and lengths describe segments (see prompts.py).
     """
 
     tokens_P: Tensor  # int64
@@ -52,9 +52,8 @@ class PackingSpec:
     """
 
     budget: int  # tokens of a microbatch on one rank; a longer trajectory is a microbatch of its own
-    multiple: int = (
-        1  # P is padded to a multiple of this: the tensor-parallel size under sequence parallelism
-    )
+    # P is padded to a multiple of this: the tensor-parallel size under sequence parallelism
+    multiple: int = 1
     context_rank: int = 0
     context_size: int = 1
     in_step: int = 1  # the number of microbatches is a multiple of this; added ones hold only dummy tokens

@@ -53,11 +53,13 @@ class Storages:
         self.here = True
 
     def find(self) -> list[torch.UntypedStorage]:
+        """Return the storages to move, each once."""
         staying = {tensor.untyped_storage()._cdata for tensor in self._besides()}
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
         return [storage for key, storage in found.items() if key not in staying]
 
     def leave(self) -> None:
+        """Offload the storages to the host and free their device memory."""
         if not self.here:
             return
         self.here, self._storages = False, self.find()
@@ -74,6 +76,7 @@ class Storages:
             storage.resize_(0)
 
     def come(self) -> None:
+        """Allocate the storages on the device again and restore their contents."""
         if self.here:
             return
         self.here = True
