@@ -1,4 +1,4 @@
-"""What an iteration's trajectories and batch look like, in numbers for metrics.jsonl."""
+"""Metrics of an iteration's trajectories and batch for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ def outcomes(trajectories: Sequence[Trajectory]) -> Counter[str]:
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Field by field. Example: [{"a": 1}, {"a": 3}] gives {"a": 2}."""
+    """Return the mean of each field over the rows. Example: [{"a": 1}, {"a": 3}] gives {"a": 2}."""
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
 
 
 def describe(trajectories: Sequence[Trajectory], batch: Batch, version: int) -> dict[str, Any]:
-    """Reward, behaviour and train/serve mismatch of a scored batch that policy `version` is updated on.
-    Equal on all ranks."""
+    """Return reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks.
+
+    version: the policy version that is updated on the batch.
+    """
     return describe_rollouts(trajectories, version) | describe_batch(batch)
 
 
 def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
-    """Reward and behaviour, and how many versions of the policy ago it was written; 0 where nothing was."""
+    """Return metrics of reward and behaviour, and the staleness of the turns.
+
+    Staleness is `version` minus the policy version that generated the turn. Metrics are 0 if there is nothing
+    to average.
+    """
     counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
     turns = [turn for t in played for turn in t.turns]
     lengths = sorted(sum(len(turn.token_ids) for turn in t.turns) for t in played) or [0]
@@ -58,7 +64,7 @@ def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[
 
 
 def describe_batch(batch: Batch) -> dict[str, Any]:
-    """What a scored batch tells without its trajectories."""
+    """Return the metrics of a scored batch that do not need its trajectories."""
     live_T = batch.live_T
     assert batch.old_logprob_T is not None
     mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
@@ -89,6 +95,6 @@ def _variance(x: Tensor) -> float:
 
 
 def _explained(value: Tensor, target: Tensor) -> float:
-    """1 - Var[return - value] / Var[return]; 0 where returns do not vary."""
+    """Return the explained variance 1 - Var[return - value] / Var[return]; 0 if the returns do not vary."""
     spread = float(target.var()) if len(target) > 1 else 0.0
     return 1 - float((target - value).var()) / spread if spread > 0 else 0.0

@@ -1,4 +1,4 @@
-"""One rank's share of the models, without the engine: all that scoring and updating need."""
+"""One rank's share of the models without the engine: everything that scoring and updating need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Learner:
     config: Config
     mesh: MeshRank
     shape: ModelShape
-    policy: list[build.TokenModel]  # what an engine would serve
+    policy: list[build.TokenModel]  # the model that an engine serves
     actor: Trainer | None  # the policy with its optimizer; None for evaluation
     critic: Trainer | None  # None for group-normalised advantages, and for evaluation
     reference: list[build.TokenModel] | None  # None without a KL penalty
@@ -35,11 +35,11 @@ class Learner:
         return {role: trainer for role, trainer in given.items() if trainer is not None}
 
     def train(self, phase: Phase) -> None:
-        """Brings back what the phase needs."""
+        """Load what the phase needs from host memory and offload the rest."""
         self.offloader.to(phase)
 
     def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
-        """What follows the last layer of actor or reference."""
+        """Return the head that computes log-probs from the last layer of actor or reference."""
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
         return PolicyHead.of(model, self.mesh, self.shape.vocab, *settings)
@@ -48,7 +48,10 @@ class Learner:
 def build_learner(
     config: Config, shape: ModelShape, mesh: MeshRank, dtype: torch.dtype, training: bool = True
 ) -> Learner:
-    """Collective. `training=False` leaves optimizers, critic and reference out."""
+    """Build the models of this rank. Collective.
+
+    `training=False` leaves optimizers, critic and reference out.
+    """
     actor = critic = reference = None
     if training:
         actor = build.trainer("actor", shape, config, mesh, dtype)

@@ -1,8 +1,9 @@
-"""The training loop: one line per stage, in the paper's order.
+"""The training loop, with the stages in the paper's order.
 
 rollout  ->  score  ->  advantage  ->  update  ->  reshard  ->  (rollout)
 
-Row k of metrics.jsonl is iteration k: rollouts written by policy version k - 1, and evaluate/* of version k.
+Row k of metrics.jsonl describes iteration k. Policy version k - 1 generated its rollouts; evaluate/* are of
+version k.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ from megatron_stppo.worker import Worker, assemble, rollout_settings, seed_of
 
 
 def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNotice) -> None:
-    """Runs to run.iterations, from the newest checkpoint if there is one and `resume`. Collective. Raises
-    Requeue, after a checkpoint, if any rank was given notice before the last iteration or tools stay away."""
+    """Train up to iteration run.iterations. Collective.
+
+    With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
+    preemption notice before the last iteration, or if tools stay unreachable, a checkpoint is saved and
+    Requeue is raised.
+    """
     run, leave = config.run, False
     cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
     rank, sampling, preset = process.rank(), rollout_settings(config), config.algorithm.preset
-    reporting = reporters(config, rank)  # a port that is taken ends the run before anything is built
+    reporting = reporters(config, rank)  # a port that is in use fails before anything is built
     reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
     worker = assemble(config, resume=resume)
     saver = saving.Saver(run.folder / "checkpoints", config, worker.mesh.layout)
@@ -58,7 +63,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     with console.timed("first reshard", rank == 0):
         worker.serve(version=first)
     leaving = partial(_leaving, worker, saver, observer)
-    # what a checkpoint of the last finished iteration holds
+    # the state that a checkpoint of the last finished iteration holds
     state = {"iteration": first, "cursor": cursor.state()} | guard.state()
     if run.evaluate_every and first == 0:
         with observer.phase("evaluate"), leaving(state):
@@ -73,16 +78,16 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done := iteration + 1, played)
         warn(f"iteration {done}", played, rank)
-        # score: what actor, reference and critic say about the action tokens
+        # score: log-probs by actor and reference, values by the critic
         with observer.phase("score"):
             worker.train("score")
             batch = score(worker, to_batch(played), iteration)
-        # advantage: credit to action tokens
+        # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played)
             batch = estimate(batch, config.algorithm, group_N)
             hold = not has_signal(batch, config.algorithm, group_N)
-        # update: ST-PPO on actor and critic
+        # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             worker.train("update")
             row, last_logprob_T = update(worker, batch, iteration, hold)
@@ -91,7 +96,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
         _check(worker, row)
-        # reshard: the engine takes over the actor's weights
+        # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"):
             worker.serve(version=done)
         state = {"iteration": done, "cursor": cursor.state()} | guard.state()
@@ -100,7 +105,8 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
                 row |= held_out(worker)
         observer.log(done, row)
         leave = notice.due(any_rank) and done < run.iterations
-        # last, so that all it resumes after has been reported; its seconds count to the next row
+        # The checkpoint comes after observer.log, so that a run never resumes after an iteration that was not
+        # reported. The seconds of the checkpoint are reported in the next row.
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with observer.phase("checkpoint"):
                 worker.train("checkpoint")
@@ -125,8 +131,11 @@ def _leaving(
     state: dict[str, Any],
     row: dict[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Around episodes. Where tools stay away, saves the checkpoint that `state` belongs to, after writing
-    `row` if that is still to be written, and raises Requeue. Collective."""
+    """Context for playing episodes: turns ToolsStayAway into a saved checkpoint and Requeue. Collective.
+
+    state: the state that the checkpoint is saved with. row: metrics of that iteration, if they are not
+    reported yet; they are reported before the checkpoint is saved.
+    """
     try:
         yield
     except ToolsStayAway as away:
@@ -144,20 +153,23 @@ def _leaving(
 
 
 def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
-    """The iteration to go on from: 0 without a checkpoint."""
+    """Load the newest checkpoint and return its iteration; return 0 if there is none."""
     state = saver.load(worker.trainers)
     if state is None:
         return 0
-    if "cursor" in state:  # a converted model has none of what follows
+    if "cursor" in state:  # absent in the checkpoint of a converted model
         cursor.restore(state["cursor"])
         guard.restore(state)
     return int(state["iteration"])
 
 
 def _check(worker: Worker, row: dict[str, Any]) -> None:
-    """Ends the run where going on would only waste devices. Equal on all ranks, because the row is."""
+    """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
+
+    The row is equal on all ranks, so all ranks raise together.
+    """
     difference, limit = row["mismatch/mean_abs"], worker.config.rollout.max_mismatch
-    if difference > limit:  # NaN was refused by the update, and counted
+    if difference > limit:  # NaN passes: the update has skipped and counted it
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
             "the engine does not serve the trainer's weights, or in another precision"

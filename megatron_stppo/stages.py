@@ -1,4 +1,4 @@
-"""Score and update of a whole batch, whoever played it: the training loop and the replay share them."""
+"""Scoring and update of a whole batch, shared by the training loop and replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from megatron_stppo.update.ratios import Ratios
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
-    """What actor, reference and critic say about the action tokens. Collective."""
+    """Return the batch with the log-probs of actor and reference and the critic's values filled. Collective.
+
+    Log-probs of the reference and values are computed only if the learner has these models. The actor's
+    recorded expert routes are filled too, if they are recorded.
+    """
     update, actor, reference = learner.config.update, learner.actor, learner.reference
     assert actor is not None
     first_epoch = minibatches(len(batch.live_N), update.minibatches, learner.config.run.seed, iteration, 0)
@@ -49,14 +53,16 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
 def update(
     learner: Learner, batch: Batch, iteration: int, hold: bool = False
 ) -> tuple[dict[str, float], Tensor | None]:
-    """Every minibatch of every epoch: one step of the actor, one of the critic. Collective. With `hold` the
-    actor's are computed and reported, but not made: for a batch whose rewards carry no signal.
+    """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
 
-    The mean of what they report; and the log-probs that the last epoch computed, each before the step on its
-    minibatch: float32 [T] on the host, equal on every rank.
+    Return the mean of the steps' metrics, and the log-probs that the last epoch computed: float32 [T] on the
+    host, equal on every rank. Those of a minibatch are computed before the step on it.
 
-    A batch with a number that is not finite, on any rank, is refused as a whole: whitening would spread it
-    over all advantages. That counts as one skipped step of each model, and gives no log-probs.
+    hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
+    whose rewards carry no signal.
+    If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
+    would spread that number over all advantages. This counts as one skipped step of each model, and None is
+    returned instead of log-probs.
     """
     if any_rank(bool(not_finite(batch))):
         for trainer in learner.trainers.values():
@@ -66,7 +72,7 @@ def update(
     steps = list(_steps(learner, batch, iteration, ratios, hold))
     if learner.config.algorithm.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
-    # first_kl_to_old: 0, or scores and updates differ
+    # first_kl_to_old is not 0 only if scoring and update compute different log-probs
     row = mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
     return row, ratios.last_logprob_T
 
@@ -77,7 +83,7 @@ def _steps(
     config, a, actor = learner.config, learner.config.algorithm, learner.actor
     assert actor is not None
     head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
-    valued = with_observations(batch) if a.gae_observations else batch  # what the critic sees
+    valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     for epoch in range(config.update.epochs):
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)

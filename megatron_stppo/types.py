@@ -1,8 +1,8 @@
-"""The records that the stages hand to each other.
+"""Records that the stages of training exchange.
 
 Conventions
-- A trajectory is a prompt, then alternating turns (tokens the policy wrote) and observations (tokens the
-  environment wrote). Only turn tokens are *action tokens*.
+- A trajectory is a prompt, followed by alternating turns and observations. The policy generated the tokens of
+  a turn; the environment wrote the tokens of an observation. Only turn tokens are *action tokens*.
 - Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations), S turns, N trajectories,
   R everything after the prompts (turns and observations).
 - Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 Outcome = Literal["ok", "wrong", "truncated", "error", "timeout"]
-# error and timeout are the environment's failures, not the policy's: such trajectories carry no loss.
+# error and timeout are failures of the environment, not of the policy. Such trajectories carry no loss.
 FAILED: frozenset[str] = frozenset({"error", "timeout"})
 
 
@@ -46,14 +46,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens the policy emitted in one generation, and what the environment answered.
+    """Tokens that the policy generated in one call of the engine, and the environment's answer to them.
 
     Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, 4): two action tokens written by policy version 4,
     then three observation tokens.
     """
 
     token_ids: tuple[int, ...]  # n >= 1, exactly as the engine emitted them
-    rollout_logprob: tuple[float, ...]  # n, what the engine reported, natural log
+    rollout_logprob: tuple[float, ...]  # n, reported by the engine, natural log
     observation_ids: tuple[int, ...]  # m >= 0
     reward: float
     policy_version: int
@@ -61,9 +61,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A whole episode.
+    """A whole episode: prompt, turns and outcome.
 
-    Example: a 2-token prompt, a 3-token turn answered by 4 observation tokens and a 1-token turn have
+    Example: a 2-token prompt, a 3-token turn, its observation of 4 tokens and a 1-token turn have
     2+3+4+1 = 10 tokens, 4 action tokens at positions 2, 3, 4 and 9, and turn offsets (0, 3, 4).
     """
 
@@ -74,8 +74,8 @@ class Trajectory:
     group: int = 0  # trajectories of one task in one iteration share a group
     searches: int = 0  # environment calls made (tool use)
     valid_actions: int = 0  # turns the environment could parse
-    detail: str = ""  # one line for people: the extracted answer, or what failed
-    overlong_prompt: int = 0  # tokens of a prompt that was too long to be played; 0 for every other one
+    detail: str = ""  # one readable line: the extracted answer, or what failed
+    overlong_prompt: int = 0  # length in tokens of a prompt too long to be played; 0 if the prompt fits
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Batch:
-    """Trajectories packed end to end, without padding. All tensors on one device.
+    """Trajectories packed end to end, without padding. All tensors are on one device.
 
     Example: the trajectory above alone gives tokens_P of 10 entries, position_P = 0..9,
     sequence_offsets = [0, 10], action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4],
@@ -117,20 +117,21 @@ class Batch:
     action_offsets: torch.Tensor  # [N+1] into T
     action_index_T: torch.Tensor  # int64 into P
     live_N: torch.Tensor  # bool; False for trajectories that carry no loss (error, timeout)
-    rollout_logprob_T: torch.Tensor  # float32, what the engine reported
+    rollout_logprob_T: torch.Tensor  # float32, reported by the engine
     reward_T: torch.Tensor  # float32; outcome reward on the last action token
-    old_logprob_T: torch.Tensor | None = None  # float32, the trainer's policy at the start of the iteration
+    old_logprob_T: torch.Tensor | None = None  # float32, by the trainer's policy at the iteration's start
     reference_logprob_T: torch.Tensor | None = None
     value_T: torch.Tensor | None = None
-    # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that the update must use; None: its own
+    # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that the update must use. If None, the
+    # update routes the tokens itself.
     routes_P: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None
-    # float32; where GAE takes observations in (data/observed.py), else None
+    # float32; only if GAE includes observation tokens (data/observed.py), else None
     value_R: torch.Tensor | None = None
     return_R: torch.Tensor | None = None
 
     @property
     def live_T(self) -> torch.Tensor:
-        """bool [T]: action tokens that carry loss."""
+        """Mask of the action tokens that carry loss, bool [T]."""
         return self.live_N.repeat_interleave(self.action_offsets.diff())

@@ -1,5 +1,4 @@
-"""Builds what a run works with, in the order that its parts demand: ranks, engine, models, reshard,
-environment."""
+"""Worker of one rank, and its assembly: process groups, environment, engine, models, reshard."""
 
 from __future__ import annotations
 
@@ -36,7 +35,10 @@ from megatron_stppo.validation import checks
 
 @dataclass
 class Worker(Learner):
-    """One rank's share of everything. The reshard is replaced when the engine is."""
+    """One rank's share of a run: models, engine, reshard and environment.
+
+    If the engine is rebuilt, the reshard is replaced too.
+    """
 
     engine: Engine
     reshard: Resharder
@@ -45,23 +47,23 @@ class Worker(Learner):
     failures: FailureLimit
 
     def close(self) -> None:
-        dist.barrier()  # a rank that left early would break the others' last messages
+        dist.barrier()  # a rank that exits early would break collectives of the others
         self.engine.close()
         process.stop()
 
     def serve(self, version: int) -> None:
-        """Wakes the engine and brings it to the policy's weights."""
+        """Wake the engine and copy the policy's weights to it, as policy version `version`."""
         self.offloader.to("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
         self.engine.wake_weights()
         self.reshard.sync(version)
         self.offloader.to("rollout")
-        torch.cuda.empty_cache()  # the reshard's buffers, before the key-value cache takes its share
+        torch.cuda.empty_cache()  # free the reshard's buffers before the key-value cache is allocated
         self.engine.wake()
         self.engine.refresh()
 
     def train(self, phase: Phase) -> None:
-        """Puts the engine to sleep and brings back what the phase needs."""
+        """Put the engine to sleep and load what the phase needs from host memory."""
         self.engine.sleep()
         super().train(phase)
 
@@ -73,10 +75,12 @@ class Worker(Learner):
         seed: int,
         progress: Progress | None = None,
     ) -> list[Trajectory]:
-        """`samples` episodes of each task, dealt over the engine replicas; the same list on every rank.
+        """Play `samples` episodes of each task and return the trajectories, the same list on every rank.
 
-        Where vLLM fails, a new engine plays all of them again: the same tokens, since seeds are the same.
-        Raises DoNotRestart or EngineFailure where that is pointless (Restarts), and TooManyFailures.
+        The episodes are divided over the engine replicas. If vLLM fails, a new engine plays all episodes
+        again and generates the same tokens, because the seeds are the same.
+        Raises DoNotRestart or EngineFailure if a new engine would not help (see Restarts), and
+        TooManyFailures.
         """
         while True:
             try:
@@ -89,12 +93,15 @@ class Worker(Learner):
             self._renew_engine()
 
     def _renew_engine(self) -> None:
-        """A new engine, at the version that the failed one served. Traffic waits for the reshard's checks."""
+        """Replace the engine by a new one with the policy version that the failed one served.
+
+        No request is sent before the reshard's checks have passed.
+        """
         version = self.reshard.published()
         del self.reshard  # it holds the failed engine's weights
         self.engine.rebuild()
-        self.engine.sleep()  # as a first engine does: the reshard leaves no room for a key-value cache
-        self.offloader.to("reshard")  # views of the policy's weights are taken
+        self.engine.sleep()  # as after the first build: a reshard needs the key-value cache's memory
+        self.offloader.to("reshard")  # the new reshard takes views of the policy's weights
         self.reshard = _resharder(self.config, self.mesh, self.shape, self.policy, self.engine)
         self.serve(version)
 
@@ -127,7 +134,10 @@ class Worker(Learner):
 
 
 def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:
-    """The configuration's sampling; `temperature` replaces it for evaluation."""
+    """Return the configured rollout settings.
+
+    temperature: for evaluation, replaces the configured temperature; top_p is then 1.
+    """
     r, e = config.rollout, config.environment
     settings = RolloutSettings(
         limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
@@ -142,15 +152,17 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
 
 
 def seed_of(run: RunConfig, iteration: int) -> int:
-    """Of an iteration's rollouts."""
+    """Return the random seed for the rollouts of `iteration`."""
     return run.seed * 1_000_003 + iteration
 
 
 def assemble(config: Config, training: bool = True, resume: bool = False) -> Worker:
-    """Collective. `training=False` leaves optimizers, critic and reference out; `resume` waits for tools that
-    are away.
+    """Build and return the worker of this rank. Collective.
 
-    Raises ConfigError for what does not fit, before anything large is built, and ToolsStayAway.
+    training: False leaves optimizers, critic and reference out. resume: wait for unreachable tools.
+    Raises ConfigError, before anything large is built, if the configuration does not fit the model or the
+    world size, or if a tool is unreachable without `resume`. Raises ToolsStayAway if tools stay unreachable
+    with `resume`.
     """
     shape = read_shape(config.model.path)
     checks.check_parallel(config, process.world_size())
@@ -159,7 +171,7 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
     make_environment = open_environment(config.environment, resume)
     with timed("engine", mesh.rank == 0):
         engine = _engine(config, dtype)
-        engine.sleep()  # its memory is the trainer's until the first reshard
+        engine.sleep()  # the trainer uses its memory until the first reshard
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype, training)
     reshard = _resharder(config, mesh, shape, learner.policy, engine)
@@ -172,7 +184,10 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
 def _resharder(
     config: Config, mesh: MeshRank, shape: ModelShape, policy: list[build.TokenModel], engine: Engine
 ) -> Resharder:
-    """From the policy to the engine, which from now on generates with what it publishes only."""
+    """Build the reshard from the policy to the engine.
+
+    From now on the engine generates only with weights that this reshard has published.
+    """
     reshard = Resharder(
         build.named_parameters(policy),
         engine.parameters(),

@@ -1,4 +1,4 @@
-"""Credit to action tokens: advantages and returns of a batch."""
+"""Advantages and returns of the action tokens of a batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.types import Batch
 
-EPSILON = 1e-8  # beside a variance: keeps the division finite
+EPSILON = 1e-8  # added to a variance; keeps the division finite
 
 
 def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
-    """The batch with advantage_T and, for GAE, return_T filled, float32; both 0 on trajectories that failed.
+    """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
 
-    With gae_observations return_R is filled too, and whitening is over observations as well.
+    With gae_observations, return_R is filled too, and whitening includes the observation tokens.
 
-    group_N: int64 [N], equal for the trajectories of one task. The batch is the whole iteration's, on every
-    rank, so nothing is reduced here.
-    Raises ValueError where what the settings need (values, log-probs) is missing from the batch.
+    group_N: int64 [N], equal for the trajectories of one task. Every rank holds the batch of the whole
+    iteration, so no collective is needed.
+    Raises ValueError if the batch lacks values or log-probs that the settings need.
     """
     if algorithm.gae_observations:
         whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
@@ -38,9 +38,9 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage != "gae":
-        # The environment's outcomes alone are normalised: in a group where they are equal, normalising the KL
-        # penalty would blow its noise up to advantages of size 1. A token's penalty and those still to come
-        # in its trajectory are subtracted afterwards, as GAE has them at gamma = lam = 1.
+        # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
+        # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
+        # of the later tokens of its trajectory are added afterwards, as in GAE with gamma = lam = 1.
         outcome_N = outcomes(batch.reward_T, batch.action_offsets)
         advantage_N = group_relative(outcome_N, group_N, batch.live_N, algorithm.advantage == "group")
         penalty_T = (reward_T - batch.reward_T).float()
@@ -56,13 +56,14 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
 
 
 def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> bool:
-    """Whether the environment's rewards tell live trajectories apart: those of the batch for GAE, those of a
-    group for a group's advantage.
+    """Return whether the environment's rewards differ between live trajectories.
 
-    Without that, entropy bonus, KL penalty and the critic's noise are all that is left of the actor's
-    gradient, and Adam, which is invariant to its size, makes full steps of them. At gamma below 1 GAE tells
-    equal rewards apart by when they come.
-    Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, and none for advantage="group".
+    For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
+    Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
+    noise. Adam is invariant to the gradient's size and would make full steps along it. With GAE and
+    gamma < 1, equal nonzero rewards count as a signal too, because they are discounted by when they arrive.
+
+    Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, but not for advantage="group".
     """
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
@@ -72,11 +73,12 @@ def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> boo
 
 
 def group_relative(outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalised: bool) -> Tensor:
-    """float64 [N]: outcome - mean over the live trajectories of the group, divided by their deviation where
-    `normalised`; 0 for failed ones.
+    """Return each trajectory's outcome minus the mean of its group's live trajectories, float64 [N].
 
-    A group whose live outcomes are all equal, or that has one, teaches nothing: 0. The standard deviation is
-    the population's, so that two outcomes (0, 1) become (-1, 1); without it (-1/2, 1/2).
+    With `normalised` it is divided by the group's population standard deviation. The result is 0 for failed
+    trajectories, and for groups with a single live trajectory or with equal live outcomes.
+
+    Example: two outcomes (0, 1) become (-1, 1) if normalised, else (-1/2, 1/2).
     """
     groups, of_N = torch.unique(group_N, return_inverse=True)
     live = live_N.double()
@@ -88,14 +90,17 @@ def group_relative(outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalise
 
     centred_N = outcome_N.double() - group_mean(outcome_N.double())
     variance_N = group_mean(centred_N.square())
-    flat_N = variance_N <= 1e-12 * (1 + group_mean(outcome_N.double().square()))  # equal but for rounding
+    flat_N = variance_N <= 1e-12 * (1 + group_mean(outcome_N.double().square()))  # equal up to rounding
     if normalised:
         centred_N = centred_N / (variance_N + EPSILON).sqrt()
     return centred_N.masked_fill(flat_N | ~live_N, 0)
 
 
 def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the live action tokens of the global batch; 0 on the others."""
+    """Return the advantages with mean 0 and variance 1 over the live action tokens; 0 for the others.
+
+    advantage_T: the action tokens of the global batch.
+    """
     live = advantage_T[live_T].double()
     count = max(len(live), 1)
     centred_T = advantage_T.double() - live.sum() / count
@@ -117,13 +122,13 @@ def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Te
 
 
 def _rewards_vary(batch: Batch) -> bool:
-    """Whether live trajectories of the global batch differ in the environment's reward.
+    """Return whether the environment's reward differs between live trajectories of the global batch.
 
-    Without that, whitening would blow the critic's noise up to advantages of size 1.
+    If it does not, whitening would scale the critic's noise up to advantages of size 1.
     """
     reward = outcomes(batch.reward_T, batch.action_offsets)[batch.live_N]
     count, total, squares = float(len(reward)), float(reward.sum()), float(reward.square().sum())
     if count == 0:
         return False
-    # what is below is the rounding of the two terms it is the difference of
+    # a smaller difference may be the rounding error of its two terms
     return bool(squares / count - (total / count) ** 2 > 1e-12 * squares / count)

@@ -1,4 +1,4 @@
-"""Per-token rewards as the advantages see them: the environment's, less the KL penalty."""
+"""Per-token rewards that the advantages are computed from: the environment's rewards minus the KL penalty."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_stppo.types import Batch
 
 
 def with_kl_penalty(batch: Batch, coefficient: float, estimator: KLEstimator = "k1") -> Tensor:
-    """float32 [T]: reward_T - coefficient * KL estimate of the policy that wrote the batch to the reference.
+    """Return reward_T - coefficient * KL(old policy || reference) as estimated per token, float32 [T].
 
-    Raises ValueError where a coefficient is set and the batch lacks either log-prob.
+    Raises ValueError if the coefficient is not 0 and the batch lacks old or reference log-probs.
     Example: reward 1, old -1, reference -3, coefficient 0.1: 1 - 0.1 * 2 = 0.8.
     """
     if coefficient == 0:
@@ -25,5 +25,5 @@ def with_kl_penalty(batch: Batch, coefficient: float, estimator: KLEstimator = "
 
 
 def outcomes(reward_T: Tensor, action_offsets: Tensor) -> Tensor:
-    """float64 [N]: the sum of each trajectory's rewards."""
+    """Return the sum of each trajectory's rewards, float64 [N]."""
     return segment_sum(reward_T.double(), action_offsets)

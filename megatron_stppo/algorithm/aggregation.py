@@ -1,7 +1,8 @@
-"""The weight c_t of every action token in the loss, from the whole minibatch on ALL ranks.
+"""The weight c_t of every action token in the loss, computed from the whole minibatch of ALL ranks.
 
-Never an average of averages: the denominators count the whole minibatch, which every rank holds, and a
-microbatch takes its tokens' weights from there. Where each kind comes from: docs/algorithms.md.
+The loss is never an average of averages. The denominators count the whole minibatch, which every rank holds,
+and a micro-batch uses the weights of its tokens in the minibatch. docs/algorithms.md gives the source of each
+kind.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ Aggregation = Literal[
 def token_weights(
     kind: Aggregation, live_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor, length: int | None = None
 ) -> Tensor:
-    """float32 [T], 0 on dead tokens, of a whole minibatch; turns and trajectories count if a token is live.
+    """Return the weights of the action tokens of a whole minibatch, float32 [T]; 0 for dead tokens.
 
-    token_mean: 1 / tokens. turn_mean: 1 / (turns * live tokens of the turn). sequence_mean_token_mean: 1 /
-    (trajectories * live tokens of the trajectory). These sum to 1. sequence_mean_token_sum: 1 / trajectories.
-    sequence_mean_token_sum_norm: 1 / (trajectories * length), for a constant `length`. Raises ValueError.
+    A turn or a trajectory counts if at least one of its tokens is live. The kinds are:
+    token_mean: 1 / live tokens.
+    turn_mean: 1 / (turns * live tokens of the turn).
+    sequence_mean_token_mean: 1 / (trajectories * live tokens of the trajectory).
+    sequence_mean_token_sum: 1 / trajectories.
+    sequence_mean_token_sum_norm: 1 / (trajectories * length), for a constant `length`.
+    The weights of the first three sum to 1. Raises ValueError for an unknown kind or a missing `length`.
+
     Example: live turns of 3 and 1 tokens in one trajectory. token_mean: 1/4 each. turn_mean: 1/6, 1/6, 1/6
     and 1/2. sequence_mean_token_sum: 1 each; with _norm and length 8: 1/8 each.
     """
@@ -56,5 +62,5 @@ def token_weights(
 
 
 def _length(live: Tensor, offsets: Tensor) -> Tensor:
-    """[T]: live tokens of the token's segment, at least 1."""
+    """Return the number of live tokens in each token's segment, at least 1: [T]."""
     return spread(segment_sum(live, offsets).clamp(min=1), offsets, len(live))

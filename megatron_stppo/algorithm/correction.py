@@ -1,18 +1,23 @@
-"""The clipping-bias correction: how much less a minibatch weighs when clipping took part of it away.
+"""The clipping-bias correction: the scale of a minibatch's gradient when clipping removed a part of it.
 
     C = sum_{t clipped} c_t w_s A_t grad log pi        (arXiv 2511.20718: the gradient is divided by ||C||)
-Where we differ: the printed formula is undefined when nothing is clipped and amplifies a small ||C||, hence
-    scale = 1 if no token is clipped, else 1 / max(floor, strength ||C||);
-floor = 0 and strength = 1 are the paper's literal form.
-Estimators of ||C||: `gradient` (exact, in parameter space, by a second backward), and two free ones,
+Difference from the paper: the printed formula is undefined if nothing is clipped, and it amplifies the
+gradient if ||C|| is small. Therefore
+    scale = 1 if no token is clipped, else 1 / max(floor, strength ||C||).
+With floor = 0 and strength = 1 this is the paper's formula.
+
+||C|| has three estimators. `gradient` is exact in parameter space and takes a second backward pass. The other
+two need no extra pass:
     logit:        sqrt( sum_u b_u^2 (1 - 2 p_u + sum_v p_v^2) )         exact in the space of the logits
     coefficient:  sqrt( sum_u b_u^2 )
-brought to parameter space by the same norm of the unclipped part:
+They are converted to parameter space with the same estimate of the unclipped part:
     ||C|| ~ estimate(C) * ||grad J||_2 / estimate(grad J)
-For ||grad J|| stands the measured norm of the whole loss's gradient, entropy and KL terms included: J's own
-would take a backward pass. The two are close while those terms are small beside J.
-One step: squared_estimate of b and of g per microbatch; their sums over microbatches and ranks go to
-calibrated_norm, in_unit and correction_scale, which are plain numbers.
+||grad J|| is replaced by the measured gradient norm of the whole loss, which includes the entropy and KL
+terms, because the norm for J alone would take another backward pass. The two are close while those terms are
+small compared with J.
+
+In one step, squared_estimate is called for b and for g per micro-batch. The sums over micro-batches and ranks
+are passed to calibrated_norm, in_unit and correction_scale, which work on plain numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +30,15 @@ from torch import Tensor
 Estimator = Literal["coefficient", "logit"]
 Unit = Literal["mean", "sum", "relative"]
 SMALLEST = 1e-30  # keeps a division by a norm finite
-MOST = 1e6  # ||C|| as a multiple of a gradient of which clipping left nothing: the step is as good as none
+MOST = 1e6  # bound of the relative ||C||, for when clipping left no gradient; such a step is negligible
 
 
 def squared_estimate(
     estimator: Estimator, coefficient_T: Tensor, logprob_T: Tensor, sum_p_sq_T: Tensor
 ) -> Tensor:
-    """float64 0-d: the square of the estimate, for the coefficients b (of C) or g (of grad J). Adds up.
+    """Return the square of the estimate for the coefficients b (of C) or g (of grad J), float64 0-d.
+
+    The squares of several micro-batches or ranks can be added up. Raises ValueError for an unknown estimator.
 
     Example: one token with b = 2, p = 0.5, sum p^2 = 0.5: coefficient 4, logit 4 (1 - 1 + 0.5) = 2.
     """
@@ -40,15 +47,16 @@ def squared_estimate(
         return square_T.sum()
     if estimator == "logit":
         slope_T = 1 - 2 * logprob_T.detach().double().exp() + sum_p_sq_T.detach().double()
-        # never below 0 but for rounding; a token without coefficient may hold NaN
+        # slope_T is below 0 only by rounding; a token whose coefficient is 0 may hold NaN
         return (square_T * slope_T.clamp(min=0)).masked_fill(square_T == 0, 0).sum()
     raise ValueError(f"correction={estimator!r} is not a free estimator; choose coefficient or logit")
 
 
 def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> float:
-    """||C|| from the squared estimates of C and grad J, and the measured norm of the loss's gradient.
+    """Return ||C|| from the squared estimates of C and grad J and the measured norm of the loss's gradient.
 
-    Where nothing of the gradient survived clipping there is no calibration; the estimate itself stands in.
+    If clipping left no gradient, calibration is not possible; the uncalibrated estimate of C is returned.
+
     Example: bias_sq 4, grad_sq 1, gradient_norm 0.5 give 2 * 0.5 / 1 = 1.
     """
     bias_sq = max(bias_sq, 0.0)  # at p = 1 rounding can push 1 - 2p + sum p^2 below zero
@@ -60,12 +68,16 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
 def in_unit(
     bias_norm: float, unit: Unit, *, tokens: float, weight: float = 1.0, gradient_norm: float = 0.0
 ) -> float:
-    """||C|| as the loss has it ("mean"), of the sum over the minibatch's action tokens ("sum"), or as a
-    multiple of the norm of the gradient that is left ("relative"), at most MOST; 0 where ||C|| is.
+    """Return ||C|| in the given unit.
 
-    weight: what the loss's token weights add up to, 1 if it is a mean. gradient_norm: of the loss. Example: a
-    loss that is the mean over 4 trajectories of sums over 25 tokens each has 100 tokens and weight 25: the
-    sum is 4 times the loss. Relative to a gradient of norm 2, ||C|| = 0.5 is 0.25, whatever the loss's scale.
+    unit: "mean": as in the loss. "sum": for the loss as a sum over the minibatch's action tokens. "relative":
+    as a multiple of the norm of the remaining gradient, at most MOST.
+    tokens: number of action tokens of the minibatch. weight: sum of the loss's token weights, 1 if the loss
+    is a mean. gradient_norm: norm of the loss's gradient. Raises ValueError for an unknown unit.
+
+    Example: a loss that is the mean over 4 trajectories of sums over 25 tokens each has 100 tokens and weight
+    25, so the sum is 4 times the loss. Relative to a gradient of norm 2, ||C|| = 0.5 is 0.25; this does not
+    depend on the loss's scale.
     """
     if unit == "mean":
         return bias_norm
@@ -77,10 +89,12 @@ def in_unit(
 
 
 def correction_scale(bias_norm: float, clipped_tokens: float, floor: float) -> float:
-    """1 where nothing is clipped, else 1 / max(floor, bias_norm): ||C|| in its unit, times the strength.
+    """Return 1 if no token is clipped, else 1 / max(floor, bias_norm).
 
-    Example: floor 1 never amplifies: ||C|| = 0.5 gives 1, ||C|| = 4 gives 0.25. Floor 0 gives 2 and 0.25.
-    With floor 0, clipped tokens whose bias vanishes (all weights 0) leave nothing to divide by: 1.
+    bias_norm: ||C|| in its unit, times the strength. The result is also 1 if floor and bias_norm are both 0
+    (all clipped tokens have weight 0).
+
+    Example: floor 1 never amplifies: bias_norm 0.5 gives 1, bias_norm 4 gives 0.25. Floor 0 gives 2 and 0.25.
     """
     size = max(floor, bias_norm)
     return 1.0 if clipped_tokens == 0 or size == 0 else 1.0 / size

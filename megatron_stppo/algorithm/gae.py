@@ -2,8 +2,8 @@
 
 Source: Schulman et al., arXiv 1506.02438. Inside one trajectory, over its action tokens in order,
     delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    V = A = 0 beyond the end.
-Observation tokens are not on the axis at all: the token after the last one of a turn is the first one of the
-next turn, so value, delta and lambda-product jump over what the environment wrote.
+The axis has no observation tokens: the last token of a turn is followed by the first token of the next turn,
+so value, delta and the product of lambdas skip the observation between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_stppo.algorithm.ratio import segment_sum, spread
 def token_level(
     reward_T: Tensor, value_T: Tensor, trajectory_offsets: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantage_T, return_T = advantage_T + value_T), float64.
+    """Return (advantage_T, return_T), float64, where return_T = advantage_T + value_T.
 
     Example: rewards (0, 0, 1), values (0.5, 0.5, 0.8), gamma = lam = 1: advantages (0.5, 0.5, 0.2), all
     returns 1.
@@ -38,10 +38,11 @@ def turn_level(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same with turns as steps: (advantage_T, return_T), float64, constant over a turn.
+    """Return (advantage_T, return_T), float64, with turns as the steps of GAE.
 
-    A turn's value is the one at its first token, its reward the sum over its tokens; gamma and lam act once
-    per turn. All tokens of a turn get its advantage and its return. A turn without tokens is no step.
+    The value of a turn is the value at its first token; its reward is the sum over its tokens. gamma and lam
+    are applied once per turn. All tokens of a turn get its advantage and its return. Turns without tokens are
+    left out.
     """
     turn_offsets = turn_offsets[
         torch.cat([turn_offsets.diff() > 0, turn_offsets.new_ones(1, dtype=torch.bool)])
@@ -55,16 +56,17 @@ def turn_level(
 
 
 def _remaining(offsets: Tensor, total: int) -> Tensor:
-    """int64 [T]: how many tokens of the same trajectory follow."""
+    """Return how many tokens of the same trajectory follow each token, int64 [T]."""
     last_T = spread(offsets[1:].long() - 1, offsets, total)
     return last_T - torch.arange(total, device=offsets.device)
 
 
 def _discounted_sum(delta_T: Tensor, remaining_T: Tensor, factor: float) -> Tensor:
-    """sum_k factor^k delta_{t+k} to the trajectory's end, by doubling: log2(longest) passes.
+    """Return sum_k factor^k delta_{t+k}, up to the end of the trajectory, by doubling.
 
-    After a pass of stride j every token holds the sum over its next 2j tokens. A token's result depends on
-    its own trajectory alone: the same bits for any packing.
+    After the pass with stride j every token holds the sum over the 2j tokens that start at it, so
+    log2(longest) passes are enough. A token's result depends only on its own trajectory and has the same bits
+    for every packing.
     """
     out_T, stride = delta_T.clone(), 1
     longest = int(remaining_T.max()) if len(remaining_T) else 0

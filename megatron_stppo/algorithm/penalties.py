@@ -1,4 +1,4 @@
-"""What stands beside the surrogate: KL estimators, the value loss, the weight for train/serve mismatch."""
+"""Terms of the loss besides the surrogate: KL estimators, value loss, weights for train/serve mismatch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,49 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl(estimator: KLEstimator, logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
-    """Per token, an estimate of KL(policy || reference) on the policy's own tokens. Raises ValueError."""
+    """Return a per-token estimate of KL(policy || reference) on tokens sampled from the policy.
+
+    Raises ValueError for an unknown estimator.
+    """
     estimators = {"k1": k1, "k2": k2, "k3": k3}
     if estimator not in estimators:
         raise ValueError(f"kl_estimator={estimator!r} is not known; choose k1, k2 or k3")
     return estimators[estimator](logprob_T, reference_logprob_T)
 
 
-# Named after J. Schulman, "Approximating KL divergence" (2020). As a loss, k2 has the gradient of the KL and
-# k1's is zero in expectation, so k1 belongs into the reward.
+# The names are those of J. Schulman, "Approximating KL divergence" (2020). Used as a loss, k2 has the
+# gradient of the KL. The gradient of k1 is zero in expectation, so k1 belongs in the reward.
 def k1(logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
-    """log pi - log ref: unbiased, of either sign. Example: k1(-1, -3) = 2."""
+    """Return log pi - log ref: unbiased, positive or negative. Example: k1(-1, -3) = 2."""
     return logprob_T - reference_logprob_T
 
 
 def k2(logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: biased, never negative. Example: k2(-1, -3) = 2."""
+    """Return (log pi - log ref)^2 / 2: biased, never negative. Example: k2(-1, -3) = 2."""
     return (logprob_T - reference_logprob_T).square() / 2
 
 
 def k3(logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:
-    """ref/pi - 1 - log(ref/pi): unbiased, never negative. Example: k3(-1, -3) = exp(-2) - 1 + 2 = 1.135.
+    """Return ref/pi - 1 - log(ref/pi): unbiased, never negative.
 
-    The exponent is held below 20; beyond it only the linear part grows.
+    The exponent is clamped to at most 20; beyond that only the linear part changes.
+
+    Example: k3(-1, -3) = exp(-2) - 1 + 2 = 1.135.
     """
     difference_T = reference_logprob_T - logprob_T
     return torch.expm1(difference_T.clamp(max=MAX_LOG_RATIO)) - difference_T
 
 
 def weighted_sum(value_T: Tensor, weight_T: Tensor) -> Tensor:
-    """sum c_t x_t over tokens that carry weight; what the others hold may be NaN.
+    """Return sum c_t x_t over the tokens whose weight is not 0; the values of the others may be NaN.
 
-    Turns per-token entropy, KL or value error into a term of the loss.
+    This makes a term of the loss from per-token entropy, KL or value error.
     """
     return (value_T.masked_fill(weight_T == 0, 0) * weight_T).sum()
 
 
 def clipped_value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, clip: float) -> Tensor:
-    """Per token 1/2 max( (V - R)^2, (clip(V, V_old +- clip) - R)^2 ): the pessimistic of the two, as in PPO.
+    """Return 1/2 max( (V - R)^2, (clip(V, V_old +- clip) - R)^2 ) per token: the larger error, as in PPO.
 
     Example: V = 1, V_old = 0, R = 1, clip = 0.5: max(0, 0.25) / 2 = 0.125, with no gradient.
     """
@@ -65,10 +70,12 @@ def mismatch_weight(
     offsets: Tensor | None,
     bound: float,
 ) -> tuple[Tensor, Tensor]:
-    """(weight_T, the same before clamping): how much likelier the trainer's policy was than the engine's.
+    """Return (weight_T, ratio_T): the weight for train/serve mismatch, and the ratio m before it is bounded.
 
-    m = exp(mean over the segment of old_logprob - rollout_logprob); offsets None: token level.
-    truncate (TIS): min(m, bound). mask (MIS): m inside [1/bound, bound], 0 outside. Raises ValueError.
+    m = exp(mean over the segment of old_logprob - rollout_logprob) is the probability under the trainer's
+    policy relative to the engine's. If offsets is None, every token is a segment.
+    kind: truncate (TIS): min(m, bound). mask (MIS): m inside [1/bound, bound], 0 outside.
+    Raises ValueError for an unknown kind.
     """
     ratio_S, _ = segment_ratio(old_logprob_T, rollout_logprob_T, offsets)
     if kind == "truncate":

@@ -1,7 +1,8 @@
 """The importance ratio of a segment, and sums over segments.
 
-Source: ST-PPO, arXiv 2511.20718: one ratio per token (PPO), per turn (Turn-PPO, ST-PPO) or per trajectory
-(GSPO). One function, one argument: the segment offsets. `offsets=None`: every token is a segment of its own.
+Source: ST-PPO, arXiv 2511.20718. A segment is a token (PPO), a turn (Turn-PPO, ST-PPO) or a trajectory
+(GSPO). The same functions compute all three; only the segment offsets differ. With `offsets=None` every token
+is a segment.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from torch import Tensor
 Level = Literal["token", "turn", "sequence"]
 Pooling = Literal["mean", "sum"]
 
-# exp(20) = 4.9e8: far beyond every clip bound, and its square is still a float32.
+# exp(20) = 4.9e8 is far beyond every clip bound, and its square still fits in float32.
 MAX_LOG_RATIO = 20.0
 
 
 def segment_offsets(level: Level, turn_offsets: Tensor, action_offsets: Tensor) -> Tensor | None:
-    """The offsets into T of the tokens that share a ratio; None at token level.
+    """Return the offsets into T of the segments that share a ratio; None at token level.
 
-    turn_offsets [S+1] and action_offsets [N+1] are those of a Batch or Microbatch.
+    turn_offsets [S+1] and action_offsets [N+1] are those of a Batch or Microbatch. Raises ValueError for an
+    unknown level.
     """
     if level == "token":
         return None
@@ -33,7 +35,10 @@ def segment_offsets(level: Level, turn_offsets: Tensor, action_offsets: Tensor) 
 
 
 def check_offsets(name: str, offsets: Tensor, total: int) -> None:
-    """Raises ValueError unless offsets [S+1] cut 0..total into slices in order. Reads one flag back."""
+    """Raise ValueError unless offsets [S+1] start at 0, never decrease and end at `total`.
+
+    Reads one flag back to the host.
+    """
     if offsets.dim() != 1 or len(offsets) == 0:
         raise ValueError(f"{name} has shape {list(offsets.shape)}; give [S+1], which is [0] for no segments")
     good = (offsets[0] == 0) & (offsets[-1] == total) & (offsets.diff() >= 0).all()
@@ -43,14 +48,14 @@ def check_offsets(name: str, offsets: Tensor, total: int) -> None:
 
 
 def segment_sum(value_T: Tensor, offsets: Tensor | None) -> Tensor:
-    """[S] sums in the order of the tokens; an empty segment gives 0."""
+    """Return the sum of each segment, [S], added in the order of the tokens; 0 for an empty segment."""
     if offsets is None:
         return value_T
     return torch.segment_reduce(value_T, "sum", offsets=offsets, initial=0.0)
 
 
 def spread(value_S: Tensor, offsets: Tensor | None, total: int) -> Tensor:
-    """[T]: every token gets its segment's value."""
+    """Return the value of each token's segment, [T]."""
     if offsets is None:
         return value_S
     return value_S.repeat_interleave(offsets.diff(), output_size=total)
@@ -59,25 +64,29 @@ def spread(value_S: Tensor, offsets: Tensor | None, total: int) -> Tensor:
 def segment_ratio(
     logprob_T: Tensor, old_logprob_T: Tensor, offsets: Tensor | None, pooling: Pooling = "mean"
 ) -> tuple[Tensor, Tensor]:
-    """w [S] and the divisor d [S] of its derivative dw/dlogprob_u = w/d.
+    """Return the ratio w [S] and the divisor d [S] of its derivative dw/dlogprob_u = w/d.
 
     With delta = logprob - old_logprob and n tokens in the segment
         mean: w = exp(sum delta / n), d = n    (geometric mean of the token ratios)
         sum:  w = exp(sum delta),     d = 1    (their product)
-    The exponent is held within +-20. An empty segment has w = 1. w is computed in float64, then rounded to
-    the inputs' dtype: a ratio that equals a bound in that dtype is on it, not a rounding error beyond.
+    The exponent is clamped to [-20, 20]. An empty segment has w = 1. w is computed in float64 and then
+    rounded to the inputs' dtype. A ratio that equals a clip bound in that dtype is therefore not clipped
+    because of a rounding error.
     """
     delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
     return ratio_of(delta_S, segment_count(offsets, delta_S), pooling, logprob_T.dtype)
 
 
 def segment_count(offsets: Tensor | None, like_S: Tensor) -> Tensor:
-    """float64 [S]: tokens of each segment."""
+    """Return the number of tokens of each segment, float64 [S]."""
     return torch.ones_like(like_S).double() if offsets is None else offsets.diff().double()
 
 
 def ratio_of(delta_S: Tensor, count_S: Tensor, pooling: Pooling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """segment_ratio from the sums of delta and the numbers of tokens, both float64 [S]."""
+    """Return what segment_ratio returns, from the sums of delta and the numbers of tokens, both float64 [S].
+
+    Raises ValueError for an unknown pooling.
+    """
     if pooling not in ("mean", "sum"):
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
     divisor_S = count_S.clamp(min=1) if pooling == "mean" else torch.ones_like(count_S)

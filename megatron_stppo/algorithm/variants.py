@@ -1,8 +1,9 @@
-"""The family of algorithms as data: two switches of the paper, plus baselines. A row gives defaults.
+"""Table of the algorithms: the four combinations of the paper's two switches, and baselines.
 
-Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio;
-`correction` chooses the estimator of the clipping bias ||C|| that weighs a minibatch down ("off": none).
-A row holds what defines its algorithm; docs/algorithms.md has the sources of the baselines and every field.
+Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio. `correction`
+chooses the estimator of the clipping bias ||C||, by which the gradient of a minibatch is scaled down ("off":
+no correction). A row holds the fields that define the algorithm, as defaults of the configuration.
+docs/algorithms.md describes every field and gives the sources of the baselines.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"segments": "turn", "correction": "off", "advantage": "gae"},
     "s_ppo": {"segments": "token", "correction": "logit", "advantage": "gae"},
     "st_ppo": {"segments": "turn", "correction": "logit", "advantage": "gae"},
-    # st_ppo as printed: the gradient of the mean divided by its exact ||C||, however small
+    # st_ppo as printed in the paper: the gradient of the mean loss divided by its exact ||C||, even if small
     "paper": {
         "segments": "turn",
         "correction": "gradient",

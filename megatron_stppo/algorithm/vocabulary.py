@@ -1,12 +1,12 @@
-"""Log-probability, entropy and sum of squared probabilities from a shard of the logits.
+"""Log-probability, entropy and sum of squared probabilities from shards of the logits.
 
 Per row of one shard, with x = logit / temperature:
     m = max x,  e = exp(x - m),  s = sum e,  u = sum (x - m) e,  q = sum e^2,  and x_y if the target is here
-These five numbers per row are all that ranks need to exchange. Merged over shards:
+Ranks exchange only the five numbers m, s, u, q and x_y per row. Merged over shards:
     logprob = x_y - m - ln s,   entropy = ln s - u/s,   sum p^2 = q/s^2
 and |d logprob / d x|^2 = 1 - 2 p_y + sum p^2, which the clipping correction uses.
-x - m is taken before anything is summed, and m + ln s is never formed: at logits of 1e4 that float32 would
-lose the third decimal.
+m is subtracted before anything is summed, and m + ln s is never computed: for logits near 1e4 that float32
+number would lose the third decimal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows are worked on in chunks of about this many logits, so that float32 copies stay small beside the logits.
+# Rows are processed in chunks of about this many logits, so that the float32 copies stay small compared with
+# the logits.
 CHUNK = 1 << 24
 
 MAX, SUM, MOMENT, SQUARES, TARGET = range(5)
@@ -24,7 +25,7 @@ MAX, SUM, MOMENT, SQUARES, TARGET = range(5)
 
 @dataclass(frozen=True)
 class Merged:
-    """What the shards say together, float32 [T] each. A row without any finite logit is NaN throughout."""
+    """Outputs for whole rows, float32 [T] unless noted. All are NaN for a row without a finite logit."""
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -37,11 +38,11 @@ class Merged:
 def shard_statistics(
     logits: Tensor, target_T: Tensor, temperature_T: Tensor, vocab_start: int, valid: int
 ) -> Tensor:
-    """float32 [5, T]: max, sum, moment, squares, target logit of the shard's first `valid` columns.
+    """Return max, sum, moment, squares and target logit of the shard's first `valid` columns, float32 [5, T].
 
-    logits [T, V] in any float dtype; target_T global ids, column i of this shard being id vocab_start + i.
-    The target logit is NaN where the target is not among these columns. A shard of -inf gives (-inf, 0, 0, 0)
-    and its target logit.
+    logits: [T, V] in any float dtype. target_T: global ids; column i of this shard is id vocab_start + i.
+    The target logit is NaN if the target is not among these columns. A row whose logits are all -inf gives
+    (-inf, 0, 0, 0) and its target logit.
     """
     out = torch.zeros(5, len(logits), dtype=torch.float32, device=logits.device)
     out[MAX], out[TARGET] = -torch.inf, torch.nan
@@ -55,7 +56,7 @@ def shard_statistics(
         x -= top.masked_fill(top == -torch.inf, 0)[:, None]
         e = x.exp()
         out[MAX, rows], out[SUM, rows] = top, e.sum(1)
-        # exp(-inf) is 0, and 0 * -inf would be NaN
+        # e is 0 where x is -inf, and 0 * -inf would be NaN
         out[MOMENT, rows] = x.clamp_(min=torch.finfo(torch.float32).min).mul_(e).sum(1)
         out[SQUARES, rows] = e.square_().sum(1)
         out[TARGET, rows] = at_target.masked_fill(~owned_T[rows], torch.nan)
@@ -63,9 +64,10 @@ def shard_statistics(
 
 
 def merge(statistics: Tensor) -> Merged:
-    """Statistics [W, 5, T] of W shards -> the outputs. Sums run in the order of the shards, in float64.
+    """Return the outputs from the statistics [W, 5, T] of W shards.
 
-    The result is the same on every rank that holds the same [W, 5, T]. A non-finite logit makes the row NaN.
+    Sums run in float64 in the order of the shards, so all ranks that hold the same statistics return the same
+    result. A NaN or +inf logit makes its row NaN.
     """
     max_W, sum_W, moment_W, squares_W, target_W = statistics.double().unbind(1)  # [W, T] each
     top = max_W.amax(0)
@@ -84,7 +86,8 @@ def merge(statistics: Tensor) -> Merged:
         sum_p_sq_T=(squares / total.square()).float(),
         max_T=top.float(),
         log_sum_T=log_sum.float(),
-        # A NaN logit can look like an absent target, but it makes the row's sum NaN too: the model's trouble.
+        # A NaN target logit looks like an absent target. It also makes the row's sum NaN, which tells the two
+        # cases apart: a NaN logit is an error of the model, not of the target.
         missing_T=absent_W.all(0) & ~total.isnan(),
     )
 
@@ -99,11 +102,12 @@ def logits_gradient(
     ignored_T: Tensor,
     cotangents: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
-    """The shard's gradient [T, V] in the logits' dtype for cotangents g, h, c of logprob, entropy, sum p^2.
+    """Return the shard's gradient [T, V], in the logits' dtype.
 
-    d/dx_i = g (1[i=y] - p_i) - h p_i (ln p_i + H) + 2 c p_i (p_i - Q), and x = logit / temperature.
-    p is recomputed in float32; 1 - p_y is -expm1(logprob), exact where p_y is close to 1. Ignored rows and
-    columns from `valid` on get 0, whatever they hold.
+    cotangents: g, h, c of logprob, entropy H and Q = sum p^2, [T] each; None counts as 0.
+    d/dx_i = g (1[i=y] - p_i) - h p_i (ln p_i + H) + 2 c p_i (p_i - Q), where x = logit / temperature.
+    p is recomputed in float32. 1 - p_y is computed as -expm1(logprob), which is accurate where p_y is close
+    to 1. The gradient is 0 for ignored rows and for columns from `valid` on, even if their logits are NaN.
     """
     g_T, h_T, c_T = cotangents
     out = torch.zeros_like(logits)
@@ -134,13 +138,13 @@ def logits_gradient(
 
 
 def local_column(target_T: Tensor, vocab_start: int, valid: int) -> tuple[Tensor, Tensor]:
-    """The target's column in this shard (0 where it is elsewhere) and whether it is here."""
+    """Return the target's column in this shard (0 if it is in another one) and whether it is in this one."""
     column_T = target_T - vocab_start
     owned_T = (column_T >= 0) & (column_T < valid)
     return column_T.masked_fill(~owned_T, 0), owned_T
 
 
 def chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows that hold about CHUNK logits each."""
+    """Return slices of rows that hold about CHUNK logits each."""
     step = max(1, CHUNK // max(1, logits.shape[1]))
     return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -1,4 +1,4 @@
-"""The computations worth a kernel, each one function: fast twins of the specification in algorithm/."""
+"""Computations that have kernels, one function each. Their reference implementations are in algorithm/."""
 
 from megatron_stppo.ops.bucket_checksum import BucketChecksum, checksum
 from megatron_stppo.ops.bucket_copy import BucketCopy, bucket_copy

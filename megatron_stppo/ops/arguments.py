@@ -1,4 +1,4 @@
-"""What every op demands of its tensors, in one order: device, dtype, shape, contiguity."""
+"""Checks of the tensors passed to an op, in this order: device, dtype, shape, contiguity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def check(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None],
 ) -> None:
-    """Raises ValueError naming the argument and the remedy. None in `shape` stands for any length."""
+    """Raise ValueError, with the argument's name and the remedy, if the tensor does not fit.
+
+    None in `shape` matches any length.
+    """
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")
     if tensor.dtype not in dtypes:

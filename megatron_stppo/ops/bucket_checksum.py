@@ -1,4 +1,4 @@
-"""One 64-bit sum per tensor, of many in one call: whether what a reshard wrote is what its source held."""
+"""64-bit checksums of many tensors in one call, to compare the result of a reshard with its source."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from megatron_stppo.ops.bucket_copy import expressible, on_device
 
 PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
 MASK = (1 << 32) - 1
-AT_ONCE = 512 * PIECE  # numbers that the twin widens to 8 bytes at a time
+AT_ONCE = 512 * PIECE  # numbers that the torch fallback widens to 8 bytes at a time
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A 0-d int64 sum of the tensor's bits, as they are after a cast to `dtype`, that depends on their order.
+    """Return a 0-d int64 checksum of the tensor's bits after a cast to `dtype`.
 
-    With the bits as signed 16-bit numbers x_i, in the order of the elements' indices, it holds two sums mod
-    2^32: in its low half bytes + sum_i x_i * first(i mod PIECE) * first(i div PIECE), in its high the same
-    with other weights and without the bytes. All weights are odd, so changing one number always changes both;
-    exchanging two unequal ones changes neither only where both weights agree, once in 2^28. How the tensor
-    lies in memory does not matter.
+    The bits are read as signed 16-bit numbers x_i (8-bit for types of one byte), in the order of the
+    elements' indices. The checksum holds two sums mod 2^32. The low half is
+    bytes + sum_i x_i * first(i mod PIECE) * first(i div PIECE), where bytes is the tensor's size in bytes.
+    The high half is the same with other weights and without the bytes. All weights are odd, so changing one
+    number always changes both sums. Exchanging two unequal numbers goes unnoticed only if both of their
+    weights agree, which happens once in 2^28. Strides do not matter.
     """
     plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
     flat = plain.copy_(tensor).view(-1)
@@ -40,11 +41,13 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class BucketChecksum:
-    """The checksums of the same tensors again and again: described once, one kernel per pair of types a call.
+    """Checksums of a fixed list of tensors, to be computed many times.
 
-    dtypes[i]: the type that tensors[i] is cast to before it is summed. Tensors that csrc/ does not know (of
-    other types than float32 and bfloat16, or not contiguous in the last of one or two dimensions) are summed
-    in plain torch. The tensors' addresses are taken now: give tensors whose storage stays where it is.
+    The constructor describes the tensors to the kernels; a call launches one kernel per pair of types.
+    dtypes[i]: the type that tensors[i] is cast to before it is summed.
+    The kernels support float32 and bfloat16 tensors of one or two dimensions whose innermost dimension is
+    contiguous. Other tensors use the torch fallback.
+    The tensors' addresses are read in the constructor, so their storage must not move afterwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
@@ -53,7 +56,10 @@ class BucketChecksum:
         self._tables = self._described(range(len(self._pairs)))
 
     def __call__(self, chosen: Sequence[int] | None = None) -> Tensor:
-        """int64 [chosen]: `checksum` of the chosen tensors; None: of all, which needs no new description."""
+        """Return the `checksum` of each chosen tensor, int64 [chosen].
+
+        chosen: indices of tensors. None: all tensors, for which the stored descriptions are used.
+        """
         wanted = range(len(self._pairs)) if chosen is None else chosen
         sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
         if extension.serves(self._device):
@@ -69,7 +75,7 @@ class BucketChecksum:
     def _described(
         self, chosen: Sequence[int]
     ) -> tuple[list[tuple[tuple[int, int], Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
-        """([(types, csrc's records)], [(place, what csrc does not know)])."""
+        """Return ([(types, records of csrc)], [(place, pair that csrc does not support)])."""
         records: dict[tuple[int, int], list[list[int]]] = {}
         others = []
         for place, index in enumerate(chosen):
@@ -83,7 +89,7 @@ class BucketChecksum:
 
 
 def _rows(tensor: Tensor) -> list[int]:
-    """Address, rows, width, stride in elements; a tensor without gaps is one row."""
+    """Return address, rows, width and stride in elements; a contiguous tensor is one row."""
     if tensor.dim() == 1 or tensor.is_contiguous():
         return [tensor.data_ptr(), 1, tensor.numel(), 0]
     return [tensor.data_ptr(), *tensor.shape, tensor.stride(0)]
@@ -96,7 +102,7 @@ def _number_weights(device: torch.device) -> Tensor:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """`mixed` of csrc/bucket_checksum.h. int64 products wrap; the sign bits that >> repeats are masked."""
+    """Return `mixed` of csrc/bucket_checksum.h, in int64: products wrap, and >> is made logical by a mask."""
     z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - (1 << 64))
     return z ^ _shifted(z, 31)

@@ -1,4 +1,4 @@
-"""Many strided copies in one call, cast on the way: how a reshard packs a buffer and unpacks it."""
+"""Many strided copies with casts in one call; a reshard packs and unpacks its buffers with them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ TYPES = tuple(extension.DTYPES)
 
 
 def bucket_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """targets[i].copy_(sources[i]) for all i, in one kernel per pair of types; see `BucketCopy`."""
+    """Do targets[i].copy_(sources[i]) for all i, with one kernel per pair of types; see `BucketCopy`."""
     BucketCopy(sources, targets)()
 
 
 class BucketCopy:
-    """The same copies again and again: checked and described once, then one kernel per pair of types a call.
+    """A fixed list of copies, to be done many times.
 
-    sources, targets: equally many tensors on one device, float32 or bfloat16 either side, of one or two
-    dimensions, the innermost contiguous (rows or columns [a, b) of a weight are); sources[i] and targets[i]
-    have one shape. No target may share memory with another tensor here. Nothing is recorded by autograd.
-    The tensors' addresses are taken now: give tensors whose storage stays where it is.
-    Raises ValueError naming the argument that does not fit.
+    The constructor checks the tensors and describes them to the kernels; a call launches one kernel per pair
+    of types.
+    sources, targets: the same number of tensors, all on one device, each float32 or bfloat16, with one or two
+    dimensions and a contiguous innermost dimension, as rows or columns [a, b) of a weight have. sources[i]
+    and targets[i] have the same shape. No target may share memory with another source or target.
+    The tensors' addresses are read in the constructor, so their storage must not move afterwards.
+    Autograd records nothing. Raises ValueError that names the argument that does not fit.
     """
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -43,7 +45,7 @@ class BucketCopy:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Copies. On a GPU it is only enqueued, on the current stream."""
+        """Do the copies. On a GPU they are only enqueued, on the current stream."""
         if not self._slices:
             return
         device = self._slices[0][1].device
@@ -56,13 +58,16 @@ class BucketCopy:
 
 
 def expressible(tensor: Tensor) -> bool:
-    """Whether `BucketCopy` takes it: type, one or two dimensions, the innermost contiguous."""
+    """Return whether `BucketCopy` accepts the tensor's type, dimensions and strides."""
     rows = tensor.dim() in (1, 2) and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
     return rows and tensor.dtype in TYPES
 
 
 def _check(name: str, tensor: Tensor, device: torch.device, shape: torch.Size) -> None:
-    """The order of ops/arguments.py: device, dtype, shape, contiguity (here of the innermost dimension)."""
+    """Raise ValueError if the tensor does not fit.
+
+    Checks in the order of ops/arguments.py: device, dtype, shape, contiguity (of the innermost dimension).
+    """
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")
     if tensor.dtype not in TYPES:
@@ -80,7 +85,10 @@ def _check(name: str, tensor: Tensor, device: torch.device, shape: torch.Size) -
 
 
 def _slice(source: Tensor, target: Tensor) -> list[int]:
-    """csrc's record: two addresses, rows, width, two strides in elements. Whole tensors become one row."""
+    """Return csrc's record: two addresses, rows, width, two strides in elements.
+
+    A pair of contiguous tensors becomes one row.
+    """
     rows, width = (1, source.numel()) if source.dim() == 1 else source.shape
     strides = [0, 0] if rows == 1 else [source.stride(0), target.stride(0)]
     if strides == [width, width]:
@@ -89,6 +97,6 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
 
 
 def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
-    """csrc's records, each a row of 8-byte numbers, as one tensor."""
+    """Return csrc's records as one int64 tensor on `device`, one row per record."""
     table = torch.tensor(slices, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,4 +1,7 @@
-"""The clipped surrogate as a differentiable op: forward and gradient in one pass, backward one product."""
+"""The clipped surrogate as a differentiable op.
+
+The forward computes objective and gradient in one pass; the backward is one product.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
 INTEGERS = (torch.int32, torch.int64)
-MAX_BLOCKS = 2**31 - 1  # of a GPU kernel; tests set it, no result depends on it
+MAX_BLOCKS = 2**31 - 1  # blocks of a GPU kernel; only tests change it, and results do not depend on it
 
 
 class ClippedSurrogate(NamedTuple):
-    """float32 on the inputs' device; 0-d unless said otherwise. Only `objective` carries a gradient.
+    """Outputs of `clipped_surrogate`: float32 on the inputs' device, 0-d unless a shape is given.
 
-    "Tokens" in the means and counts are the action tokens with a weight other than 0. To combine
-    microbatches, add up sums and counts; turn fraction and KL means into sums by `tokens` first.
+    Only `objective` carries a gradient. "Tokens" in the means and counts are the action tokens whose weight
+    is not 0. To combine micro-batches, multiply the fraction and the KL means by `tokens`, then add up all
+    sums and counts.
     """
 
     objective: Tensor  # J, to be maximised
@@ -40,7 +44,7 @@ class ClippedSurrogate(NamedTuple):
     logit_bias_sq: Tensor  # sum b_u^2 (1 - 2 p_u + sum p^2); 0 without sum_p_sq
     logit_grad_sq: Tensor  # the same of g_u
     grad_T: Tensor  # [T] g_u; read it only, a gradient of the objective may share its memory
-    bias_T: Tensor | None  # [T] b_u where asked for
+    bias_T: Tensor | None  # [T] b_u; None unless `with_bias`
 
 
 def clipped_surrogate(
@@ -58,18 +62,24 @@ def clipped_surrogate(
     with_bias: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> ClippedSurrogate:
-    """J = sum_t c_t min(w A_t, clip(w, 1-clip_low, 1+clip_high) A_t), w being the ratio of t's segment.
+    """Return J = sum_t c_t min(w A_t, clip(w, 1-clip_low, 1+clip_high) A_t) and statistics of the clipping.
 
-    logprob, old_logprob, advantage: float32 [T]. segment_offsets: int32 or int64 [S+1] from 0 to T, never
-    decreasing; None: every token its own segment. weight c: a number, float32 [T], or None for 1/T.
-    sum_p_sq: float32 [T] of vocab_logprob, for the logit_* norms. with_bias: whether bias_T is wanted.
-    group: ranks that each hold a part of every segment (context parallel): segment s of one is segment s of
-    all. Their sums over segments are added up (one all-reduce of [S, 4] float64) before the exponential; the
-    objective and all counts are this rank's share. At token level it changes nothing.
-    Definitions, NaN handling and the derivative: megatron_stppo/algorithm/surrogate.py.
-    Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
-    back to the host, answers offsets that are not in order with a NaN objective, and nothing else of that
-    answer means anything.
+    w is the ratio of the segment of token t. Definitions, NaN handling and the derivative are in
+    megatron_stppo/algorithm/surrogate.py.
+
+    logprob, old_logprob, advantage: float32 [T].
+    segment_offsets: int32 or int64 [S+1], from 0 to T, non-decreasing. None: every token is a segment.
+    weight: c, a number, float32 [T], or None for 1/T.
+    sum_p_sq: float32 [T] from vocab_logprob, needed for logit_bias_sq and logit_grad_sq.
+    with_bias: whether to return bias_T.
+    group: ranks that each hold a part of every segment (context parallelism); segment s is the same segment
+    on all of them. The sums over segments are added up over the group by one all-reduce of [S, 4] float64
+    before the exponential. The objective and all counts are this rank's share. Without segment_offsets the
+    group has no effect.
+
+    Raises ValueError that names the argument that does not fit. The extension on a GPU reads nothing back to
+    the host, so for offsets that are out of order it does not raise: the objective is NaN and the other
+    outputs are undefined.
     """
     total = logprob.shape[0] if logprob.dim() == 1 else None
     floats = {"logprob": logprob, "old_logprob": old_logprob, "advantage": advantage, "sum_p_sq": sum_p_sq}
@@ -88,7 +98,7 @@ def clipped_surrogate(
     compute = _extension if extension.serves(logprob.device) else _twin
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
-            weight = torch.zeros_like(logprob)  # tokens without weight may hold anything, which costs a test
+            weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
         inputs = _Inputs(logprob, old_logprob, advantage, weight, segment_offsets)
         settings = _Settings(clip_low, clip_high, dual_clip, pooling)
         whole = None
@@ -101,7 +111,7 @@ def clipped_surrogate(
 
 
 class _WithGradient(torch.autograd.Function):
-    """objective, with gradient_T as its derivative by logprob."""
+    """The objective, with gradient_T as its derivative with respect to logprob."""
 
     @staticmethod
     def forward(ctx: Any, logprob: Tensor, objective: Tensor, gradient_T: Tensor) -> Tensor:
@@ -112,7 +122,7 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_T,) = ctx.saved_tensors
-        if cotangent.is_cpu and float(cotangent) == 1:  # a GPU's number would have to be waited for
+        if cotangent.is_cpu and float(cotangent) == 1:  # reading it from a GPU would synchronize
             return gradient_T, None, None
         return cotangent * gradient_T, None, None
 
@@ -139,12 +149,12 @@ class _Settings(NamedTuple):
 
 
 def _segment_sums(inputs: _Inputs, settings: _Settings) -> Tensor:
-    """float64 [S, 4] of this rank's tokens: algorithm/surrogate.py, segment_sums."""
+    """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4]."""
     if extension.serves(inputs.logprob.device):
         assert inputs.offsets is not None
         shape = (max(0, len(inputs.offsets) - 1), extension.SEGMENT_SUMS)
         part = torch.empty(shape, dtype=torch.float64, device=inputs.logprob.device)
-        if len(part):  # without segments it has no address, which would ask for everything
+        if len(part):  # an empty tensor is a null pointer, which selects the full computation
             _run(inputs, settings, part=part)
         return part
     _check_order(inputs)
@@ -154,7 +164,7 @@ def _segment_sums(inputs: _Inputs, settings: _Settings) -> Tensor:
 def _extension(
     inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
 ) -> ClippedSurrogate:
-    """csrc/clipped_surrogate_cpu.cpp or .cu."""
+    """Compute the outputs with csrc/clipped_surrogate_cpu.cpp or csrc/clipped_surrogate.cu."""
     logprob, offsets = inputs.logprob, inputs.offsets
     segments = len(logprob) if offsets is None else max(0, len(offsets) - 1)
     ratio, gradient = logprob.new_empty(segments), torch.empty_like(logprob)
@@ -173,11 +183,15 @@ def _run(
     part: Tensor | None = None,
     whole: Tensor | None = None,
 ) -> None:
-    """`outputs`: ratio, gradient, bias and totals, or none of them with `part`."""
+    """Call the extension.
+
+    outputs: ratio, gradient, bias and totals to be written; none of them if `part` is given. part: written
+    with this rank's segment sums. whole: segment sums of all ranks.
+    """
     logprob, old_logprob, advantage, weight, offsets = inputs
     total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
     if segments < 0:
-        _check_order(inputs)  # not even [0]: raises
+        _check_order(inputs)  # raises: the offsets are empty
     tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
     workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
     given = weight if isinstance(weight, Tensor) else None
@@ -193,13 +207,13 @@ def _run(
         *(workspace, extension.tickets(logprob.device, 1 + tiles), MAX_BLOCKS, part, whole),
     )
     if status == extension.BAD_OFFSETS:
-        _check_order(inputs)  # finds the same, and says it
+        _check_order(inputs)  # finds the same error and raises
 
 
 def _twin(
     inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
 ) -> ClippedSurrogate:
-    """algorithm/, in plain torch."""
+    """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""
     _check_order(inputs)
     logprob, old_logprob, advantage, _, offsets = inputs
     weight_T = inputs.weight_T

@@ -1,8 +1,10 @@
-"""The compiled twins of algorithm/: megatron_stppo/_csrc, built from csrc/ by setup.py.
+"""Calls of the compiled extension megatron_stppo/_csrc, which setup.py builds from csrc/.
 
-STPPO_OPS in the environment chooses: auto (the default) takes the extension where it was built for the
-tensors' device and plain torch otherwise, which the start-up line says; extension demands it; torch leaves it
-out.
+The environment variable STPPO_OPS selects the implementation:
+auto (default): the extension if it was built for the tensors' device, else the torch fallback; the start-up
+line reports which one is used.
+extension: the extension, or an error if it was not built for the device.
+torch: the torch fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_stppo.ops.vocab_logprob import Shard
 
 if importlib.util.find_spec("megatron_stppo._csrc") is None:
-    _csrc = None  # not built; `serves` says what that means
+    _csrc = None  # not built; `serves` handles this
 else:
     from megatron_stppo import _csrc
 
@@ -27,7 +29,7 @@ MODES = ("auto", "extension", "torch")
 OK, BAD_OFFSETS = 0, 1
 FLOAT32, BFLOAT16 = 0, 1
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-# of csrc/ops.h
+# constants of csrc/ops.h
 SURROGATE_TILE = _csrc.surrogate_tile if _csrc else 0
 SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per tile
 SURROGATE_TOTALS = _csrc.surrogate_totals if _csrc else 0
@@ -35,18 +37,22 @@ SEGMENT_SUMS = _csrc.segment_sums if _csrc else 0
 
 
 def parts() -> dict[str, str]:
-    """{device: what was built for it}. Example: {"cpu": "built", "cuda": "sm_90a"}."""
+    """Return what was built for each device type. Example: {"cpu": "built", "cuda": "sm_90a"}."""
     if _csrc is None:
         return {}
     return {"cpu": "built"} | ({"cuda": f"sm_{_csrc.cuda_archs}"} if _csrc.cuda_archs else {})
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the extension computes for this device. Raises RuntimeError if it is demanded and not built."""
+    """Return whether the extension is used for this device.
+
+    Raises RuntimeError if STPPO_OPS is unknown, or if it is "extension" and the extension was not built for
+    the device.
+    """
     mode = os.environ.get("STPPO_OPS", "auto")
     if mode not in MODES:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
-    if device.type == "meta":  # a dry run: the op's own memory, and nothing computed
+    if device.type == "meta":  # a dry run: ops allocate their memory but compute nothing
         return True
     built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
     if mode == "extension" and not built:
@@ -60,12 +66,16 @@ def serves(device: torch.device) -> bool:
 
 @functools.cache
 def _runs_on(index: int) -> bool:
-    """Whether code was built for this GPU: 8.6 runs what was built for 80, only 9.0 what was for 90a."""
+    """Return whether the extension has code that runs on this GPU."""
     return fits(_csrc.cuda_archs, *torch.cuda.get_device_capability(index))
 
 
 def fits(archs: str, major: int, minor: int) -> bool:
-    """Whether code for these architectures runs on a device of this capability. Example: "80;90a" on 8.6."""
+    """Return whether code built for the architectures `archs` runs on a device of capability major.minor.
+
+    Code for 80 runs on 8.0 and every later 8.x; code for 90a runs only on 9.0.
+    Example: fits("80;90a", 8, 6) is True.
+    """
     for arch in archs.split(";"):
         number = int(arch.rstrip("af"))
         same_major = number // 10 == major
@@ -75,9 +85,10 @@ def fits(archs: str, major: int, minor: int) -> bool:
 
 
 def run(name: str, device: torch.device, *arguments: Any) -> int:
-    """Calls an op: tensors (None: a null pointer) and numbers in the order of csrc/bindings.cpp. Its status.
+    """Call the op `name` of the extension and return its status, OK or BAD_OFFSETS.
 
-    On a GPU the op is only enqueued, on the current stream. Raises RuntimeError for a launch that failed.
+    arguments: tensors (None: a null pointer) and numbers, in the order of csrc/bindings.cpp. On a GPU the op
+    is only enqueued, on the current stream. Raises RuntimeError for any other status, as of a failed launch.
     """
     if device.type == "meta":
         return OK
@@ -94,16 +105,17 @@ def run(name: str, device: torch.device, *arguments: Any) -> int:
 
 
 def tickets(device: torch.device, count: int) -> Tensor | None:
-    """Counters of the current stream, zero before an op and after it; a CPU needs none.
+    """Return at least `count` int32 counters of the current stream; None on a CPU, which needs none.
 
-    They are kept, so that an op does not have to clear them: a second stream gets its own.
+    Ops expect zeros and leave zeros, so the counters are reused without being cleared. Each stream has its
+    own. While a CUDA graph is captured, new counters are allocated for the graph.
     """
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
         key = (device.index, torch.cuda.current_stream().cuda_stream)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)  # the graph's own
+        return torch.zeros(count, dtype=torch.int32, device=device)  # owned by the graph
     if key not in _tickets or len(_tickets[key]) < count:
         _tickets[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
     return _tickets[key]
@@ -113,7 +125,7 @@ _tickets: dict[tuple[int | None, int], Tensor] = {}
 
 
 def logits(data: Tensor, shard: Shard) -> Any:
-    """csrc's record of logits [T, V_local] and what their rows' numbers depend on."""
+    """Return csrc's record of logits [T, V_local] and their shard; None for meta tensors."""
     if data.is_meta:
         return None
     per_row = shard.temperature if isinstance(shard.temperature, Tensor) else None

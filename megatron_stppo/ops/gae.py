@@ -20,14 +20,16 @@ def gae(
     lam: float = 1.0,
     turn_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantage, returns), float32 [T]; nothing here is recorded by autograd.
+    """Return (advantage, returns), float32 [T]. Autograd records nothing.
 
-    reward, value: float32 [T] over action tokens, observations left out; trajectory_offsets: int32 or int64
-    [N+1] from 0 to T, non-decreasing. turn_offsets [S+1] of the same kind: turns are the steps, not tokens,
-    and every trajectory starts with a turn. Definition: megatron_stppo/algorithm/gae.py.
-    Raises ValueError naming the argument that does not fit; only the extension on a GPU, which reads nothing
-    back to the host, makes every output NaN for offsets that are not in order, and does not look whether a
-    turn reaches over a trajectory's end.
+    The definition is in megatron_stppo/algorithm/gae.py.
+    reward, value: float32 [T] over action tokens, without observations.
+    trajectory_offsets: int32 or int64 [N+1], from 0 to T, non-decreasing.
+    turn_offsets: int32 or int64 [S+1], from 0 to T, non-decreasing. If given, the steps of GAE are turns
+    instead of tokens. Every trajectory must start with a turn.
+    Raises ValueError that names the argument that does not fit. The extension on a GPU reads nothing back to
+    the host, so it does not raise for bad offsets: if they are out of order, every output is NaN, and it does
+    not check whether a turn crosses the end of a trajectory.
     """
     total = reward.shape[0] if reward.dim() == 1 else None
     for name, tensor in (("reward", reward), ("value", value)):
@@ -37,7 +39,7 @@ def gae(
         if given is not None:
             check(name, given, reward.device, (torch.int32, torch.int64), (None,))
             if len(given) == 0:
-                check_offsets(name, given, len(reward))  # raises; the extension would read an element
+                check_offsets(name, given, len(reward))  # raises; the extension would read the first element
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}={number} is a discount; choose a number in [0, 1]")
@@ -56,7 +58,7 @@ def gae(
         "gae", reward.device, reward, value, *wide, len(reward), *counts, gamma, lam, advantage, returns
     )
     if status == extension.BAD_OFFSETS:
-        _check(offsets, len(reward))  # finds the same, and says it
+        _check(offsets, len(reward))  # finds the same error and raises
     return advantage, returns
 
 

@@ -1,11 +1,12 @@
-"""From hidden states to log-probs without ever holding more than a chunk of logits.
+"""Log-probs from hidden states, with at most one chunk of logits in memory.
 
-`linear_logprob` is an ordinary differentiable op; its backward computes the logits of a chunk again (4 matrix
-products). `linear_loss` is for a loss that is a sum over chunks, such as ST-PPO's over chunks of whole turns:
-the gradient of a chunk's logits is known as soon as they are there, so it takes 3. What is only known later
-(1 / ||C||, 1 / count) are scalars on the whole gradient.
+`linear_logprob` is a differentiable op. Its backward computes the logits of each chunk again, so forward and
+backward take 4 matrix products. `linear_loss` is for a loss that is a sum over chunks, such as the loss of
+ST-PPO over chunks of whole turns. It computes the gradient of a chunk's logits right after the logits, so it
+takes 3 matrix products. Factors that are known only later (1 / ||C||, 1 / count) scale the whole gradient.
 
-X [T, H], W [V, H]: logits = X W', dX = G W, dW = G' X, G being the logits' gradient, written over them.
+With X [T, H] and W [V, H]: logits = X W', dX = G W, dW = G' X. G is the logits' gradient; it is written over
+the logits.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def linear_logprob(
     chunk: int = CHUNK,
     bounds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """vocab_logprob of the logits hidden [T, H] @ weight [V_local, H].T: (logprob, entropy, sum_p_sq) [T].
+    """Return vocab_logprob of the logits hidden @ weight.T: (logprob, entropy, sum_p_sq), [T] each.
 
-    hidden, weight: float32 or bfloat16 alike. The rows are cut every `chunk`, or at `bounds` as in
-    linear_loss. Extra memory: a chunk of logits, and in the backward a float32 gradient of the weight.
-    hidden's gradient is this rank's part: sum it over `group`. Rows whose cotangents are 0 are left out of
-    the backward. Everything else is vocab_logprob's.
-    Raises ValueError naming the argument that does not fit.
+    hidden: [T, H]. weight: [V_local, H]. Both are float32 or both are bfloat16.
+    chunk: number of rows per chunk. bounds: where to cut the rows instead, as in linear_loss.
+    The other arguments are those of vocab_logprob.
+    The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
+    cotangents are 0, if there are many. Extra memory: a chunk of logits, and in the backward a float32
+    gradient of the weight. Raises ValueError that names the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
     chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
@@ -89,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
             logits = hidden[rows] @ weight.t()
             given = [None if x is None else x[rows] for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
-            del logits  # before the next chunk's are made
+            del logits  # free them before the next chunk's are allocated
         return gradient.of_hidden, gradient.of_weight.to(weight.dtype), None, None, None
 
 
@@ -106,15 +108,18 @@ def linear_loss(
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the chunks' losses, sum of their records) for rows [bounds[i], bounds[i+1]).
+    """Return (sum of the chunks' losses, sum of their records).
 
-    `loss` is called once per chunk, with tensors of that chunk's rows, and must not need any other chunk: cut
-    where whole segments end (chunk_bounds). Its scalar carries its global denominator; the record has no
-    gradient.
-    The gradient is computed in the forward; a backward before the next forward only scales it. A weight with
-    a main_grad (megatron's float32 buffer) gets its gradient there, and none from autograd. Until then it
-    stands in float32 memory of its own, 4 bytes per weight: the backward's factor is not known before.
-    Other arguments and errors: linear_logprob.
+    bounds: chunk i holds the rows [bounds[i], bounds[i+1]).
+    loss: called once per chunk with logprob, entropy and sum_p_sq of the chunk's rows and its first and last
+    row. It must not depend on other chunks, so cut between segments (chunk_bounds). The loss that it returns
+    must already be divided by its global denominator. The record has no gradient.
+    The other arguments and the errors are those of linear_logprob.
+
+    The gradient is computed in the forward; the backward only scales it and can run once. If the weight has a
+    main_grad (megatron's float32 buffer), its gradient is added there and autograd gets none. Until the
+    backward, whose factor is not known before, the weight's gradient is held in extra float32 memory, 4 bytes
+    per weight.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
     chunks = list(itertools.pairwise(bounds))
@@ -153,11 +158,11 @@ class _LinearLoss(torch.autograd.Function):
             if gradient is not None:
                 cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
                 live = _live_rows(cotangents)
-                if live is not None:  # failed trajectories, and without entropy clipped turns too
+                if live is not None:  # without failed trajectories; if no entropy term, without clipped turns
                     logits, part, merged = _kept(logits, live), part.rows(live), merged[:, live].contiguous()
                     cotangents, rows = [None if x is None else x[live] for x in cotangents], a + live
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
-            del logits  # before the next chunk's are made
+            del logits  # free them before the next chunk's are allocated
         ctx.gradient, ctx.weight = gradient, weight
         total, record = torch.stack(losses).sum(0), torch.stack(records).sum(0)
         ctx.mark_non_differentiable(record)
@@ -181,7 +186,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Gradient:
-    """dX, and dW in float32, of some chunks of at most `longest` rows."""
+    """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, longest: int) -> None:
         self._hidden, self._weight = hidden, weight
@@ -190,7 +195,7 @@ class _Gradient:
         self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, of_logits: Tensor, rows: slice | Tensor) -> None:
-        """of_logits [rows, V_local]: the gradient of these rows' logits."""
+        """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
         if not len(of_logits):
             return
         self.of_hidden[rows] = of_logits @ self._weight
@@ -198,7 +203,7 @@ class _Gradient:
         if hidden.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), hidden)
             return
-        # a product in float32, and on a CPU its factors too, in pieces that are a tenth of a chunk
+        # The product (on a CPU also its factors) is in float32; each piece takes a tenth of a chunk's memory.
         width = hidden.shape[1] + (0 if hidden.is_cuda else len(hidden))
         block = max(64, self._spare // (4 * max(1, width)))
         for start in range(0, of_logits.shape[1], block):
@@ -207,23 +212,28 @@ class _Gradient:
 
 
 def _kept(logits: Tensor, rows: Tensor) -> Tensor:
-    """logits[rows] for ascending rows, moved to the front of the same memory, a sixteenth at a time."""
+    """Return logits[rows], moved to the front of the same memory. `rows` must be ascending.
+
+    Rows are moved in blocks of a sixteenth of the logits, so the temporary copies are small.
+    """
     step = max(1, len(logits) // 16)
-    for start in range(0, len(rows), step):  # row i comes from i or behind it, which is not written yet
+    for start in range(0, len(rows), step):  # row i comes from a row >= i, not yet overwritten
         chosen = rows[start : start + step]
         logits[start : start + len(chosen)] = logits[chosen]
     return logits[: len(rows)]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bfloat16, accumulated and returned in float32."""
+    """Return a @ b of bfloat16 matrices, accumulated and returned in float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[int]:
-    """Where to cut rows into chunks of at most `chunk`, no segment [offsets[i], offsets[i+1]) being cut.
+    """Return the bounds of chunks of at most `chunk` rows that cut no segment [offsets[i], offsets[i+1]).
 
-    offsets None: every row is a segment. A longer segment makes a longer chunk. Reads the offsets back.
+    offsets: None: every row is a segment. A segment longer than `chunk` makes a longer chunk. Reads the
+    offsets back to the host.
+
     Example: offsets [0, 3, 5, 9] and chunk 5 give [0, 5, 9].
     """
     if offsets is None:
@@ -250,7 +260,10 @@ def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
 
 
 def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows with a cotangent that is not 0, if that leaves many out. The host waits for their number."""
+    """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
+
+    None is also returned if all cotangents are None. The host waits for the number of rows.
+    """
     given = [x != 0 for x in cotangents if x is not None]
     if not given:
         return None

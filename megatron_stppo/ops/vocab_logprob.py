@@ -1,4 +1,4 @@
-"""Log-probability, entropy and sum of squared probabilities of the targets, vocabulary-parallel."""
+"""Log-probability of targets, entropy and sum of squared probabilities from vocabulary-parallel logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_stppo.ops.arguments import check
 
 @dataclass(frozen=True)
 class Shard:
-    """Which columns of the vocabulary these logits are, and what else their rows' numbers depend on."""
+    """The columns of the vocabulary that a rank's logits hold, and targets and temperature of the rows."""
 
     target: Tensor  # int64 [T], global ids
     temperature: float | Tensor  # float32 [T] if a tensor
@@ -36,7 +36,10 @@ class Shard:
         temperature: float | Tensor,
         ignore_index: int,
     ) -> Shard:
-        """For `columns` columns from id vocab_start on. Raises ValueError naming the argument."""
+        """Return the shard of `columns` columns from id vocab_start on.
+
+        Raises ValueError that names the argument that does not fit.
+        """
         _check_temperature(temperature, target)
         if vocab_start < 0 or (vocab_size is not None and vocab_size < 1):
             raise ValueError(
@@ -46,7 +49,7 @@ class Shard:
         return cls(target, temperature, vocab_start, valid, ignore_index)
 
     def rows(self, index: slice | Tensor) -> Shard:
-        """The same for some of the rows."""
+        """Return the shard restricted to some of the rows."""
         per_row = isinstance(self.temperature, Tensor)
         temperature = self.temperature[index] if per_row else self.temperature
         return replace(self, target=self.target[index], temperature=temperature)
@@ -73,18 +76,22 @@ def vocab_logprob(
     ignore_index: int = -100,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob, entropy, sum_p_sq), float32 [T], of softmax(logits / temperature); all three differentiable.
+    """Return (logprob, entropy, sum_p_sq) of softmax(logits / temperature), float32 [T], all differentiable.
 
-    logits: float32 or bfloat16 [T, V_local], this rank's columns of the vocabulary from id vocab_start on;
-    arithmetic is float32. target: int64 [T] global ids, equal on every rank of `group`. vocab_size: the true
-    size; columns with a higher id are padding and take no part. temperature: a number or float32 [T], > 0.
-    Rows whose target is ignore_index give 0 and receive no gradient, whatever they hold.
-    Over a group of several ranks: one all-gather of [5, T] float32 forward, nothing backward; each rank's
-    logits get their own columns' gradient, so every rank must pass the same cotangents.
-    overwrite: the backward writes the gradient over the logits instead of into new memory, for a producer
-    that does not look at its output again, such as a linear layer.
-    Raises ValueError naming the argument; a target that no shard holds raises on every rank of the group, but
-    for the extension on a GPU, which reads nothing back: there the row is NaN.
+    logits: float32 or bfloat16 [T, V_local], this rank's columns of the vocabulary from id vocab_start on.
+    Arithmetic is float32.
+    target: int64 [T], global ids, equal on every rank of `group`.
+    vocab_size: the true size; columns whose id is not below it are padding and are left out.
+    temperature: a number or float32 [T], > 0.
+    ignore_index: rows with this target give 0 and receive a gradient of 0, even if their logits are NaN.
+    overwrite: the backward writes the gradient over the logits instead of into new memory. Use it if the
+    module that produced the logits does not need them in its own backward, such as a linear layer.
+
+    With a group of several ranks the forward does one all-gather of [5, T] float32 and the backward no
+    communication. Each rank's logits get the gradient of their own columns, so every rank must pass the same
+    cotangents.
+    Raises ValueError that names the argument that does not fit. If no shard holds a target, all ranks of the
+    group raise; the extension on a GPU reads nothing back to the host, so there the row is NaN instead.
     """
     check("logits", logits, logits.device, (torch.float32, torch.bfloat16), (None, None))
     check("target", target, logits.device, (torch.int64,), (len(logits),))
@@ -117,12 +124,12 @@ class _VocabLogprob(torch.autograd.Function):
         out = logits if ctx.overwrite else torch.empty_like(logits)
         write_gradient(logits, ctx.shard, merged, cotangents, out)
         if ctx.overwrite:
-            torch.autograd.graph.increment_version(logits)  # who saved them too hears of it
+            torch.autograd.graph.increment_version(logits)  # so that autograd detects other uses
         return out, None, None, None
 
 
 def local_statistics(logits: Tensor, shard: Shard) -> Tensor:
-    """float32 [5, T] of this rank's columns: algorithm/vocabulary.py, shard_statistics."""
+    """Return shard_statistics of algorithm/vocabulary.py for this rank's columns, float32 [5, T]."""
     if not extension.serves(logits.device):
         return shard_statistics(logits, shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
     out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
@@ -131,10 +138,11 @@ def local_statistics(logits: Tensor, shard: Shard) -> Tensor:
 
 
 def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
-    """[W, 5, T] -> float32 [6, T]: logprob, entropy, sum p^2 (0 on ignored rows), max, log sum, a flag.
+    """Merge the statistics [W, 5, T] of W shards into float32 [6, T].
 
-    Raises ValueError for a target that is nowhere: decided on gathered numbers, so that all ranks raise
-    together and none waits for another.
+    The rows are logprob, entropy, sum p^2 (these three 0 for ignored targets), max, log sum, and a flag that
+    the target is missing. Raises ValueError for a target that no shard holds. This is decided from the
+    gathered statistics, so all ranks raise together and none waits in a collective.
     """
     _, _, rows = statistics.shape
     ignored_T = shard.ignored_T
@@ -160,7 +168,10 @@ def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
 def write_gradient(
     logits: Tensor, shard: Shard, merged: Tensor, cotangents: Sequence[Tensor | None], out: Tensor
 ) -> Tensor:
-    """The logits' gradient for cotangents of the first three rows of `merged`, written into `out`."""
+    """Write the gradient of the logits into `out` and return it.
+
+    cotangents: of the first three rows of `merged`, None for 0. `out` may be `logits`.
+    """
     if extension.serves(logits.device):
         dense = [None if x is None else x.contiguous() for x in cotangents]
         record = extension.logits(logits, shard)
@@ -182,7 +193,10 @@ def write_gradient(
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[5, T] of this rank -> [W, 5, T] in rank order. T is the same on all ranks of the group."""
+    """Return the [5, T] tensors of all ranks of the group as [W, 5, T], in rank order. Collective.
+
+    T is the same on all ranks of the group.
+    """
     if group is None or dist.get_world_size(group) == 1 or local.shape[1] == 0:
         return local[None]
     world = dist.get_world_size(group)

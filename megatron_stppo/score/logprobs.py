@@ -18,8 +18,9 @@ def logprobs(
     packer: Packer,
     together: Sequence[Sequence[int]],
 ) -> Tensor:
-    """log pi(token) at the head's temperature: float32 [T] on the host, equal on every rank.
+    """Return log pi(token) at the head's temperature, float32 [T] on the host, equal on every rank.
 
-    together: trajectories that share microbatches, as in the update that these are compared in.
+    together: groups of trajectories that are packed into micro-batches together. Pass the minibatches of the
+    update, which compares its log-probs with these.
     """
     return score(model, batch, packer, together, head.logprob)

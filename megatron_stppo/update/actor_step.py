@@ -1,9 +1,8 @@
-"""One optimizer step of the actor: clipped surrogate at the chosen segment level, and the clipping-bias
-correction.
+"""One optimizer step of the actor: the clipped surrogate and the clipping-bias correction.
 
-The gradient is linear in the loss, so dividing it by ||C|| is one scalar per minibatch, known after the last
-microbatch: it is applied to the accumulated main gradients, after the data-parallel reduction and before
-clipping by norm.
+The gradient is linear in the loss, so dividing the loss by ||C|| multiplies the gradient by one scalar per
+minibatch. The scalar is known after the last micro-batch. It is applied to the accumulated main gradients,
+after the data-parallel reduction and before clipping by norm.
 """
 
 from __future__ import annotations
@@ -32,34 +31,37 @@ from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
-# What every microbatch adds up, over all ranks; in this order in its record.
+# Entries of a micro-batch's record, in this order. They are summed over micro-batches and ranks.
 SUMS = (
     "objective", "kl", "entropy", "kl_to_old", "clipped",
     "coefficient_bias_sq", "coefficient_grad_sq", "logit_bias_sq", "logit_grad_sq",
 )  # fmt: skip
-FREE: tuple[Estimator, ...] = ("coefficient", "logit")  # estimators of ||C|| that every step has
+FREE: tuple[Estimator, ...] = ("coefficient", "logit")  # estimators of ||C|| that need no extra backward
 
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """The loss of a minibatch; called once per microbatch on the last pipeline stage."""
+    """The actor's loss of a minibatch, called once per micro-batch on the last pipeline stage."""
 
     batch: Batch
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows into T and their log-probs, so far
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (rows into T, log-probs), one per call
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """(loss, record): the part of -J + KL + entropy terms that these tokens make, and SUMS."""
+        """Return (loss, record): the micro-batch's share of -J + KL + entropy terms, and its SUMS."""
         return self.head.loss(hidden, microbatch, partial(self.terms, microbatch))
 
     def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """A loss whose gradient is -C: the clipped terms alone."""
+        """Return a loss whose gradient is -C, made of the clipped terms only, and its value as the record."""
         return self.head.loss(hidden, microbatch, partial(self.bias_terms, microbatch))
 
     def policy_logprobs(self) -> Tensor:
-        """What this rank and the others have seen: float32 [T] on the host, 0 elsewhere. Collective."""
+        """Return the log-probs computed so far on all ranks, float32 [T] on the host; 0 for other tokens.
+
+        Collective.
+        """
         out_T = torch.zeros(len(self.weight_T))
         for rows, logprob_T in self.seen:
             out_T[rows] = logprob_T.cpu()
@@ -75,7 +77,10 @@ class ActorLoss:
         last: int,
         offsets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The same of the microbatch's action tokens [first, last) and the segments that they are."""
+        """Return (loss, record) for the micro-batch's action tokens [first, last).
+
+        offsets: their segments; None: every token is a segment.
+        """
         a, rows = self.algorithm, microbatch.rows_T[first:last]
         weight_T = self.at(rows, self.weight_T, logprob_T)
         self.seen.append((rows, logprob_T.detach()))
@@ -128,7 +133,7 @@ class ActorLoss:
 
     @staticmethod
     def at(rows: Tensor, value_T: Tensor | None, like: Tensor) -> Tensor:
-        """These rows of one of the batch's columns, on the device of `like`."""
+        """Return these rows of a column of the batch, on the device of `like`."""
         assert value_T is not None
         return value_T[rows].to(like.device)
 
@@ -136,15 +141,18 @@ class ActorLoss:
 def actor_step(
     actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False
 ) -> dict[str, float]:
-    """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite. With
-    `hold` everything is computed and reported, and the weights and the optimizer stay as they are."""
+    """Make one optimizer step on the chosen trajectories and return the step's metrics. Collective.
+
+    If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`
+    everything is computed and reported, but weights and optimizer state do not change.
+    """
     a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
     microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)
     sums = dict(zip(SUMS, total(records, len(SUMS), mesh).tolist(), strict=True))
     norm = actor.reduce()
-    # agreed on before the branch: a second backward pass is collective
+    # all ranks must take the same branch, because a second backward pass is collective
     finite = not any_rank(not all(map(math.isfinite, (*sums.values(), norm))))
     bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
     weight = float(loss.weight_T.double().sum())
@@ -180,14 +188,14 @@ def actor_step(
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:
-    """Of ||C||: the free ones, and the exact one where it is configured."""
+    """Return the names of the estimators of ||C||: those in FREE, and `gradient` if it is configured."""
     return (*FREE, "gradient") if a.correction == "gradient" or a.correction_probe else FREE
 
 
 def _bias_norms(
     actor: Trainer, loss: ActorLoss, microbatches: Sequence[Microbatch], sums: dict[str, float], norm: float
 ) -> dict[str, float]:
-    """||C|| of the minibatch in parameter space, as the loss weighs it, by each of _estimators."""
+    """Return ||C|| of the minibatch by each of _estimators, in parameter space and in the loss's unit."""
     found: dict[str, float] = {
         name: calibrated_norm(sums[f"{name}_bias_sq"], sums[f"{name}_grad_sq"], norm) for name in FREE
     }
@@ -200,8 +208,10 @@ def _bias_norms(
 
 
 def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -> Tensor:
-    """c_t of the chosen trajectories' live tokens, times the train/serve mismatch weight; float32 [T], else
-    0."""
+    """Return c_t times the weight for train/serve mismatch, float32 [T].
+
+    It is 0 for tokens that are not live or whose trajectory is not chosen.
+    """
     live_T = batch.live_T & chosen_tokens(batch, chosen)
     offsets = (batch.turn_offsets, batch.action_offsets)
     weight_T = token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)

@@ -1,4 +1,4 @@
-"""One optimizer step of the critic: clipped squared error on action tokens."""
+"""One optimizer step of the critic: clipped squared error of the values at action tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from megatron_stppo.update.minibatches import chosen_tokens
 def critic_step(
     critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, packer: Packer
 ) -> dict[str, float]:
-    """Steps on the chosen trajectories; nothing changes, on any rank, if loss or gradient is not finite.
+    """Make one optimizer step on the chosen trajectories and return the step's metrics. Collective.
 
-    The mean is over their live action tokens on ALL data-parallel ranks.
+    The loss is the mean over their live action tokens on ALL data-parallel ranks. If the loss or the gradient
+    is not finite, the step is skipped on all ranks.
     """
     live_T = batch.live_T & chosen_tokens(batch, chosen)
     weight_T = live_T.float() / live_T.sum().clamp(min=1)

@@ -1,7 +1,7 @@
-"""How far the policy moved from the old one within an iteration, and what of it was clipped.
+"""Statistics of the ratio to the old policy within an iteration, and of the clipped tokens.
 
-Exact and the same under every layout: the log-probs of each step are put together once, after its backward
-pass, as those of the scores are. No pass through the model is made for it.
+They are exact and do not depend on the parallel layout: the log-probs of each step are gathered once from all
+ranks after the backward pass, as those of scoring are. No extra pass through the model is needed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Ratios:
-    """`add` every optimizer step of an iteration, then `row`.
+    """Accumulator of ratio statistics: call `add` for every optimizer step of an iteration, then `row`.
 
-    last_logprob_T: float32 [T], per trajectory of its last step; 0 before.
+    last_logprob_T: float32 [T], the log-probs from the last step on each trajectory; 0 before its first step.
 
-    Example: two trajectories, of turns 1, 2 and of turn 1, a token each; clipped are turn 2 of the one and
-    turn 1 of the other: actor/clip_fraction_turn_1 = 0.5, _turn_2 = 1, _turn_last = 1.
+    Example: one trajectory has turns 1 and 2, another only turn 1, with one token per turn. If turn 2 of the
+    first and turn 1 of the second are clipped, actor/clip_fraction_turn_1 = 0.5, _turn_2 = 1, _turn_last = 1.
     """
 
     def __init__(self, batch: Batch, algorithm: AlgorithmConfig) -> None:
@@ -37,10 +37,14 @@ class Ratios:
         self._ratios: list[Tensor] = []
         turns = int(self._turn_T.max()) + 1 if len(self._turn_T) else 0
         self._counts = torch.zeros(2, turns, dtype=torch.int64)  # clipped tokens, tokens
-        self._last = torch.zeros(2, dtype=torch.int64)  # the same of last turns
+        self._last = torch.zeros(2, dtype=torch.int64)  # the same for last turns
 
     def add(self, logprob_T: Tensor, weight_T: Tensor, chosen: Sequence[int]) -> None:
-        """logprob_T: float32 [T] of the step's policy, weight_T of its loss; chosen: its trajectories."""
+        """Add one optimizer step.
+
+        logprob_T: float32 [T], log-probs under the step's policy. weight_T: [T], weights of its loss.
+        chosen: its trajectories.
+        """
         batch, a = self._batch, self._algorithm
         of_T = chosen_tokens(batch, chosen)
         self.last_logprob_T[of_T] = logprob_T[of_T]
@@ -54,7 +58,10 @@ class Ratios:
             self._last[kind] += (of_T & self._is_last_T).sum()
 
     def row(self) -> dict[str, float]:
-        """Quantiles of the ratio over segments and steps, and clip fractions by turn, where there are any."""
+        """Return quantiles of the ratio over segments and steps, and the clip fraction of each turn.
+
+        Quantiles without segments and fractions without tokens are left out.
+        """
         ratio = torch.cat(self._ratios) if self._ratios else torch.zeros(0)
         row = {f"actor/ratio_{name}": _quantile(ratio, at) for name, at in QUANTILES.items() if len(ratio)}
         names = [*range(1, self._counts.shape[1] + 1), "last"]
@@ -68,9 +75,9 @@ class Ratios:
 
 
 def _turns(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Per action token the place of its turn in the trajectory, from 0, and whether it is the last one's."""
+    """Return the index (from 0) of each action token's turn in its trajectory, and whether it is the last."""
     owner_S, total = batch.turn_to_sequence_S, len(batch.action_index_T)
-    first_N = torch.searchsorted(owner_S, torch.arange(len(batch.live_N)))  # turns are in their order
+    first_N = torch.searchsorted(owner_S, torch.arange(len(batch.live_N)))  # turns are ordered by trajectory
     place_S = torch.arange(len(owner_S)) - first_N[owner_S]
     is_last_S = torch.ones(len(owner_S), dtype=torch.bool)
     is_last_S[:-1] = owner_S[1:] != owner_S[:-1]
@@ -78,7 +85,10 @@ def _turns(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _quantile(value: Tensor, at: float) -> float:
-    """The nearest rank: the least value that at least this share of them does not exceed. NaN if one is."""
+    """Return the quantile by nearest rank: the least x such that at least a share `at` of the values is <= x.
+
+    Returns NaN if any value is NaN.
+    """
     if bool(value.isnan().any()):
         return float("nan")
     rank = max(1, int(torch.ceil(torch.tensor(at * len(value), dtype=torch.float64))))

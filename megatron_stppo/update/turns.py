@@ -1,4 +1,4 @@
-"""What an update made of every turn, in numbers for people: trajectories/iteration-N.turns.jsonl."""
+"""Readable records of the update of every turn: trajectories/iteration-N.turns.jsonl."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from megatron_stppo.update.actor_step import minibatch_weights
 
 
 def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
-    """Per trajectory, a record of each of its turns; nothing without log-probs.
+    """Yield, for each trajectory, a list with one record per turn. Yield nothing if logprob_T is None.
 
-    logprob_T [T]: what the update computed last. advantage and value are means over the turn's tokens; ratio
-    is the turn's importance ratio to the old policy, pooled as algorithm.pooling says, whatever segments the
-    algorithm clips; clipped counts the tokens that it clips; mismatch is the geometric mean of old policy /
-    engine. What is not finite, or of a trajectory without loss, is None.
+    logprob_T: [T], the last log-probs that the update computed.
+    Fields of a record: advantage and value are means over the turn's tokens. ratio is the importance ratio of
+    the turn to the old policy, pooled by algorithm.pooling; it is of the turn even if the algorithm clips
+    other segments. clipped is the number of clipped tokens. mismatch is the geometric mean of old policy /
+    engine. Fields other than tokens are None if not finite, or if the trajectory carries no loss.
 
     Example: a turn of two tokens with log-probs 0.2 above the old ones and advantage 1 gives {"tokens": 2,
     "advantage": 1.0, "ratio": 1.2214, "clipped": 2.0, ...}.
@@ -54,5 +55,5 @@ def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterato
 
 
 def _number(value: float) -> float | None:
-    """Six digits; None for what JSON cannot say."""
+    """Return the value rounded to six significant digits, or None if it is not finite (JSON has no NaN)."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
