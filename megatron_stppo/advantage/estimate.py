@@ -40,7 +40,7 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
-        # of the later tokens of its trajectory are added afterwards, as in GAE with gamma = lam = 1.
+        # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
         outcome_N = outcomes(batch.reward_T, batch.action_offsets)
         advantage_N = group_relative(outcome_N, group_N, batch.live_N, algorithm.advantage == "group")
         penalty_T = (reward_T - batch.reward_T).float()
