@@ -1,6 +1,7 @@
-"""A run is one YAML file: its fields, checked without torch (config_file.py reads it).
+"""The fields of a run, which is one YAML file; checked without torch. config_file.py reads the file.
 
-Every section belongs to the stage of the same name. `megatron:` goes verbatim to its TransformerConfig.
+Every section belongs to the stage of the same name. `megatron:` is passed to megatron's TransformerConfig
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam: a decay rate
 
 
 class ConfigError(ValueError):
-    """What a user can mend: the message names field, value and remedy. The door turns it into exit code 2."""
+    """An error that the user can fix: the message names field, value and remedy. The command line ends with
+    exit code 2."""
 
 
 def _finite(value: Any) -> Any:
-    """What allow_inf_nan refuses in fields of a declared type, for fields of any type."""
+    """Return `value`; raise if it is or contains an infinity or NaN. For fields without a declared type,
+    which pydantic's allow_inf_nan does not check."""
     if isinstance(value, float) and not math.isfinite(value):
         raise PydanticCustomError("finite_number", "Input should be a finite number")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -43,9 +46,11 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     name: str = Field("run", pattern=NAME, description="the run's folder under `root`")
-    root: Path = Path("runs")
+    root: Path = Field(Path("runs"), description="folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of data order, sampling and initial values")
-    iterations: int = Field(100, ge=1)
+    iterations: int = Field(
+        100, ge=1, description="iterations of rollout, score, advantage, update and reshard"
+    )
     evaluate_every: int = Field(
         0, ge=0, description="iterations between evaluations; 0: only by the evaluate command"
     )
@@ -85,17 +90,17 @@ class RunConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Seconds that a phase may take. A rank that passes one reports the stacks of its threads, which rank the
-    others wait for, and ends the run with exit code 1."""
+    """Seconds that a phase may take. A rank that exceeds one reports the stacks of its threads and the rank
+    that the others wait for, and ends the run with exit code 1."""
 
     start_up: float = Field(3600.0, gt=0, description="until the first rollout or evaluation begins")
     rollout: float = Field(3600.0, gt=0, description="waiting for tools (environment.tool_wait) is added")
-    score: float = Field(3600.0, gt=0)
-    advantage: float = Field(600.0, gt=0)
-    update: float = Field(7200.0, gt=0)
-    reshard: float = Field(1800.0, gt=0)
-    evaluate: float = Field(7200.0, gt=0)
-    checkpoint: float = Field(3600.0, gt=0)
+    score: float = Field(3600.0, gt=0, description="log-probs and values")
+    advantage: float = Field(600.0, gt=0, description="credit to tokens")
+    update: float = Field(7200.0, gt=0, description="all optimizer steps of an iteration")
+    reshard: float = Field(1800.0, gt=0, description="weights to the engine")
+    evaluate: float = Field(7200.0, gt=0, description="one evaluation")
+    checkpoint: float = Field(3600.0, gt=0, description="one checkpoint, or the wait for the last one")
     other: float = Field(600.0, gt=0, description="between two phases: metrics and logs are written there")
 
 
@@ -110,62 +115,69 @@ class ModelConfig(Section):
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="auto: TransformerEngine's where it is installed and there is a GPU"
     )
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations computed again in the backward pass: none, attention only, or every layer",
+    )
 
 
 class ParallelConfig(Section):
-    """Axes of the mesh; data parallelism takes the ranks that are left."""
+    """Axes of the device mesh; data parallelism takes the remaining ranks."""
 
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, description="ranks that split every matrix of a layer")
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
     context: int = Field(1, ge=1, description="ranks that share the tokens of every trajectory")
     expert: int = Field(
         1, ge=1, description="ranks that share a layer's experts; divides the data and context ranks"
     )
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1, description="ranks that split the layers into stages")
     virtual: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved schedule)")
     first_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
     last_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
     warmup_fraction: float = Field(
         0.0, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
     )
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    grad_clip: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay rates of Adam's two moments")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     distributed: bool = Field(
         True, description="megatron's distributed optimizer (states sharded over data parallel)"
     )
 
 
 class ActorOptimizerConfig(OptimizerConfig):
-    lr: float = Field(1e-6, gt=0)
-    warmup_fraction: float = Field(0.285, ge=0, le=1)
+    lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
+    warmup_fraction: float = Field(
+        0.285, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = Field(1e-5, gt=0)
-    warmup_fraction: float = Field(0.015, ge=0, le=1)
+    lr: float = Field(1e-5, gt=0, description="highest learning rate of Adam")
+    warmup_fraction: float = Field(
+        0.015, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
 
 
 class DataConfig(Section):
     train: Path | None = Field(None, description="tasks, .jsonl or .parquet in the verl schema")
-    evaluate: Path | None = None
+    evaluate: Path | None = Field(None, description="held-out tasks, in the same formats")
     demonstrations: Path | None = Field(
         None, description="scripted trajectories for the cold-start command, .jsonl"
     )
 
 
 class RetrievalConfig(Section):
-    kind: Literal["bm25", "http"] = "bm25"
+    kind: Literal["bm25", "http"] = Field("bm25", description="bm25: an index in the process; http: a server")
     index: Path | None = Field(None, description="bm25: a folder that build-index wrote")
     url: str | None = Field(None, description="http: a /retrieve endpoint")
-    topk: int = Field(3, ge=1, le=100)
+    topk: int = Field(3, ge=1, le=100, description="documents per query")
     timeout: float = Field(10.0, gt=0, description="seconds per request")
-    retries: int = Field(3, ge=0)
+    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
     token_env: str | None = Field(
         None, description="name of the environment variable that holds the bearer token"
     )
@@ -184,8 +196,8 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search", min_length=1, description="search, or MODULE:FACTORY of your own on PYTHONPATH"
     )
-    max_turns: int = Field(4, ge=1)
-    max_observation_tokens: int = Field(500, ge=1)
+    max_turns: int = Field(4, ge=1, description="turns per episode")
+    max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an environment's answer")
     deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
     tool_wait: float = Field(
         600.0,
@@ -205,15 +217,17 @@ class EnvironmentConfig(Section):
 
 
 class RolloutConfig(Section):
-    tasks_per_iteration: int = Field(64, ge=1)
-    samples_per_task: int = Field(1, ge=1)
+    tasks_per_iteration: int = Field(64, ge=1, description="tasks drawn per iteration, over all replicas")
+    samples_per_task: int = Field(
+        1, ge=1, description="episodes per task; group-normalised presets need more than 1"
+    )
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_turn_tokens: int = Field(500, ge=1)
-    max_prompt_tokens: int = Field(2048, ge=1)
+    temperature: float = Field(1.0, gt=0, description="of sampling")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
+    max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
+    max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are not played")
     max_context: int | None = Field(
         None,
         ge=2,
@@ -222,7 +236,9 @@ class RolloutConfig(Section):
     )
     max_sequences: int = Field(256, ge=1, description="sequences decoded together")
     kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on CPU")
-    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, lt=1, description="share of a GPU's memory that the engine may use"
+    )
     overlap_tools: bool = Field(
         True,
         description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
@@ -236,7 +252,7 @@ class RolloutConfig(Section):
 
 
 class UpdateConfig(Section):
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over the trajectories of an iteration")
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
     tokens_per_microbatch: int = Field(16384, ge=1, description="on one rank; a longer trajectory takes more")
     offload: Literal["none", "optimizer", "all"] = Field(
@@ -252,26 +268,40 @@ class UpdateConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """`preset` names a row of VARIANTS; a field given beside it overrides the row."""
+    """`preset` names a row of VARIANTS (algorithm/variants.py); a field that is given overrides the row."""
 
-    preset: str = "st_ppo"
-    segments: Literal["token", "turn", "sequence"] = "turn"
-    pooling: Literal["mean", "sum"] = "mean"
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    preset: str = Field(
+        "st_ppo", description="row of the table of algorithms; fields beside it override the row"
+    )
+    segments: Literal["token", "turn", "sequence"] = Field(
+        "turn", description="tokens that share an importance ratio"
+    )
+    pooling: Literal["mean", "sum"] = Field("mean", description="how a segment's log-ratios are combined")
+    clip_low: float = Field(
+        0.2, ge=0, lt=1, description="ratios below 1 - clip_low are clipped where the advantage is negative"
+    )
+    clip_high: float = Field(
+        0.2, ge=0, description="ratios above 1 + clip_high are clipped where the advantage is positive"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="largest ratio where the advantage is negative; null: none"
+    )
     aggregation: Literal[
         "token_mean",
         "turn_mean",
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
-    ] = "token_mean"
+    ] = Field("token_mean", description="weights of the tokens in the loss")
     aggregation_length: int | None = Field(
         None, ge=1, description="the constant that sequence_mean_token_sum_norm divides by, tokens"
     )
-    correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
-    correction_apply: Literal["gradient", "step"] = "step"
+    correction: Literal["off", "coefficient", "logit", "gradient"] = Field(
+        "logit", description="estimator of ||C||, the norm of the gradient that clipping removes"
+    )
+    correction_apply: Literal["gradient", "step"] = Field(
+        "step", description="what the scale multiplies: the gradient, or the step's learning rate"
+    )
     correction_unit: Literal["mean", "sum", "relative"] = Field(
         "relative",
         description="||C|| of the loss, a mean; of the sum over the minibatch's action tokens, which grows "
@@ -292,23 +322,29 @@ class AlgorithmConfig(Section):
         "gae",
         description="by a critic; or outcomes less their group's mean, divided by its deviation or not",
     )
-    gae_level: Literal["token", "turn"] = "token"
+    gae_level: Literal["token", "turn"] = Field("token", description="steps of GAE")
     gae_observations: bool = Field(
         False, description="True: GAE and value loss take observations in too, as the search baseline's do"
     )
-    gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(1.0, ge=0, le=1)
-    whiten: bool = True
-    value_clip: float = Field(0.5, gt=0)
-    kl_coefficient: float = Field(0.001, ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    kl_in: Literal["reward", "loss"] = "reward"
-    entropy_coefficient: float = Field(0.001, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per step of GAE")
+    lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
+    whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the batch")
+    value_clip: float = Field(0.5, gt=0, description="range around the old value, as in PPO")
+    kl_coefficient: float = Field(
+        0.001, ge=0, description="weight of the KL divergence from the reference; 0 builds no reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the KL divergence")
+    kl_in: Literal["reward", "loss"] = Field(
+        "reward", description="whether it is subtracted from rewards or added to the loss"
+    )
+    entropy_coefficient: float = Field(0.001, ge=0, description="weight of the entropy bonus")
     mismatch: Literal["off", "truncate", "mask"] = Field(
         "off", description="weight for train/serve mismatch: TIS, MIS or none"
     )
-    mismatch_level: Literal["token", "turn", "sequence"] = "token"
-    mismatch_bound: float = Field(2.0, gt=1)
+    mismatch_level: Literal["token", "turn", "sequence"] = Field(
+        "token", description="tokens that the mismatch weight is averaged over"
+    )
+    mismatch_bound: float = Field(2.0, gt=1, description="bound of the mismatch weight")
     routing_replay: Literal["off", "old_policy"] = Field(
         "off",
         description="experts that an update uses: its own router's, or those of the old policy's scores",
@@ -363,15 +399,17 @@ class EvaluateConfig(Section):
 class ColdStartConfig(Section):
     tokens: int | None = Field(None, ge=1, description="stop after so many tokens of the file; default: all")
     batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
-    lr: float = Field(1e-3, gt=0)
-    warmup_fraction: float = Field(0.05, ge=0, le=1)
-    weight_decay: float = Field(0.01, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
+    lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
+    warmup_fraction: float = Field(
+        0.05, ge=0, le=1, description="share of the steps over which lr rises linearly from 0"
+    )
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
 
 
 class TelemetryConfig(Section):
-    """What is reported beside metrics.jsonl and tensorboard/, which every run writes."""
+    """Reporters in addition to metrics.jsonl and tensorboard/, which every run writes."""
 
     wandb_project: str | None = Field(
         None, description="Weights & Biases project; default: none. WANDB_API_KEY holds the key"
@@ -415,7 +453,7 @@ class Config(Section):
 
     @property
     def max_context(self) -> int:
-        """Longest trajectory in tokens that the engine and the packer must hold."""
+        """Return the largest number of tokens of a trajectory."""
         r, e = self.rollout, self.environment
         return r.max_context or r.max_prompt_tokens + (e.max_turns + 1) * (
             r.max_turn_tokens + e.max_observation_tokens
@@ -449,5 +487,5 @@ class Config(Section):
         return self.algorithm.kl_coefficient > 0
 
     def dump(self) -> str:
-        """The resolved configuration as YAML; loading it gives an equal Config."""
+        """Return the resolved configuration as YAML; loading it gives an equal Config."""
         return yaml.safe_dump(json.loads(self.model_dump_json()), sort_keys=False)

@@ -146,3 +146,8 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none.yaml")
+
+
+def test_every_field_has_a_description() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert "|  |" not in page

@@ -1,34 +1,52 @@
-"""What README.md shows must be so."""
+"""README.md and the documents that it leads to agree with the code."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from megatron_stppo.algorithm.variants import VARIANTS
+import yaml
+
 from megatron_stppo.config import Config
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 
 
-def test_the_table_of_presets_is_the_table_of_variants() -> None:
-    shared = {"token": "a token", "turn": "a turn", "sequence": "a trajectory"}
-    advantage = {"gae": "GAE with a critic", "group": "group-normalised outcome"}
-    advantage["group_mean"] = "outcome less its group's mean"
-    for name, row in VARIANTS.items():
-        on = "off" if row["correction"] == "off" else "on"
-        cells = [f"`{name}`", shared[row["segments"]], on, advantage[row["advantage"]]]
-        assert f"| {' | '.join(cells)} |" in README
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
 
 
-def test_the_sections_named_are_those_of_the_configuration() -> None:
-    named = README[README.index("The sections are") : README.index("`megatron:` passes")]
-    assert set(re.findall(r"`(\w+)`", named)) == set(Config.model_fields) - {"megatron"}
+def test_the_example_of_a_run_is_a_configuration() -> None:
+    block = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert block is not None and len(block[1].splitlines()) <= 20
+    config = Config.model_validate(yaml.safe_load(block[1]))
+    assert (config.parallel.tensor, config.algorithm.preset) == (4, "st_ppo")
+
+
+def test_links_lead_to_files() -> None:
+    wrong = []
+    for page in PAGES:
+        links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        wrong += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+    assert not wrong
 
 
 def test_files_named_exist() -> None:
-    root = Path(__file__).parents[1]
-    named = re.findall(
-        r"`((?:megatron_stppo|tools|tests|examples)/[\w./-]+)`", README + (root / "SECURITY.md").read_text()
-    )
-    assert not [name for name in named if not (root / name).exists()]
+    named = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    assert not [
+        f"{page}: {name}"
+        for page, text in texts.items()
+        for name in named.findall(text)
+        if not (ROOT / name).exists()
+    ]
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"^\| \[([\w.]+)\]", index, re.MULTILINE))

@@ -17,8 +17,8 @@ from megatron_stppo.resilience.preemption import SIGNALS, PreemptionNotice
 # Stands for a training that reports its progress.
 PRINTS = """
 import pathlib, sys, time
-from megatron_stppo.resilience.preemption import Notice
-notice = Notice(margin=0)
+from megatron_stppo.resilience.preemption import PreemptionNotice
+notice = PreemptionNotice(margin=0)
 print("ready", flush=True)
 while not notice.due(bool):
     time.sleep(0.05)
