@@ -17,7 +17,7 @@ def add_ranks(offset):
 
 def fail_on_rank_1():
     if dist.get_rank() == 1:
-        raise ValueError("told to")
+        raise ValueError("as planned")
     dist.barrier()
 
 
@@ -30,7 +30,7 @@ def die_on_rank_1():
 
 def test_every_rank_returns_its_result_and_a_failing_rank_ends_the_others():
     assert run_ranks(add_ranks, 2, 5) == [11.0, 11.0]
-    with pytest.raises(RankError, match=r"rank 1 raised[\s\S]*ValueError: told to"):
+    with pytest.raises(RankError, match=r"rank 1 raised[\s\S]*ValueError: as planned"):
         run_ranks(fail_on_rank_1, 2)
 
 

@@ -57,7 +57,7 @@ def doctor(console: Console | None = None) -> int:
     console.print(table)
     broken = [finding.name for finding in findings if finding.state == "broken"]
     console.print(
-        f"the quickstart cannot run; mend: {', '.join(broken)}" if broken else "the quickstart can run"
+        f"the quickstart cannot run; fix: {', '.join(broken)}" if broken else "the quickstart can run"
     )
     return int(bool(broken))
 

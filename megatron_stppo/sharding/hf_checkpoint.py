@@ -65,7 +65,7 @@ class _Checkpoint:
         across = (held[:dim] + held[dim + 1 :], [*shape[:dim], *shape[dim + 1 :]])
         if across[0] != across[1] or held[dim] < start + size:
             raise ConfigError(
-                f"{self.folder}: tensor {key!r} has shape {held}, config.json says otherwise; mend it"
+                f"{self.folder}: tensor {key!r} has shape {held}, config.json disagrees; correct it"
             )
         rows = slice(start, start + size)
         read: Tensor = view[rows] if dim == 0 else view[:, rows]

@@ -45,7 +45,7 @@ def test_what_breaks_the_quickstart_is_named(
     packages = {key: value for key, value in (INSTALLED | change).items() if value is not None}
     status, text = report(monkeypatch, packages)
     assert status == 1
-    assert f"the quickstart cannot run; mend: {name}" in text
+    assert f"the quickstart cannot run; fix: {name}" in text
 
 
 def test_a_matching_torchvision_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
