@@ -96,7 +96,7 @@ def collect(
         engine.abort_all()
     report = _Report(
         trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
-        mesh=trouble.mesh if isinstance(trouble, EngineFailure) else "",
+        place=trouble.place if isinstance(trouble, EngineFailure) else "",
         misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
         away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
     )
@@ -118,7 +118,7 @@ class _Report:
     """How a rank's rollout ended; sent to all other ranks."""
 
     trouble: str
-    mesh: str  # EngineFailure.mesh, else ""
+    place: str  # EngineFailure.place, else ""
     misuse: str = ""  # the message of a ConfigError
     away: str = ""  # why the rollout stopped waiting for tools
 
@@ -137,8 +137,8 @@ def _agree(report: _Report, trouble: BaseException | None) -> None:
         said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
         if all(report.away for report in troubled.values()):
             raise ToolsStayAway(next(report.away for report in troubled.values()))
-        if all(report.mesh for report in troubled.values()):
-            places = "; ".join(f"rank {rank}: {report.mesh}" for rank, report in troubled.items())
+        if all(report.place for report in troubled.values()):
+            places = "; ".join(f"rank {rank}: {report.place}" for rank, report in troubled.items())
             raise EngineFailure(f"rollout failed on {said}", places) from trouble
         if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
             raise trouble

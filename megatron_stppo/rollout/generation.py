@@ -19,14 +19,14 @@ class EngineFailure(RolloutError):
     """vLLM raised an error during generation; a new engine may replace it (restart.py).
 
     The new engine has to be resharded and verified before it generates.
-    mesh: where the error was raised, and in which engine step of the rollout; equal if the failure is
+    place: where the error was raised, and in which engine step of the rollout; equal if the failure is
     repeated.
     Example: EngineFailure("vLLM failed: ...", "ValueError at scheduler.py:310 in step 12").
     """
 
-    def __init__(self, message: str, mesh: str) -> None:
+    def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
-        self.mesh = mesh
+        self.place = place
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ class Restarts:
         Raises DoNotRestart if the same failure occurs again at the same place of the same rollout, because it
         would occur in a new process too. Raises `failure` itself when the budget is spent.
         """
-        mesh = (seed, failure.mesh)
-        if mesh == self._last:
+        place = (seed, failure.place)
+        if place == self._last:
             raise DoNotRestart(f"a new engine failed at the same place: {failure}") from failure
         if self.count >= self._budget:
             raise failure
-        self._last, self.count = mesh, self.count + 1
+        self._last, self.count = place, self.count + 1
         log.error("engine restart %d of at most %d: %s", self.count, self._budget, failure)
