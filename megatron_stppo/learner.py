@@ -34,7 +34,7 @@ class Learner:
         given = {"actor": self.actor, "critic": self.critic}
         return {role: trainer for role, trainer in given.items() if trainer is not None}
 
-    def train(self, phase: Phase) -> None:
+    def load_for(self, phase: Phase) -> None:
         """Load what the phase needs from host memory and offload the rest."""
         self.offloader.to(phase)
 

@@ -61,7 +61,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     observer = Observer(config, worker.shape, worker.mesh, watchdog, first, reporting)
     log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
     with console.timed("first reshard", rank == 0):
-        worker.serve(version=first)
+        worker.publish(version=first)
     leaving = partial(_leaving, worker, saver, observer)
     # the state that a checkpoint of the last finished iteration holds
     state = {"iteration": first, "cursor": cursor.state()} | guard.state()
@@ -80,7 +80,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         warn(f"iteration {done}", played, rank)
         # score: log-probs by actor and reference, values by the critic
         with observer.phase("score"):
-            worker.train("score")
+            worker.load_for("score")
             batch = score(worker, to_batch(played), iteration)
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
@@ -89,7 +89,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             hold = not has_signal(batch, config.algorithm, group_N)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
-            worker.train("update")
+            worker.load_for("update")
             row, last_logprob_T = update(worker, batch, iteration, hold)
             row |= describe(played, batch, iteration)
             row |= guard.look(done, row, batch, group_N)
@@ -98,7 +98,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         _check(worker, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"):
-            worker.serve(version=done)
+            worker.publish(version=done)
         state = {"iteration": done, "cursor": cursor.state()} | guard.state()
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
             with observer.phase("evaluate"), leaving(state, row):
@@ -109,9 +109,9 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         # reported. The seconds of the checkpoint are reported in the next row.
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             with observer.phase("checkpoint"):
-                worker.train("checkpoint")
+                worker.load_for("checkpoint")
                 saver.save(done, worker.trainers, state)
-                worker.serve(version=done)
+                worker.publish(version=done)
         saver.check()
         if leave:
             break
@@ -143,7 +143,7 @@ def _leaving(
         if row is not None:
             observer.log(done, row)
         with observer.phase("checkpoint"):
-            worker.train("checkpoint")
+            worker.load_for("checkpoint")
             saver.save(done, worker.trainers, state)
             saver.finish()
         observer.close()

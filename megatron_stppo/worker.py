@@ -51,7 +51,7 @@ class Worker(Learner):
         self.engine.close()
         process.stop()
 
-    def serve(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Wake the engine and copy the policy's weights to it, as policy version `version`."""
         self.offloader.to("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
@@ -62,10 +62,10 @@ class Worker(Learner):
         self.engine.wake()
         self.engine.refresh()
 
-    def train(self, phase: Phase) -> None:
+    def load_for(self, phase: Phase) -> None:
         """Put the engine to sleep and load what the phase needs from host memory."""
         self.engine.sleep()
-        super().train(phase)
+        super().load_for(phase)
 
     def play(
         self,
@@ -103,7 +103,7 @@ class Worker(Learner):
         self.engine.sleep()  # as after the first build: a reshard needs the key-value cache's memory
         self.offloader.to("reshard")  # the new reshard takes views of the policy's weights
         self.reshard = _resharder(self.config, self.mesh, self.shape, self.policy, self.engine)
-        self.serve(version)
+        self.publish(version)
 
     def _play(
         self,

@@ -45,7 +45,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         say(f"weights of {folder / f'step_{iteration}'}", worker.mesh.rank == 0)
     rank = worker.mesh.rank
     with timed("first reshard", rank == 0):
-        worker.serve(version=iteration)
+        worker.publish(version=iteration)
     folder = config.run.folder / "evaluate"
     if rank == 0:
         folder = new_folder(folder, "model" if checkpoint is None else f"step_{iteration}")

@@ -75,18 +75,18 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     guard.restore(state)
     for number in progress(done, name, rank == 0, every=None):
         with metrics.phase("score"):
-            learner.train("score")
+            learner.load_for("score")
             batch, group_N, told = source.read(learner, run, number)
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, group_N)
         with metrics.phase("update"):
-            learner.train("update")
+            learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N)
             row, _ = update(learner, batch, number - 1, hold)
             row |= describe_batch(batch) | told
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
-    learner.train("checkpoint")
+    learner.load_for("checkpoint")
     saver.save(done[-1], learner.trainers, {"iteration": done[-1]} | guard.state())
     saver.finish()
     metrics.close()

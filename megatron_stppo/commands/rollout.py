@@ -38,7 +38,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
     log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
     with timed("first reshard", rank == 0):
-        worker.serve(version)
+        worker.publish(version)
     settings, samples = rollout_settings(config), config.rollout.samples_per_task
     for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
         drawn = cursor.take(config.rollout.tasks_per_iteration)
