@@ -1,6 +1,6 @@
-"""What a reshard does to float32 weights that the engine holds in bfloat16.
+"""Benchmarks of the copies in a reshard, from float32 weights to an engine in bfloat16.
 
-bucket_copy against a loop of copy_, and bucket_checksum against its twin in plain torch.
+Compares bucket_copy with a loop of copy_, and bucket_checksum with its torch fallback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ Copies = tuple[int, int, int, int]
 
 
 def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[list[Row]]:
-    """6 bytes per element: 4 read, 2 written. "prepared": as the reshard calls it, described once."""
+    """Yield the rows of bucket_copy. An element moves 6 bytes: 4 read, 2 written.
+
+    "prepared" is the call of the reshard, which describes the copies once and repeats them.
+    """
     for count, rows, columns, width in cases:
         wide = [torch.randn(rows, width, device=bench.device) for _ in range(count)]
         sources = [x[:, width - columns :] for x in wide]
@@ -58,7 +61,10 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
 
 
 def checksum_variants(tensors: Sequence[Tensor]) -> list[Variant]:
-    """The bits of every tensor as bfloat16, read once. `twin`: in plain torch, one tensor after another."""
+    """Return the variants of bucket_checksum: checksums of the bits of every tensor as bfloat16.
+
+    The variant "twin" is the torch fallback, one tensor after another.
+    """
     prepared = ops.BucketChecksum(tensors, [torch.bfloat16] * len(tensors))
 
     def fused(_: None) -> list[Tensor]:

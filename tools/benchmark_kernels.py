@@ -1,10 +1,10 @@
-"""Measures every op of megatron_stppo.ops against what peers run: time, memory traffic, error to float64.
+"""Compare every op of megatron_stppo.ops with other implementations: time, memory traffic, float64 error.
 
     python tools/benchmark_kernels.py [--quick] [--device cpu|cuda] [--output FOLDER]
 
-Prints tables, and writes kernels.json and kernels.png into FOLDER. docs/performance.md reads the numbers.
-STPPO_OPS is set per variant: `extension` for what is called fused, which then refuses to run anything else,
-and `torch` for the twin. Exits with 2 where the extension is not built for the device.
+Prints tables, and writes kernels.json and kernels.png into FOLDER. docs/performance.md explains the numbers.
+STPPO_OPS is set per variant: `extension` for "fused", which then raises an error instead of using a fallback,
+and `torch` for "twin", the torch fallback. Exits with 2 if the extension is not built for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_stppo.ops import extension
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. `budget`: seconds per group of variants that are called in turn."""
+    """The sizes to measure. `budget` is in seconds per group of variants that are called in turn."""
 
     turns: int  # tokens of each turn-length set
     sets: Sequence[str]
@@ -55,7 +55,7 @@ class Sizes:
     cold: bool
 
 
-# Turn lengths. How many turns make a trajectory does not matter here: at turn level a segment is a turn.
+# Turn lengths. The number of turns per trajectory does not matter: at turn level a segment is a turn.
 TURN_SETS: dict[str, Callable[[int], Tensor]] = {
     "lognormal, median 150": lambda n: torch.empty(n).log_normal_(5.0106, 0.8),
     "fixed 256": lambda n: torch.full((n,), 256.0),
@@ -88,7 +88,7 @@ def sizes(device: str, quick: bool) -> Sizes:
         curve = [2**k for k in range(14, 25, 5 if quick else 2)]
         gae, passes = [(64, 2048), (2048, 2048)], PASSES
         budget, tokens = 0.3, 2**22
-    # a whole weight, columns of weights, norms
+    # one whole weight, columns of weights, norms
     copies = [(1, 4096, 4096, 4096), (16, 1024, 512, 1024), (400, 1, 4096, 4096)]
     return Sizes(tokens, sets, curve, vocab, passes, linear, valid, gae, copies, budget, cold=not quick)
 
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, sc
 def surrogate_rows(
     bench: Bench, tokens: int, sets: Sequence[str], curve: Sequence[int], missing: str, cold: bool
 ) -> Iterator[list[Row]]:
-    """Fused ST-PPO against token-level PPO, forward and backward, over turn lengths and over tokens."""
+    """Compare fused ST-PPO with token-level PPO, forward and backward, over turn lengths and token counts."""
     for name in sets:
         yield surrogate_group(bench, "clipped_surrogate", name, tokens, name, missing, cold)
     for count in curve:
@@ -153,7 +153,7 @@ def surrogate_rows(
 def surrogate_group(
     bench: Bench, section: str, size: str, tokens: int, turns: str, missing: str, cold: bool
 ) -> list[Row]:
-    """`missing`: why nothing is compiled, if so."""
+    """Return the rows of one size. `missing` is the reason why torch.compile is not measured, or empty."""
     offsets = turn_offsets(turns, tokens).to(bench.device)
     logprob, old, advantage = (x.to(bench.device) for x in surrogate_inputs(offsets.cpu(), tokens))
     logprob.requires_grad_()
@@ -192,7 +192,7 @@ def surrogate_group(
 
 
 def turn_offsets(turns: str, tokens: int) -> Tensor:
-    """int64 [S+1]: turns of the set until there are enough tokens, the last one cut."""
+    """Return int64 [S+1]: turns of the set, up to `tokens` tokens in total. The last turn is cut."""
     lengths = TURN_SETS[turns](tokens + 64).long().clamp(max=tokens)
     ends = lengths.cumsum(0)
     count = int((ends < tokens).sum()) + 1
@@ -200,7 +200,10 @@ def turn_offsets(turns: str, tokens: int) -> Tensor:
 
 
 def surrogate_inputs(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob, old_logprob, advantage) [T]; some ratios beyond a bound at either level, none on it."""
+    """Return (logprob, old_logprob, advantage) [T].
+
+    At token and at turn level, some ratios are beyond a bound of the clip, and none is on it.
+    """
     logprob, advantage = -3 * torch.rand(tokens), torch.randn(tokens)
     old = logprob + 0.1 * torch.randn(tokens) + spread(0.15 * torch.randn(len(offsets) - 1), offsets, tokens)
     for _ in range(3):  # float64 and float32 must agree on what is clipped
@@ -212,7 +215,7 @@ def surrogate_inputs(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
 
 
 def gae_rows(bench: Bench, cases: Sequence[tuple[int, int]], cold: bool) -> Iterator[list[Row]]:
-    """Token-level advantages against a loop over time steps."""
+    """Compare token-level advantages with a loop over time steps."""
     gamma, lam = 0.99, 0.95
     for trajectories, length in cases:
         reward, value = (torch.randn(trajectories * length, device=bench.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The sections of benchmark_kernels on log-probabilities: from given logits, and from hidden states."""
+"""The sections of benchmark_kernels about log-probabilities, from logits and from hidden states."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from megatron_stppo import ops
 
-REFERENCE_ROWS = 64  # of logits; float64 of all of them would take longer than the benchmark
+REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would take longer than the benchmark
 IGNORED = -100
 CHUNK = 4096  # rows of logits, the default of ops.linear_logprob
 
 
 class Produced(torch.autograd.Function):
-    """Logits as a model would have computed them: no leaf, whose gradient somebody keeps and may clone."""
+    """Logits that are not a leaf, like those of a model: autograd keeps and may clone a leaf's gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, logits: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Produced(torch.autograd.Function):
 
 
 def alone(bench: Bench, columns: int) -> str:
-    """A GPU's cases of few columns are one rank's part of a large vocabulary."""
+    """Return a label for cases on a GPU with few columns, which are one rank's part of a large vocabulary."""
     return " (local shard, no collective)" if bench.device == "cuda" and columns < 2**15 else ""
 
 
@@ -49,9 +49,10 @@ def vocab_rows(
     missing: str,
     cold: bool,
 ) -> Iterator[list[Row]]:
-    """cases: (rows, columns, dtype) of the logits; missing: why nothing is compiled, if so.
+    """Yield the rows of vocab_logprob.
 
-    The backward writes over the logits' own memory, where it can; they are put back before every call.
+    `cases` are (rows, columns, dtype) of the logits. `missing` is the reason why torch.compile is not
+    measured. The backward pass overwrites the logits if it can, so they are restored before every call.
     """
     opponents = vocab_opponents(bench.device)
     leaf = torch.ones((), device=bench.device, requires_grad=True)
@@ -105,7 +106,7 @@ def vocab_variant(
 ) -> Variant:
     if isinstance(function, str):
         return Variant(label, missing=function)
-    mode = "torch" if label == "twin" else "extension"  # of the backward
+    mode = "torch" if label == "twin" else "extension"  # of the backward pass
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, function(x, target)
@@ -138,7 +139,10 @@ def exact_logprob(logits: Tensor, target: Tensor, cotangent: Tensor) -> tuple[Te
 def linear_rows(
     bench: Bench, cases: Sequence[tuple[int, int, int, torch.dtype]], valid: Sequence[float], cold: bool
 ) -> Iterator[list[Row]]:
-    """Forward and backward from hidden states, and one X W' of that size; cases: (T, H, V, dtype)."""
+    """Yield the rows of linear_logprob and of one GEMM X W' of the same size.
+
+    Measured are forward and backward from hidden states. `cases` are (T, H, V, dtype).
+    """
     for rows, width, columns, dtype in cases:
         hidden = torch.randn(rows, width, device=bench.device).to(dtype).requires_grad_()
         weight = (
@@ -205,7 +209,7 @@ def linear_rows(
 
 
 def with_gemm_times(row: Row, gemm: Row, device: str, gradients: int, chunk: int) -> Row:
-    """Adds the time in GEMMs of the same run, and the memory beside the gradients in chunks of logits."""
+    """Add the time in units of the GEMM's time, and the memory beyond the gradients in chunks of logits."""
     seconds, unit = row.seconds(device), gemm.seconds(device)
     extra = {} if seconds is None or unit is None else {"gemm_times": seconds / unit}
     if row.peak_bytes is not None:
@@ -214,7 +218,7 @@ def with_gemm_times(row: Row, gemm: Row, device: str, gradients: int, chunk: int
 
 
 def exact_linear(hidden: Tensor, weight: Tensor, target: Tensor, cotangent: Tensor) -> list[Tensor | None]:
-    """[d/d hidden of the first rows, no statement on d/d weight], in float64."""
+    """Return [d/d hidden of the first rows, None], in float64. d/d weight is not compared."""
     x = hidden[:REFERENCE_ROWS].detach().double().requires_grad_()
     logprob = gather_logprob(x @ weight.detach().double().t(), target[: len(x)])
     return [torch.autograd.grad(logprob, x, cotangent[: len(x)].double())[0], None]

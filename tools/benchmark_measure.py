@@ -1,8 +1,8 @@
-"""How benchmark_kernels measures: interleaved variants, their error against float64, and copy bandwidth.
+"""Measurements of benchmark_kernels: interleaved variants, their error against float64, and copy bandwidth.
 
-Two times per variant, each a median with p10 and p90:
-    warm: one call as its caller sees it, right after one like it, to the end of the device's work.
-    cold: after the caches were written over. On a GPU this is the device's time alone: the stream is kept
+There are two times per variant, each a median with p10 and p90:
+    warm: one call, including the end of the device's work, right after a call of the same variant.
+    cold: after the caches were overwritten. On a GPU this is the time on the device alone: the stream is kept
     busy while the host enqueues the call.
 """
 
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 MOST_ROUNDS = 300
-BUSY_CYCLES = 4_000_000  # about 2 ms of a GPU, longer than the host takes to enqueue any variant
+BUSY_CYCLES = 4_000_000  # about 2 ms on a GPU, longer than the host needs to enqueue any variant
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute one thing. `prepare` runs before every call, untimed; `run` gets what it returned.
+    """One implementation of a computation. `prepare` runs before every call, untimed; `run` gets its result.
 
-    `run` returns tensors in the order of `reference` (float64), where None stands for no comparison.
+    `run` returns tensors in the order of `reference` (float64), where None means that there is no comparison.
     Example: Variant("doubling", lambda _: (x * 2,), reference=(x.double() * 2,))
     """
 
@@ -38,40 +38,40 @@ class Variant:
     run: Callable[[Any], Sequence[Tensor]] = lambda _: ()
     prepare: Callable[[], Any] = lambda: None
     reference: Sequence[Tensor | None] = ()
-    missing: str = ""  # why it cannot run here
-    ours: bool = False  # an error is then an error; an opponent's is its reason to be missing
+    missing: str = ""  # the reason why it cannot run here
+    ours: bool = False  # our errors are raised; an opponent's error is the reason why it is missing
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant at one size. Times are [p10, median, p90] in seconds; None where it did not run."""
+    """Results of one variant at one size. Times are [p10, median, p90] in seconds, None if it did not run."""
 
     section: str
     size: str
     variant: str
     tokens: int
-    bytes: int  # the least that must move for this op and size, whoever computes it
+    bytes: int  # the minimum memory traffic of this op and size
     warm: list[float] | None = None
     cold: list[float] | None = None
-    error_abs: float | None = None  # largest over outputs and gradients
-    error_rel: float | None = None  # the same, over the largest absolute value of that tensor
-    peak_bytes: int | None = None  # GPU: allocated beyond the inputs, workspaces and outputs included
+    error_abs: float | None = None  # the largest over outputs and gradients
+    error_rel: float | None = None  # relative to the largest absolute value of the tensor
+    peak_bytes: int | None = None  # GPU: allocated in addition to the inputs, with workspaces and outputs
     launches: int | None = None  # GPU: kernels per call
-    syncs: int | None = None  # GPU: times the host waited
+    syncs: int | None = None  # GPU: number of times the host waits
     missing: str = ""
     extra: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, device: str, at: int = 1) -> float | None:
-        """What ratios are made of: what a caller waits for on a CPU, the device's own time on a GPU.
+        """Return the time that is used for ratios: warm on a CPU, cold (time on the device) on a GPU.
 
-        at: 0 for p10, which other processes disturb least, 1 for the median, 2 for p90.
+        `at` is 0 for p10, which other processes disturb least, 1 for the median, 2 for p90.
         """
         times = self.cold if device == "cuda" else self.warm
         return times[at] if times else None
 
 
 class Bench:
-    """Measures on one device: so many seconds per group of variants, but at least so many rounds."""
+    """Measure on one device, with a budget in seconds per group of variants and a least number of rounds."""
 
     def __init__(self, device: str, budget: float, rounds: int, scratch_bytes: int) -> None:
         self.device, self.budget, self._rounds = device, budget, rounds
@@ -80,7 +80,7 @@ class Bench:
         self.copies: list[float] = []  # bytes/s
 
     def copy(self, times: int = 5) -> None:
-        """Bytes read and written per second by copy_ of a buffer several times the last-level cache."""
+        """Measure the bytes per second, read and written, by copy_ of a buffer larger than the caches."""
         for _ in range(times):
             seconds = self._once(Variant("copy", lambda _: (self._target.copy_(self._source),)), cold=False)
             self.copies.append(2 * self._source.numel() * 4 / seconds)
@@ -92,13 +92,13 @@ class Bench:
     def rows(
         self, section: str, size: str, tokens: int, moved: int, variants: Sequence[Variant], cold: bool = True
     ) -> list[Row]:
-        """Every variant called in turn, again and again, so that what disturbs the machine disturbs all."""
+        """Return the rows of all variants. They are called in turn, so that disturbances affect all."""
         reasons, first = {}, {}
         for variant in variants:
             try:
                 first[variant.name] = {} if variant.missing else self._first(variant)
                 reasons[variant.name] = variant.missing
-            except Exception as error:  # an opponent that does not run here is left out, and says why
+            except Exception as error:  # an opponent that does not run here is left out, with the reason
                 if variant.ours:
                     raise
                 reasons[variant.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
@@ -120,10 +120,10 @@ class Bench:
         ]
 
     def _first(self, variant: Variant) -> dict[str, Any]:
-        """What one call gets wrong and what it costs beside time; compiles and warms up."""
+        """Return the errors and the memory of one call. This call also compiles and warms up."""
         gpu = self.device == "cuda"
         if gpu:
-            self._once(variant, cold=False)  # what a first call allocates for good is not the variant's
+            self._once(variant, cold=False)  # memory that the first call allocates permanently is not counted
         state = variant.prepare()
         if gpu:
             torch.cuda.synchronize()
@@ -139,7 +139,10 @@ class Bench:
         return out | (launches(variant) if gpu else {})
 
     def _interleaved(self, variants: Sequence[Variant], budget: float, cold: bool) -> dict[str, list[float]]:
-        """Round after round; a variant that has used up its share of the budget sits out, so none starves."""
+        """Return the times of each variant.
+
+        A variant that has used its share of the budget skips later rounds.
+        """
         times: dict[str, list[float]] = {variant.name: [] for variant in variants}
         least = min(3, self._rounds) if cold else self._rounds
         used = dict.fromkeys(times, 0.0)
@@ -148,7 +151,7 @@ class Bench:
                 if number < least or used[name] < budget / len(variants):
                     start = time.perf_counter()
                     if not cold:
-                        self._once(variant, cold)  # its code and data into the caches that hold them
+                        self._once(variant, cold)  # load its code and data into the caches
                     times[name].append(self._once(variant, cold))
                     used[name] += time.perf_counter() - start
         return {name: percentiles(values) for name, values in times.items()}
@@ -180,13 +183,13 @@ class Bench:
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
-    """[p10, median, p90]. Example: 1..11 give [2, 6, 10]."""
+    """Return [p10, median, p90]. Example: 1..11 give [2, 6, 10]."""
     ordered = sorted(values)
     return [ordered[round((len(ordered) - 1) * part)] for part in (0.1, 0.5, 0.9)]
 
 
 def errors(result: Sequence[Tensor], reference: Sequence[Tensor | None]) -> tuple[float | None, float | None]:
-    """(largest absolute error, largest error relative to the tensor's largest absolute value)."""
+    """Return (largest absolute error, largest error relative to the tensor's largest absolute value)."""
     pairs = [(a, b) for a, b in zip(result, reference, strict=False) if b is not None and b.numel()]
     differences = [
         float((a[: len(b)] if b.dim() else a).detach().double().sub(b).abs().max()) for a, b in pairs
@@ -198,7 +201,7 @@ def errors(result: Sequence[Tensor], reference: Sequence[Tensor | None]) -> tupl
 
 
 def launches(variant: Variant) -> dict[str, int]:
-    """Kernels that one call enqueues, and how often the host waits for the device in it."""
+    """Return the number of kernels that one call enqueues, and how often the host waits for the device."""
     state = variant.prepare()
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -214,7 +217,10 @@ def launches(variant: Variant) -> dict[str, int]:
 
 @contextlib.contextmanager
 def implementation(mode: str) -> Iterator[None]:
-    """STPPO_OPS for a while: `extension` refuses to run the twin, `torch` is the twin."""
+    """Set STPPO_OPS in a block.
+
+    `extension` raises an error instead of a fallback, `torch` is the fallback.
+    """
     before = os.environ.get("STPPO_OPS")
     os.environ["STPPO_OPS"] = mode
     try:
@@ -224,7 +230,7 @@ def implementation(mode: str) -> Iterator[None]:
 
 
 def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
-    """What a number without would be worth nothing."""
+    """Return the description of the machine that is stored with the numbers."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(map(str.strip, line.split(":", 1)) for line in text.splitlines() if ":" in line)
     flags = set(fields.get("flags", "").split())
@@ -240,20 +246,20 @@ def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "vectors": {"torch": torch.backends.cpu.get_cpu_capability(), "extension": clone(flags)},
         "extension": parts,
-        "load": [round(x, 1) for x in os.getloadavg()],  # above the threads: others were running too
+        "load": [round(x, 1) for x in os.getloadavg()],  # above the threads: other processes were running
         "date": date.today().isoformat(),
     }
 
 
 def clone(flags: set[str]) -> str:
-    """Which clone of csrc/simd.h an x86-64 processor with these flags of /proc/cpuinfo takes."""
+    """Return the clone of csrc/simd.h that an x86-64 processor uses, from its flags in /proc/cpuinfo."""
     if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
         return "x86-64-v4, 256-bit vectors"
     return "x86-64-v3" if {"avx2", "fma", "bmi2"} <= flags else "baseline"
 
 
 def scratch_bytes(device: str) -> int:
-    """Four times the last-level cache, within 256 MiB and 1 GiB."""
+    """Return four times the size of the last-level cache, limited to 256 MiB .. 1 GiB."""
     if device == "cuda":
         cache = torch.cuda.get_device_properties(0).L2_cache_size
     else:

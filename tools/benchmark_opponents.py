@@ -1,4 +1,4 @@
-"""What the ops are compared with: the same computations as peers write them, and float64 references."""
+"""Opponents of the ops: the same computations as in other projects, and float64 references."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ CLIP = 0.2
 
 
 def token_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> tuple[Tensor, ...]:
-    """(loss, clip fraction, k1, k3) of token-level PPO, as trainers compute it in every step.
+    """Return (loss, clip fraction, k1, k3) of token-level PPO, as trainers compute it in every step.
 
-    To their favour: no padding and no observations on the axis, and monitors are not recorded by autograd.
+    Two simplifications favour them: there is no padding and no observation token, and autograd does not
+    record the monitors.
     """
     delta_T = (logprob_T - old_T).clamp(-20, 20)
     ratio_T = delta_T.exp()
@@ -34,7 +35,7 @@ def token_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, mask_T: Ten
 
 
 def bare_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> tuple[Tensor, ...]:
-    """The least that is still token-level PPO: no mask, no monitors, no guard against overflow."""
+    """Return the loss of minimal token-level PPO: no mask, no monitors, no guard against overflow."""
     ratio_T = (logprob_T - old_T).exp()
     kept_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage_T)
     return (-kept_T.mean(),)
@@ -45,7 +46,7 @@ def masked_mean(value_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def exact_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, offsets: Tensor | None) -> list[Tensor]:
-    """[loss, d loss / d logprob] in float64; offsets: turns share their geometric mean ratio."""
+    """Return [loss, d loss / d logprob] in float64. With `offsets`, a turn's ratio is its geometric mean."""
     x = logprob_T.detach().double().requires_grad_()
     delta_T = x - old_T.double()
     if offsets is not None:
@@ -60,17 +61,17 @@ def exact_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, offsets: Te
 
 
 def gather_logprob(logits: Tensor, target_T: Tensor) -> Tensor:
-    """log_softmax in the logits' own dtype, then gather."""
+    """Return log-probs by log_softmax in the logits' dtype, then gather."""
     return logits.log_softmax(-1).gather(1, target_T[:, None]).squeeze(1)
 
 
 def gather_logprob_float32(logits: Tensor, target_T: Tensor) -> Tensor:
-    """The same in float32, which trainers do for bfloat16 logits."""
+    """Return log-probs by log_softmax in float32, as trainers do for bfloat16 logits."""
     return gather_logprob(logits.float(), target_T)
 
 
 def gather_logprob_entropy(logits: Tensor, target_T: Tensor) -> Tensor:
-    """And the entropy that our op gives along the way, here for its cost only."""
+    """Return log-probs, and compute the entropy only for its cost, because our op returns it too."""
     log_p = logits.float().log_softmax(-1)
     with torch.no_grad():
         (log_p.exp() * log_p).sum(-1)
@@ -78,7 +79,7 @@ def gather_logprob_entropy(logits: Tensor, target_T: Tensor) -> Tensor:
 
 
 def gae_loop(reward: Tensor, value: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """[B, L] each: one step of Python per time step, all trajectories at once, as trainers do it."""
+    """Return (advantage, return) [B, L], with a Python loop over time steps for all trajectories at once."""
     last, out = torch.zeros_like(value[:, 0]), []
     for t in reversed(range(value.shape[1])):
         following = value[:, t + 1] if t + 1 < value.shape[1] else torch.zeros_like(last)
@@ -90,7 +91,7 @@ def gae_loop(reward: Tensor, value: Tensor, gamma: float, lam: float) -> tuple[T
 
 @functools.cache
 def no_compiler(quick: bool, device: str) -> str:
-    """Why torch.compile is not measured; empty if it is."""
+    """Return the reason why torch.compile is not measured, or an empty string if it is."""
     if quick and device == "cpu":
         return "left out by --quick: compiling takes longer than all the rest"
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") not in ("", "0"):
@@ -98,13 +99,13 @@ def no_compiler(quick: bool, device: str) -> str:
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.autograd.grad(torch.compile(lambda x: (x.exp() * 2).sum())(x), x)
-    except Exception as error:  # no g++, no Triton, a Python too new: whatever it is, it is the reason
+    except Exception as error:  # for example no g++, no Triton or a newer Python: report it as the reason
         return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
     return ""
 
 
 def vocab_opponents(device: str) -> dict[str, Callable[[Tensor, Tensor], Tensor] | str]:
-    """{name: (logits [T, V], target [T]) -> logprob [T], or why it is not there}."""
+    """Return {name: function (logits [T, V], target [T]) -> logprob [T], or the reason why it is missing}."""
 
     def liger() -> Callable[[Tensor, Tensor], Tensor]:
         function = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
@@ -121,7 +122,10 @@ def vocab_opponents(device: str) -> dict[str, Callable[[Tensor, Tensor], Tensor]
 
 
 def linear_opponents(device: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | str]:
-    """{name: (hidden [T, H], weight [V, H], target [T]) -> logprob [T], or why it is not there}."""
+    """Return {name: function or the reason why it is missing}.
+
+    A function maps hidden [T, H], weight [V, H] and target [T] to logprob [T].
+    """
 
     def cut() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
@@ -141,12 +145,12 @@ def _found(module: str, load: Callable[[], Any], device: str = "cuda") -> Any:
         return "runs on GPUs only"
     try:
         return load()
-    except Exception as error:  # present and yet unusable: the reason stands in the table
+    except Exception as error:  # installed but unusable: the table shows the reason
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
 
 
 def _megatron(device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """megatron-core's vocab-parallel cross entropy over a group of this process alone."""
+    """Return megatron-core's vocab-parallel cross entropy over a process group of size 1."""
     with warnings.catch_warnings(action="ignore"):  # about Apex and TransformerEngine
         from megatron.core import parallel_state
 

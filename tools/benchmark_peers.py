@@ -1,17 +1,17 @@
-"""Measures an iteration of GRPO against TRL: same model, prompts, tokens, steps and threads, in turn.
+"""Compare an iteration of GRPO with TRL: same model, prompts, tokens, steps and threads, in turn.
 
     python tools/benchmark_peers.py [--cases small,large] [--rounds 2] [--ours 1x2,2x1] [--trl 1x2,2x1]
         [--iterations 8] [--output runs/peers] [--table]
 
-The first call installs TRL into a virtual environment of its own (.venv-peers, which takes a network and
-pip's own settings). Every round starts each side once for every way of starting it that is asked for
-(PROCESSESxTHREADS[/AMOUNT], see tools/peers/cases.py), TRL and ours in turn. The first iterations of a run
-are a warm-up and are left out; the medians are over the others of all rounds. The table shows the fastest
-start of each side, in tokens generated per second, and the seconds of an iteration. Results of earlier calls
-in the same output folder are kept, by case and start; --table only prints them. The machine must be idle:
-under load two threads wait for each other.
+The first call installs TRL into a separate virtual environment, .venv-peers. This needs a network and uses
+pip's settings. Every round runs both sides, TRL and ours in turn, once for each start that is given as
+PROCESSESxTHREADS[/AMOUNT] (see tools/peers/cases.py). The first iterations of a run are a warm-up and are
+left out; the medians are over the other iterations of all rounds. The table shows the fastest start of each
+side, in tokens generated per second, and the seconds of an iteration. Results of earlier calls in the same
+output folder are kept, by case and start; --table only prints them. The machine must be idle, because under
+load two threads wait for each other.
 
-Generation: from prompts to completions, tools included. Training: all the rest of an iteration (scores of
+Generation: from prompts to completions, tools included. Training: the rest of an iteration (scores of
 the old policy, advantages, optimizer steps, weights to the engine, logging).
 """
 
@@ -31,18 +31,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from tools.peers import run
 from tools.peers.cases import CASES, Case, Start
 
 PINNED = {"trl": "1.16.0", "torch": "2.13.0", "transformers": "5.19.0"}
-WARM_UP = 2  # iterations beside the first
+WARM_UP = 2  # iterations, in addition to the first
 FOLDER = run.ROOT / ".venv-peers"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured; 1: a trainer failed; 2: wrong arguments."""
+    """Return 0 after all measurements, 1 if a trainer failed, 2 for wrong arguments."""
     given = parse(argv)
     try:
         cases = [CASES[name] for name in given.cases.split(",")]
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     output: Path, cases: Sequence[Case], starts: dict[str, list[Start]], rounds: int, iterations: int
 ) -> None:
-    """Run everything and add it to output/peers.json."""
+    """Run all cases and add their results to output/peers.json."""
     python, results = install(), output / "peers.json"
     record = json.loads(results.read_text()) if results.exists() else {"runs": []}
     fresh = {(case.name, side, str(start)) for case in cases for side in starts for start in starts[side]}
@@ -107,7 +107,10 @@ def measure(
 def one(
     python: Path, side: str, folder: Path, case: Case, start: Start, iterations: int
 ) -> list[dict[str, float]]:
-    """One run's iterations after the warm-up. Raises RuntimeError if it did not generate what it should."""
+    """Return a run's iterations after the warm-up.
+
+    Raises RuntimeError if it generated too few or many tokens.
+    """
     if side == "trl":
         found = run.trl(python, folder, folder / "model", case, start, iterations)
     else:
@@ -132,7 +135,7 @@ def model_of(folder: Path, case: Case) -> int:
 
 
 def install() -> Path:
-    """Return the Python that has TRL; make its environment first if it is not there."""
+    """Return the Python that has TRL. Create its environment first if it does not exist."""
     python, stamp = FOLDER / "bin" / "python", FOLDER / "installed.json"
     if not stamp.exists() or json.loads(stamp.read_text()) != PINNED:
         print(f"installing TRL into {FOLDER}", file=sys.stderr, flush=True)
@@ -194,7 +197,7 @@ NAMES = {"trl": "TRL", "ours": "megatron-stppo"}
 
 
 def fastest(runs: Sequence[dict[str, Any]], case: str, side: str) -> dict[str, Any] | None:
-    """Return medians over all rounds of the start that takes the least time in all; None without a run."""
+    """Return the medians over all rounds of the start with the least total time; None without a run."""
     of_start: dict[str, list[dict[str, float]]] = {}
     parameters = 0
     for one in runs:

@@ -1,4 +1,4 @@
-"""What benchmark_kernels shows: a table per section, the limits with their verdicts, JSON, a picture."""
+"""Output of benchmark_kernels: a table per section, the limits and whether they are met, JSON, a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 
 EAGER, COMPILED = "token-level PPO, eager", "token-level PPO, torch.compile"
 FUSED_TOKEN, COPY = "fused token-level PPO", "of copy bandwidth"
-# What a section's ratios are relative to: (variant, whether a ratio counts how often it fits in: GEMM-times).
+# {section: (baseline variant, whether the ratio is time / baseline)}; otherwise it is baseline / time.
 BASELINES = {
     "clipped_surrogate": (EAGER, False),
     "vocab_logprob": ("log_softmax + gather", False),
@@ -54,7 +54,7 @@ def show(about: dict[str, Any], rows: Sequence[Row], console: Console | None = N
 
 
 def save(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """{"machine": .., "rows": [..], "limits": [..]}; a row's times are [p10, median, p90] in seconds."""
+    """Write {"machine": .., "rows": [..], "limits": [..]}. Times are [p10, median, p90] in seconds."""
     record = {
         "machine": about,
         "rows": [asdict(row) | {"of_copy": of_copy(about, row)} for row in rows],
@@ -75,13 +75,13 @@ def headline(about: dict[str, Any]) -> str:
 
 
 def of_copy(about: dict[str, Any], row: Row, at: int = 1) -> float | None:
-    """Bytes that must move, over cold time, as a fraction of copy bandwidth."""
+    """Return the minimum bytes / cold time, as a fraction of copy bandwidth."""
     times = row.cold or row.warm
     return row.bytes / times[at] / about["copy_bandwidth"] if times else None
 
 
 def ratio(rows: Sequence[Row], device: str, row: Row) -> float | None:
-    """How many times faster than the section's baseline at this size; for GEMM-times, how many of them."""
+    """Return the speed relative to the section's baseline at this size, or the time relative to its GEMM."""
     name, inverse = BASELINES[row.section.split()[0]]
     base = next((x for x in rows if (x.section, x.size, x.variant) == (row.section, row.size, name)), None)
     mine, other = row.seconds(device), base.seconds(device) if base else None
@@ -132,12 +132,12 @@ def _cell(about: dict[str, Any], row: Row, times: float | None, inverse: bool) -
 
 
 def limits(about: dict[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the project set itself for this device, for the sizes that were measured; medians decide."""
+    """Return the project's limits for this device and these sizes, and whether the medians meet them."""
     device, out = about["device"], []
     times = {(row.section, row.size, row.variant): row for row in rows}
 
     def limit(row: Row, against: str, bound: float) -> None:
-        """At least `bound` times as fast as the variant `against`; COPY: that fraction of copy bandwidth."""
+        """Require `bound` times the speed of `against`, or that fraction of copy bandwidth for COPY."""
         if not (row.warm or row.cold):
             return
         if against == COPY:
@@ -221,7 +221,7 @@ def _throughput(axes: Any, device: str, rows: Sequence[Row]) -> None:
 
 
 def _fractions(axes: Any, about: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Bars of our variant and of the fastest opponent, per op and size."""
+    """Draw bars of our variant and of the fastest opponent, for each op and size."""
     found = []
     for section, size in dict.fromkeys((row.section, row.size) for row in rows):
         if section == BY_TOKENS or section.startswith("linear"):

@@ -1,16 +1,16 @@
-"""Times a reshard against a plain all_to_all_single of the same bytes, on the ranks that torchrun starts.
+"""Compare a reshard with a plain all_to_all_single of the same bytes, on the ranks that torchrun starts.
 
     torchrun --standalone --nproc-per-node 2 tools/benchmark_reshard.py [--layers 4] [--source float32]
         [--target bfloat16] [--pairs tensor=2:1 pipeline=2:2 data=2:2] [--rounds 15] [--output FILE.json]
 
-A pair is TRAINING:ENGINE, the axes of `parallel:` and the engine's tensor parallel size. Over NCCL where
-there is a GPU per rank, otherwise over gloo. Every round calls all variants in turn; a time is the slowest
-rank's, from a barrier on:
+A pair is TRAINING:ENGINE, the axes of `parallel:` and the engine's tensor parallel size. The backend is NCCL
+if there is a GPU per rank, otherwise gloo. Every round calls all variants in turn. A time is that of the
+slowest rank, measured from a barrier:
 
-    reshard, unchecked   a whole sync of random weights without checksums
-    reshard, checked     the same, every copy summed at both ends
+    reshard, unchecked   a whole weight sync of random weights without checksums
+    reshard, checked     the same with checksums of every copy on both ranks
     plain                one all_to_all_single of the bytes that must cross between ranks, already packed
-    local copies         what a rank casts into that buffer, out of it, and from its own tensors to its own
+    local copies         a rank's copies with casts: into that buffer, out of it, and within the rank
 """
 
 from __future__ import annotations
@@ -49,45 +49,45 @@ from megatron_stppo.sharding.spans import (
 )
 
 UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
-NEVER = 1 << 62  # every n-th copy is compared, counted from the version: with this n, none is
+NEVER = 1 << 62  # compare every n-th copy, counted from the version; with this n, none is compared
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One pair. Times are [p10, median, p90] in seconds."""
+    """Results of one pair. Times are [p10, median, p90] in seconds."""
 
     pair: str
-    moved: int  # bytes between ranks, over all ranks
-    kept: int  # bytes that stay on their rank, over all ranks
-    bound: int  # the least that must cross between ranks
+    moved: int  # bytes that cross between ranks, summed over ranks
+    kept: int  # bytes that stay on their rank, summed over ranks
+    bound: int  # the least number of bytes that must cross between ranks
     buckets: int
-    times: dict[str, list[float]]  # by variant; no PLAIN where nothing moves
+    times: dict[str, list[float]]  # by variant; without PLAIN if nothing crosses
 
     @property
     def ratio(self) -> float:
         return 1.0 if self.moved == self.bound else self.moved / max(self.bound, 1)
 
     def against(self, variant: str, *baselines: str) -> float | None:
-        """How many times the baselines' medians together the variant takes; None where nothing moves."""
+        """Return the variant's median / the sum of the baselines' medians; None if nothing crosses."""
         below = sum(self.times[name][1] for name in baselines if name in self.times)
         return self.times[variant][1] / below if below else None
 
 
 def model(given: argparse.Namespace) -> ModelShape:
-    """Qwen3-like: heads of 128, half as many KV heads, three times the width in the MLP, untied."""
+    """Return a Qwen3 shape: heads of 128, half as many KV heads, an MLP of 3 x hidden, untied embeddings."""
     heads = given.hidden // 128
     sizes = (given.layers, given.hidden, heads, max(1, heads // 2), 128, 3 * given.hidden, given.vocab)
     return ModelShape("qwen3", *sizes, False, False, True, 1e4, 1e-6, 4096)
 
 
 def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: torch.device) -> Measured:
-    """Raises ConfigError for a pair that the ranks or the model do not admit."""
+    """Measure one pair. Raises ConfigError if it does not fit the ranks or the model."""
     training, _, engine_tensor = pair.partition(":")
     rank, world = dist.get_rank(), dist.get_world_size()
     if not engine_tensor.isdecimal() or int(engine_tensor) not in range(1, world + 1):
         raise ConfigError(f"--pairs {pair!r} is not TRAINING:ENGINE; for example tensor=2:1")
     sizes = axes(training)
-    sizes.pop("data", None)  # what is left
+    sizes.pop("data", None)  # the remaining ranks
     parallel = validate({"model": {"path": "."}, "parallel": sizes}).parallel
     layout = Layout.of_world(world, parallel)
     check_layout(shape, parallel.tensor)
@@ -131,7 +131,10 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
 def tensor(
     spans: Sequence[tuple], widths: Mapping[str, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Of the shape that the spans tile, written to once; widths of 1 are vectors."""
+    """Return a tensor of the shape that the spans tile, with its memory touched once.
+
+    Width 1 gives a vector.
+    """
     last = spans[-1]
     rows, width = (
         last.local + last.size,
@@ -142,7 +145,7 @@ def tensor(
 
 
 def traffic(copies: Sequence[RowCopy], widths: Mapping[str, int]) -> list[list[int]]:
-    """[source rank][target rank]: elements between different ranks."""
+    """Return [source rank][target rank]: number of elements that cross between different ranks."""
     world = dist.get_world_size()
     sizes = [[0] * world for _ in range(world)]
     for copy in copies:
@@ -159,7 +162,7 @@ def local(
     send: Tensor,
     receive: Tensor,
 ) -> BucketCopy:
-    """All of the rank's copies at once: into `send`, out of `receive`, and between its own tensors."""
+    """Return one op with all copies of the rank: into `send`, out of `receive`, and within the rank."""
     pairs, sent, received = [], 0, 0
     for copy in copies:
         if copy.source_rank == rank:
@@ -180,7 +183,7 @@ def local(
 def interleaved(
     variants: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """[p10, median, p90] of each; the first round is not counted."""
+    """Return [p10, median, p90] of each variant. The first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, run in variants.items():

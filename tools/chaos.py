@@ -1,10 +1,10 @@
-"""Tries to lose a checkpoint, and writes what happened into docs/reliability.md.
+"""Try to lose a checkpoint, and write the results into docs/reliability.md.
 
     python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0]
 
-Three parts, one after the other, all drawn from the seed: saves that die at every call into the operating
-system, random damage to a folder of checkpoints, and SIGKILLs of the training program on four gloo ranks. The
-first thing that is lost ends it with exit code 1 and is written down too.
+There are three parts, drawn from the seed: a save is killed at each of its system calls, a folder of
+checkpoints is damaged at random, and the training program on four gloo ranks gets SIGKILL. The first loss is
+written into the document too, and the program exits with code 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are in the tests
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
@@ -35,7 +35,7 @@ BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
 
 def main() -> int:
     arguments = parse()
-    os.environ["PYTHONPATH"] = str(small_run.ROOT)  # where the run's environment is
+    os.environ["PYTHONPATH"] = str(small_run.ROOT)  # the run's environment is a module of the tests
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         config, model = small_run.write(root), root / "small"
@@ -62,7 +62,7 @@ def main() -> int:
                     failed = traceback.format_exc()
                     result += " **lost, see below**"
                 rows.append(f"| {title} | {result} | {time.monotonic() - started:.0f} |")
-                write(arguments, rows, failed)  # what was found stays, also if the rest is interrupted
+                write(arguments, rows, failed)  # keep the results even if the rest is interrupted
                 if failed:
                     break
         console.print("\n".join(rows), highlight=False)
@@ -84,13 +84,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-Part = Iterator[tuple[int, str]]  # (how many are done, the result so far)
+Part = Iterator[tuple[int, str]]  # (number of cases done, the result so far)
 
 
 def parts(
     arguments: argparse.Namespace, root: Path, config: Path, model: Path
 ) -> Iterator[tuple[str, int, Part]]:
-    """(title, how many, its results), each made when the one before is over: what is imported stays."""
+    """Yield (title, number of cases, results) of each part.
+
+    A part is created after the one before has ended, because its imports stay in the process.
+    """
     from megatron_stppo.launch import process
 
     process.prepare()
@@ -151,7 +154,7 @@ def kills(config: Path, wanted: int, seed: int) -> Part:
 
 
 def write(arguments: argparse.Namespace, rows: list[str], failed: str) -> None:
-    """Puts the results between the marks of the file."""
+    """Write the results between the marks of the document."""
     given = {name: value for name, value in vars(arguments).items() if name != "output" and value is not None}
     command = " ".join(f"--{name} {value}" for name, value in given.items())
     text = [

@@ -1,12 +1,12 @@
-"""Runs what a Dockerfile would run, as far as that goes without Docker, root and a GPU.
+"""Run the steps of a Dockerfile, as far as this is possible without Docker, root and a GPU.
 
     python tools/check_dockerfile.py --python PYTHON3.12 [--folder SCRATCH]
 
-A folder stands in for the image's file system. COPY copies; a RUN step is taken apart at its &&, and each
-command runs as it is written, with two exceptions: pip only resolves what is too large to install (the
-versions must exist and fit together), and what needs root or torch's CUDA build is not run, which is said.
-Our extension is compiled for the architectures of the image; that takes nvcc. Needs a package index. Standard
-library only.
+A folder replaces the image's file system. COPY copies files. A RUN step is split at &&, and each command runs
+unchanged, with two exceptions. pip only resolves packages that are too large to install, which checks that
+the versions exist and fit together. Commands that need root or torch's CUDA build are skipped and reported.
+Our extension is compiled for the architectures of the image, which needs nvcc. The script needs a package
+index and only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Folders of the image that the steps name; they are looked for under the scratch folder.
+# Folders of the image that the steps use; they are replaced by folders in the scratch folder.
 INSIDE = r"(?<![\w./$])/(opt|wheels|source|home)\b"
 NOT_RUN = {
     "apt-get": "installs Ubuntu's packages, as root",
@@ -45,7 +45,7 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """The instructions in order, continued lines joined, comments left out."""
+    """Return the instructions in order, with continued lines joined and without comments."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     found, stage = [], ""
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
@@ -72,14 +72,14 @@ def main() -> int:
 
 
 class Image:
-    """A folder in place of an image. All stages share it: none of them removes what another one needs."""
+    """A folder in place of an image. All stages share it, because none removes files that another needs."""
 
     def __init__(self, root: Path, python: str) -> None:
         self._root, self._python = root, python
         self._workdir = root
 
     def build(self, dockerfile: str) -> int:
-        """The number of commands that failed."""
+        """Run all steps and return the number of commands that failed."""
         environment, stages, failed = dict(os.environ), {"": dict(os.environ)}, 0
         for step in steps(dockerfile):
             if step.instruction == "FROM":

@@ -1,12 +1,13 @@
-"""Builds, checks and measures every kernel on the GPU at hand, in one run of under 8 minutes.
+"""Build, test and measure every kernel on the GPU of this machine, in under 8 minutes.
 
     python tools/check_gpu.py [--output FOLDER] [--minutes 8]
 
-Needs torch (a CUDA build), nvcc (on PATH or under CUDA_HOME), g++, and pip where a package is missing. Steps:
-the extension, in place; tests/ops on the GPU; 100 bitwise repeats; compute-sanitizer on a call of every op;
-tools/benchmark_kernels.py; every .cu for every architecture. A step that fails does not stop the later ones;
-the exit status is the number of steps that failed. FOLDER (default: $OUT, else runs/check-gpu) gets
-check-gpu.log, summary.json, and what the benchmark writes under benchmark/.
+Needs torch (a CUDA build), nvcc (on PATH or under CUDA_HOME), g++, and pip if a package is missing. The steps
+are: build the extension in place; run tests/ops on the GPU; repeat every op 100 times and compare bits; run
+compute-sanitizer on a call of every op; run tools/benchmark_kernels.py; compile every .cu file for every
+architecture. A step that fails does not stop the later ones; the exit status is the number of failed steps.
+FOLDER (default: $OUT, else runs/check-gpu) gets check-gpu.log, summary.json, and the benchmark's files under
+benchmark/.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# what building and testing import, and how pip calls it
+# {module needed for building and testing: its requirement for pip}
 NEEDED = {"pybind11": "pybind11>=3", "setuptools": "setuptools>=77", "pytest": "pytest>=9", "numpy": "numpy"}
 NEEDED |= {"hypothesis": "hypothesis>=6"}
 
 
 @dataclass
 class Step:
-    """One line of the summary. outcome: ok, FAILED or skipped; detail: why not ok."""
+    """One line of the summary. `outcome` is ok, FAILED or skipped; `detail` is the reason if it is not ok."""
 
     name: str
     outcome: str
@@ -45,11 +46,11 @@ class Step:
 @dataclass
 class Run:
     output: Path
-    deadline: float  # of time.monotonic
+    deadline: float  # on the clock of time.monotonic
     steps: list[Step] = field(default_factory=list)
 
     def step(self, name: str, timeout: float, line: Sequence[str], **environment: str) -> bool:
-        """Runs a command from the repository's root; its output goes to the log, its end to the summary."""
+        """Run a command in the repository's root. The log gets its output, the summary its outcome."""
         begin = time.monotonic()
         limit = min(timeout, self.deadline - begin)
         if limit < 5:
@@ -139,7 +140,7 @@ def check(run: Run) -> None:
         run.note(
             Step("tests, repeats, compute-sanitizer, benchmark", "skipped", 0, "they need the extension")
         )
-    # last: it needs no GPU
+    # the last step, because it needs no GPU
     run.step("every .cu for every architecture", 120, [*tests, "tests/csrc/test_cuda_build.py", "-rsP"])
 
 
@@ -157,7 +158,7 @@ def sanitize(run: Run, call: Sequence[str]) -> None:
 
 
 def missing() -> str:
-    """What this machine lacks, after an attempt to install Python packages; empty if nothing."""
+    """Install missing Python packages. Return what this machine still lacks, or an empty string."""
     try:
         import torch
     except ImportError:
@@ -182,7 +183,7 @@ def missing() -> str:
 
 
 def architecture() -> str:
-    """Of the GPU at hand, as nvcc names it. Example: 90a of an H100."""
+    """Return the GPU's architecture as nvcc names it. Example: 90a for an H100."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -206,7 +207,7 @@ def machine() -> dict[str, Any]:
 
 
 def calls() -> int:
-    """Every op once, forward and backward, small, on every path through its kernels."""
+    """Run every op once, forward and backward, on small inputs that cover every path of its kernels."""
     import torch
 
     from megatron_stppo import ops
@@ -246,7 +247,7 @@ def calls() -> int:
 
 
 def a_third(logprob: Any, entropy: Any, sum_p_sq: Any, first: int, last: int) -> tuple[Any, Any]:
-    """A loss of a chunk that leaves two of three rows without a gradient."""
+    """Return the loss of a chunk in which two of three rows have no gradient."""
     import torch
 
     kept = torch.arange(last - first, device=logprob.device) % 3 == 0
@@ -254,7 +255,7 @@ def a_third(logprob: Any, entropy: Any, sum_p_sq: Any, first: int, last: int) ->
 
 
 def repeats() -> int:
-    """100 runs of each op at the size of a training step: the same bits."""
+    """Run each op 100 times at the size of a training step, and compare the bits."""
     import torch
 
     from megatron_stppo import ops

@@ -1,13 +1,13 @@
-"""Record what small runs compute, and compare another version of the code with that record, bit for bit.
+"""Record the results of small runs, and compare another version of the code with the record, bit for bit.
 
-    python tools/compare_golden.py record FOLDER       # with the code as it was
-    python tools/compare_golden.py compare FOLDER      # with the code as it is: exits 1 if a number differs
+    python tools/compare_golden.py record FOLDER       # with the old code
+    python tools/compare_golden.py compare FOLDER      # with the new code: exits 1 if a number differs
 
 The cases are three iterations of the quickstart with tensor, pipeline and data parallelism over two ranks, a
 run resumed after its second iteration, a mixture of experts with replayed routing, and one run of the
 stability study. The record holds the rows of metrics.jsonl and a digest of every exported tensor.
-Floats differ between machines: record and compare on the same one. FOLDER/SIDE/ keeps the files of a side;
-a case that is recorded already is not run again.
+Floats differ between machines, so record and compare on the same one. FOLDER/SIDE/ keeps the files of a side.
+A case that has been recorded is not run again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from tools.study.matrix import Run
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples" / "quickstart" / "config.yaml"
-# What a clock or the machine decides.
+# Metrics that depend on time or on the machine.
 MEASURED = re.compile(r"seconds|share/|per_second|memory|gpu/|mfu/|straggler|time")
 SHORT = ("run.iterations=3", "run.checkpoint_every=1", "run.keep_checkpoints=3", "run.evaluate_every=3")
 SMALL = ("rollout.tasks_per_iteration=16", "evaluate.tasks=16", "evaluate.samples=1")
@@ -43,7 +43,7 @@ LAYOUTS = {
     "data": ("parallel.tensor=1",),
     "experts": ("parallel.tensor=1", "parallel.expert=2", "algorithm.routing_replay=old_policy"),
 }
-# What the mixture of experts takes from the dense model's config.json.
+# Fields that the mixture of experts takes from the dense model's config.json.
 SAME = (
     "vocab_size",
     "hidden_size",
@@ -63,7 +63,7 @@ class Side:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Build the quickstart's files, start a dense model with 60,000 tokens, and write random experts."""
+        """Build the quickstart's files, cold-start a model on 60,000 tokens, and write random experts."""
         data = self.folder / "data"
         if not (data / "manifest.json").exists():
             script = CONFIG.with_name("build.py")

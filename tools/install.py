@@ -1,9 +1,9 @@
-"""Installs a lock file with several pip processes at once, for unpacking wheels keeps one core busy each.
+"""Install a lock file with several pip processes at once, because each is limited by one core.
 
     .venv/bin/python tools/install.py tools/lock-cpu.txt
 
-Same result as `pip install --no-deps -r tools/lock-cpu.txt`, in about half the time. Indexes, proxies and
-certificates are the user's: pip reads its own configuration and PIP_* variables. Standard library only.
+The result is the same as of `pip install --no-deps -r tools/lock-cpu.txt`, in about half the time. For
+indexes, proxies and certificates, pip reads its own configuration and PIP_* variables. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# Byte code is written when a module is first imported; most of what is installed never is.
+# Byte code is written when a module is first imported. Most installed modules are never imported.
 PIP = ("-m", "pip", "install", "--no-deps", "--no-compile", "--prefer-binary", "--progress-bar", "off")
 STARTED = ("Collecting ", "Requirement already satisfied: ")
 
 
 def main(lock: Path, processes: int) -> int:
-    """pip's exit status; a failing pip shows its last lines."""
+    """Install everything and return pip's exit status. If a pip process fails, print its last lines."""
     requirements = read(lock)
     shares = [requirements[i::processes] for i in range(processes)]
     report = Report(len(requirements))
@@ -38,13 +38,13 @@ def main(lock: Path, processes: int) -> int:
 
 
 def read(lock: Path) -> list[str]:
-    """Requirements in the file's order, which puts the largest first: they are dealt out in turn."""
+    """Return the requirements in the file's order: largest first, so that they can be assigned in turn."""
     lines = (line.partition("#")[0].strip() for line in lock.read_text().splitlines())
     return [line for line in lines if line]
 
 
 class Report:
-    """One line per package on the screen."""
+    """Print one line per package."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._started, self._lock = total, 0, time.monotonic(), threading.Lock()
@@ -57,7 +57,7 @@ class Report:
 
 
 class Worker(threading.Thread):
-    """One pip over its share of the requirements."""
+    """A thread that runs pip for its share of the requirements."""
 
     def __init__(self, requirements: Sequence[str], file: Path, report: Report) -> None:
         super().__init__()

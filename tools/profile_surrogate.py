@@ -1,4 +1,4 @@
-"""Where a call of clipped_surrogate spends its time, part by part; the kernel, the call, autograd.
+"""Measure how the time of a clipped_surrogate call is divided among kernel, call and autograd.
 
 python tools/profile_surrogate.py [--tokens 131072] [--turn 256] [--threads 2]
 """

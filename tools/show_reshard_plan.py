@@ -1,12 +1,12 @@
-"""What a reshard between two layouts moves, computed without a device or a process group.
+"""Show what a reshard between two layouts moves, computed without a device or a process group.
 
     python tools/show_reshard_plan.py MODEL_FOLDER --train tensor=8,pipeline=2 --ranks 16 --engine-tensor 8
 
-MODEL_FOLDER needs its config.json only. --train takes the fields of `parallel:` in a run's configuration;
-data parallelism takes the ranks that are left. Prints the copies, the bytes that stay on their rank, cross
-within a node and cross between nodes, those of the busiest rank and node, and the bytes that any plan must
-move. The counting is that of `megatron-stppo plan` (plan/exchange.py). Exits with 2 for a layout that the
-model or the ranks do not admit.
+MODEL_FOLDER needs only config.json. --train takes the fields of `parallel:` in a run's configuration; data
+parallelism uses the remaining ranks. Prints the number of copies; the bytes that stay on their rank, cross
+within a node and cross between nodes; those of the busiest rank and node; and the bytes that any plan must
+move. The bytes are counted as in `megatron-stppo plan` (plan/exchange.py). Exits with 2 if a layout does not
+fit the model or the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def planned(config: Config, ranks: int, ranks_per_node: int, item_bytes: int) -> Exchange:
-    """Plans and counts. Raises ConfigError for a layout that the model or the ranks do not admit."""
+    """Plan the reshard and count bytes.
+
+    Raises ConfigError if a layout does not fit the model or the ranks.
+    """
     layout = check_parallel(config, ranks)
     check_engine(config, ranks)
     shape = read_shape(config.model.path)
@@ -45,7 +48,7 @@ def planned(config: Config, ranks: int, ranks_per_node: int, item_bytes: int) ->
 
 
 def axes(text: str) -> dict[str, Any]:
-    """{"tensor": 2, "pipeline": 2} from "tensor=2,pipeline=2". Raises ConfigError."""
+    """Return {"tensor": 2, "pipeline": 2} for "tensor=2,pipeline=2". Raises ConfigError."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, sign, value = part.partition("=")
@@ -56,7 +59,7 @@ def axes(text: str) -> dict[str, Any]:
 
 
 def show(found: Exchange, title: str, planning: float) -> None:
-    """planning: seconds that it took."""
+    """Print the tables. `planning` is the time that planning took, in seconds."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)

@@ -1,12 +1,12 @@
-"""Trains the family of algorithms on the quickstart's task, off policy, over seeds: who collapses, and when.
+"""Train the family of algorithms off policy on the quickstart's task, to see which collapse, and when.
 
     python -m tools.stability_study [--only family] [--settings gentle,harsh_2] [--seeds 0-4] [--jobs 2]
         [--budget-minutes 60] [--plan] [--report]
 
-Every run is a process on one core; a seed's build and cold start are shared by all its runs. What is done is
-skipped, what was interrupted (the budget, Ctrl-C) goes on from a checkpoint. docs/study.md has the protocol;
-its tables and figures, and the small files they come from in docs/study/, are made again at the end, or by
---report alone from what is there.
+Every run is a process on one core. All runs of a seed share its build and cold start. A finished run is
+skipped. An interrupted run (by the budget or Ctrl-C) continues from its checkpoint. docs/study.md has the
+protocol. Its tables and figures, and the small files in docs/study/ from which they are made, are updated at
+the end, or by --report alone from existing results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from rich.console import Console
 
@@ -35,7 +35,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all that was asked for is done; 1: something is left, or failed; 2: wrong arguments."""
+    """Return 0 if all requested runs are done, 1 if some are left or failed, 2 for wrong arguments."""
     given = parse(argv)
     try:
         chosen = [x.split(",") for x in (given.only, given.settings)]
@@ -81,8 +81,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep_results(tasks: Sequence[Task], ledger: StudyLedger) -> None:
-    """Raises ValueError where a task would replace what was done with other settings, or another quickstart:
-    hours."""
+    """Raise ValueError if a task would replace a result of other settings or another quickstart.
+
+    Such a result takes hours to compute.
+    """
     for task in tasks:
         entry = ledger[task.name]
         if entry is not None and entry.status == "done" and entry.key != task.key:
@@ -93,7 +95,7 @@ def keep_results(tasks: Sequence[Task], ledger: StudyLedger) -> None:
 
 
 def show_plan(tasks: Sequence[Task], ledger: StudyLedger, jobs: int) -> None:
-    """What is left, and its expected hours on `jobs` cores."""
+    """Print the remaining tasks and their expected hours on `jobs` cores."""
     left = [task for task in tasks if not ledger.is_done(task.name, task.key)]
     runs = [task for task in left if task.is_run]
     seconds = sum(expected(task, tasks, ledger) for task in left)
@@ -108,7 +110,10 @@ def show_plan(tasks: Sequence[Task], ledger: StudyLedger, jobs: int) -> None:
 
 
 def expected(task: Task, tasks: Sequence[Task], ledger: StudyLedger) -> float:
-    """Seconds left: what finished tasks of the same kind took, else the table's; less what is done of it."""
+    """Return the expected remaining seconds of a task.
+
+    This is the time of finished tasks of the same kind, else the table's time, less the part that is done.
+    """
     kind = task.name.rpartition("-")[0]
     took = [
         entry.seconds
@@ -123,7 +128,7 @@ def expected(task: Task, tasks: Sequence[Task], ledger: StudyLedger) -> float:
 
 
 def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minutes: float) -> bool:
-    """Whether all is done. Raises ValueError where another study works in the same folder."""
+    """Run the tasks; return whether all are done. Raises ValueError if another study uses the same folder."""
     started = time.monotonic()
     with (root / "lock").open("w") as lock:
         try:
@@ -147,8 +152,10 @@ def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minu
 def gather(
     runs: Sequence[matrix.Run], ledger: StudyLedger, root: Path, folder: Path, iterations: int | None = None
 ) -> None:
-    """The numbers of the runs that are done, into the files of `folder`. Raises ValueError for one that was
-    made with other settings than its name now stands for."""
+    """Write the numbers of finished runs into the files of `folder`.
+
+    Raises ValueError if the settings of a run differ from those that its name has now.
+    """
     summaries, curves, steps = [], [], []
     for run in runs:
         entry, path = ledger[run.name], root / "runs" / run.name

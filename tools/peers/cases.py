@@ -1,11 +1,11 @@
-"""What is measured: models, lengths and how a trainer is started. Plain data, without torch."""
+"""Cases of the comparison: models, lengths, and how a trainer is started. Plain data, without torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-TASKS, SAMPLES, STEPS = 8, 8, 4  # prompts, trajectories of each, optimizer steps of an iteration
+TASKS, SAMPLES, STEPS = 8, 8, 4  # per iteration: prompts, trajectories per prompt, optimizer steps
 TRAJECTORIES = TASKS * SAMPLES
 
 
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def written(self) -> int:
-        """Tokens that one iteration generates."""
+        """Return the number of tokens that one iteration generates."""
         return TRAJECTORIES * self.turns * self.turn_tokens
 
 
@@ -51,10 +51,10 @@ CASES = {
 
 @dataclass(frozen=True)
 class Start:
-    """How a trainer is started: `processes` of `threads` each, and what it computes at a time.
+    """How a trainer is started: number of processes, threads of each, and the size of a forward pass.
 
-    amount: trajectories of a forward pass of one process (TRL), or tokens (megatron_stppo); 0: all of the
-    step's.
+    `amount` is the number of trajectories (TRL) or tokens (megatron_stppo) per forward pass of a process; 0
+    means all of the step.
     """
 
     processes: int

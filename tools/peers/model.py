@@ -1,7 +1,8 @@
 """A random Qwen3 and its tokenizer, written once and read by both trainers.
 
-The model never writes the end-of-text token, so that every turn has exactly the tokens that the limit allows:
-dimension 0 of the residual stream is large and positive, and only end-of-text has a negative weight on it.
+The model never generates the end-of-text token, so every turn is as long as the limit allows. This works
+because dimension 0 of the residual stream is large and positive, and only end-of-text has a negative weight
+on it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tools.peers.cases import Size
 
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# A tool's answer is its text alone, so that it has the same tokens whoever renders it. TRL demands that a
-# template can also render a tool call.
+# A tool's answer is rendered as plain text, so that it has the same tokens in both trainers. TRL requires
+# that a template can also render a tool call.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'tool' %}{{ m['content'] }}"

@@ -1,4 +1,4 @@
-"""The game as an environment of megatron_stppo: `turns` turns of any text, each answered by OBSERVATION."""
+"""The task as an environment of megatron_stppo: `turns` turns of any text, each answered by OBSERVATION."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_stppo.types import Message, Task
 
 
 class House:
-    """One episode of the game."""
+    """One episode of the task."""
 
     stop_strings: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Starts one trainer on one case and reads what it reports: seconds and tokens of every iteration."""
+"""Run one trainer on one case, and read the seconds and tokens of every iteration from its report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tools.peers.game import question
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LIMIT = 1800.0  # seconds that one run may take
+LIMIT = 1800.0  # timeout of one run, in seconds
 
 
 def trl(python: Path, folder: Path, model: Path, case: Case, start: Start, iterations: int) -> dict[str, Any]:
     """Run TRL; return {"iterations": [{generation, seconds, written, read}], "versions": {..}}.
 
-    The first of `iterations` is left out. Raises RuntimeError with the end of its output if it fails.
+    The first iteration is left out. Raises RuntimeError with the end of the output if TRL fails.
     """
     given = {
         "model": str(model),
@@ -47,7 +47,7 @@ def trl(python: Path, folder: Path, model: Path, case: Case, start: Start, itera
 
 
 def ours(folder: Path, model: Path, case: Case, start: Start, iterations: int) -> dict[str, Any]:
-    """Run megatron_stppo; the same record as `trl`."""
+    """Run megatron_stppo; return the same record as `trl`."""
     rows = [
         {
             "data_source": "peers",
@@ -59,7 +59,7 @@ def ours(folder: Path, model: Path, case: Case, start: Start, iterations: int) -
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "ours.yaml").write_text(yaml.safe_dump(config(folder, model, case, start, iterations)))
     metrics = folder / "ours" / "metrics.jsonl"
-    shutil.rmtree(metrics.parent, ignore_errors=True)  # of an earlier start: a run's name is used once
+    shutil.rmtree(metrics.parent, ignore_errors=True)  # a run's name cannot be used twice
     script = ["-m", "megatron_stppo", "train", str(folder / "ours.yaml")]
     path = os.pathsep.join([str(HERE), str(ROOT)])
     _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})
@@ -97,7 +97,7 @@ def config(folder: Path, model: Path, case: Case, start: Start, iterations: int)
 
 
 def _row(row: dict[str, Any]) -> dict[str, float]:
-    """Return what one row of metrics.jsonl says, as TRL's side reports it."""
+    """Return one row of metrics.jsonl in the format of TRL's side."""
     generation = row["seconds/rollout"]
     return {
         "generation": generation,

@@ -1,10 +1,11 @@
-"""Trains with TRL's GRPO and reports seconds and tokens of every iteration. Runs in a Python of its own.
+"""Train with TRL's GRPO and report seconds and tokens of every iteration. Runs in a separate environment.
 
     python tools/peers/trl_side.py SPECIFICATION.json RESULT.json
 
-Settings that differ from TRL's defaults, and why: float32 as the other side, no gradient checkpointing and no
-logging (both would only cost time), no early stop. One generation serves four optimizer steps, so TRL scores
-the old log-probs as the other side does; beta=0 (TRL's default) leaves the reference model out.
+Settings that differ from TRL's defaults: float32, as on the other side; no gradient checkpointing and no
+logging, which would only cost time; no early stop. One generation is used for four optimizer steps, so TRL
+computes the old log-probs, as the other side does. beta=0 (TRL's default) means that there is no reference
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TOOL = "look"
 
 
 class House:
-    """The game as an environment of TRL: one tool, which always answers the same."""
+    """The task as an environment of TRL: one tool, which always gives the same answer."""
 
     def reset(self, **_: object) -> None:
         return None
@@ -41,7 +42,7 @@ class House:
 
 
 class Clock(TrainerCallback):
-    """Notes when each optimizer step ends, and what was generated until then."""
+    """Record the time at which each optimizer step ends, and the tokens generated until then."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -51,7 +52,7 @@ class Clock(TrainerCallback):
 
 
 class Timed(GRPOTrainer):
-    """GRPOTrainer that keeps the seconds and the tokens of every generation."""
+    """GRPOTrainer that records the seconds and the tokens of every generation."""
 
     generations: list[dict[str, float]]
 
@@ -75,7 +76,7 @@ def rewards(completions, **_: object) -> list[float]:
 
 
 def always_call(tokenizer, ids, prefix=None, tools=None):
-    """Stands in for TRL's parser: random weights write no tool call, so every turn is taken for one."""
+    """Replace TRL's parser: random weights generate no tool call, so every turn is treated as one."""
     call = {"type": "function", "function": {"name": TOOL, "arguments": {}}}
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return {"role": "assistant", "content": text, "tool_calls": [call]}
@@ -85,7 +86,7 @@ def main(specification: Path, result: Path) -> None:
     given = json.loads(specification.read_text())
     torch.set_num_threads(given["threads"])
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    share = given["trajectories"] // given["steps"] // world  # trajectories of an optimizer step
+    share = given["trajectories"] // given["steps"] // world  # trajectories per optimizer step and process
     rows = given["amount"] or share
     turns, turn_tokens = given["turns"], given["turn_tokens"]
     tokenizer = AutoTokenizer.from_pretrained(given["model"], trust_remote_code=False)
@@ -115,7 +116,7 @@ def main(specification: Path, result: Path) -> None:
     )
     several = {}
     if turns > 1:
-        tokenizer.response_template = {}  # only whether there is one is looked at
+        tokenizer.response_template = {}  # TRL only checks whether it exists
         grpo_trainer.parse_response = always_call
         several = {"environment_factory": House}
     prompts = [{"prompt": [{"role": "user", "content": question(n)}]} for n in range(given["tasks"])]
@@ -138,7 +139,7 @@ def main(specification: Path, result: Path) -> None:
         for generation, start, end in zip(trainer.generations[1:], ends, ends[1:], strict=False)
     ]
     if int(os.environ.get("RANK", "0")) == 0:
-        for row in iterations:  # one rank's share; prompts are dealt out evenly
+        for row in iterations:  # the number of one rank; prompts are divided evenly
             row["written"] *= world
             row["read"] *= world
         versions = {"trl": trl.__version__, "transformers": transformers.__version__}

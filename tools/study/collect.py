@@ -1,6 +1,6 @@
-"""From the folders of finished runs to two small files: a row per run, and the curves.
+"""Write small result files from the folders of finished runs.
 
-runs.csv         one row per run: what it ended as, and its means
+runs.csv         one row per run: its outcome and its means
 curves.parquet   one row per run and iteration: METRICS as float32, NaN where a row has none
 steps.parquet    one row per optimizer step of the probes: ||C|| by every estimator
 """
@@ -39,11 +39,11 @@ MUST_BE_FINITE = ("actor/gradient_norm", "actor/kl_to_old")
 
 
 def summary(run: Run, rows: Sequence[Row], not_finite: bool, seconds: float) -> Row:
-    """What runs.csv says of a run. `seconds`: of its processes, start included.
+    """Return the row of a run in runs.csv. `seconds` is the time of its processes, including their start.
 
-    Collapsed: held-out exact match stays below half of its best for 10 evaluations (judge.collapse_began), or
-    a number of an update is not finite, or the run was ended for such numbers (`not_finite`). A time that
-    never came is empty.
+    A run has collapsed if held-out exact match stays below half of its best for 10 evaluations
+    (judge.collapse_began), or if a number of an update is not finite, or if the run was ended because of such
+    numbers (`not_finite`). The time of an event that did not occur is empty.
     """
     iterations, exact_match = column(list(rows), EXACT_MATCH)
     updates = [row for row in rows if row["iteration"] > 0]
@@ -66,7 +66,7 @@ def summary(run: Run, rows: Sequence[Row], not_finite: bool, seconds: float) -> 
         "gradient_norm_p95": _quantile(updates, "actor/gradient_norm", 0.95),
         "correction_scale": _mean(updates, "actor/correction_scale"),
         "seconds": round(seconds, 1),
-        "seconds_outside": round(seconds - in_rows, 1),  # start and end of the process
+        "seconds_outside": round(seconds - in_rows, 1),  # time for the start and the end of the process
         "seconds_update": _quantile(updates, "seconds/update", 0.5),
     }
 
@@ -77,7 +77,7 @@ def curves(run: Run, rows: Sequence[Row]) -> list[Row]:
 
 
 def steps(run: Run, folder: Path) -> list[Row]:
-    """Of a probe; none of other runs."""
+    """Return the rows of steps.jsonl of a probe, and no rows for other runs."""
     path, own = folder / "steps.jsonl", {name: getattr(run, name) for name in KEYS}
     return [
         own | {name: row[name] for name in ("iteration", "step", *STEP_METRICS)}
@@ -86,8 +86,10 @@ def steps(run: Run, folder: Path) -> list[Row]:
 
 
 def merge(folder: Path, summaries: list[Row], curve_rows: list[Row], step_rows: list[Row]) -> None:
-    """Puts the runs into the files of `folder`, in the place of earlier ones of the same name. Raises
-    ValueError, and changes nothing, where a setting would have runs of several lengths: a trial's."""
+    """Add the runs to the files of `folder`, where they replace earlier runs of the same name.
+
+    Raises ValueError, without changes, if runs of one setting would have different lengths, as after a trial.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     new = {_key(row) for row in summaries}
 
@@ -112,7 +114,7 @@ def merge(folder: Path, summaries: list[Row], curve_rows: list[Row], step_rows: 
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Numbers are numbers again; what is empty is None."""
+    """Return the rows with numbers as numbers. An empty cell is None."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -120,7 +122,7 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def read_parquet(path: Path) -> list[Row]:
-    """Rows; a missing number is None."""
+    """Return the rows. A missing number is None."""
     return pq.read_table(path).to_pylist() if path.exists() else []
 
 
@@ -167,6 +169,6 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _quantile(rows: Sequence[Row], name: str, share: float) -> float:
-    """The smallest number that so large a share of the numbers does not exceed."""
+    """Return the smallest of the numbers that at least `share` of them do not exceed."""
     values = sorted(_numbers(rows, name))
     return values[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan

@@ -13,16 +13,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-# Title, metric, iterations that a point is the mean of, logarithmic
+# (title, metric, number of iterations averaged per point, whether the axis is logarithmic)
 PANELS = (
     ("held-out exact match", "evaluate/exact_match", 1, False),
     ("action tokens clipped, share", "actor/clip_fraction", 5, False),
     ("KL to the old policy, nats per token", "actor/kl_to_old", 5, True),
     ("gradient norm", "actor/gradient_norm", 5, True),
 )
-CUT = 30.0  # a logarithmic axis ends at this many times its median: one run alone does not flatten the others
-# Colour (of Okabe and Ito, told apart by the colour-blind) and line. In the family a colour is a ratio and an
-# advantage; whole lines have our correction, dotted ones the printed one.
+CUT = 30.0  # a logarithmic axis ends at this multiple of the median: one run must not flatten the others
+# Colour (of Okabe and Ito, suitable for colour-blind readers) and line. In the family a colour stands for a
+# ratio and an advantage; solid lines have our correction, dotted ones the paper's printed form.
 STYLES = {
     "ppo": ("#0072b2", "--"),
     "turn_ppo": ("#d55e00", "--"),
@@ -55,7 +55,7 @@ ESTIMATES = {
 
 
 def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, output: Path) -> None:
-    """The mean over seeds of each algorithm, and a band from the least to the greatest."""
+    """Draw the mean over seeds of each algorithm, with a band from the minimum to the maximum."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (name, metric, width, logarithmic) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
@@ -77,7 +77,7 @@ def draw_curves(rows: Sequence[Row], algorithms: Sequence[str], title: str, outp
 
 
 def table(rows: Sequence[Row], metric: str, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(iterations [I], values [seeds, I]) where every seed has a number, means of `width` such iterations.
+    """Return (iterations [I], values [seeds, I]) of iterations that all seeds have, averaged by `width`.
 
     Example, width 2: iterations 1, 2, 3, 4 with 1, 3, 5, 7 give [1.5, 3.5] and [[2, 6]].
     """
@@ -94,10 +94,10 @@ def table(rows: Sequence[Row], metric: str, width: int) -> tuple[np.ndarray, np.
 
 
 def cut(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
-    """Limits of a logarithmic axis inside [low, high]: CUT times the median of what is positive, and its
-    CUTth part; [low, high] if nothing is.
+    """Return the limits of a logarithmic axis inside [low, high].
 
-    Example: of 1, 1, 1, 1e-9 inside [1e-9, 2] they are 1 / 30 and 2.
+    They are the median of the positive values, divided and multiplied by CUT; [low, high] if no value is
+    positive. Example: of 1, 1, 1, 1e-9 inside [1e-9, 2] they are 1 / 30 and 2.
     """
     positive = values[values > 0]
     if not len(positive):
@@ -107,7 +107,7 @@ def cut(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
 
 
 def draw_estimates(rows: Sequence[Row], output: Path) -> None:
-    """Every step of the probes at which something was clipped: estimate against exact norm."""
+    """Draw the estimate against the exact norm, for every step of the probes with clipped tokens."""
     names = sorted({row["algorithm"] for row in rows})
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -125,7 +125,7 @@ def draw_estimates(rows: Sequence[Row], output: Path) -> None:
 
 
 def pairs(rows: Sequence[Row], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """(exact norms, estimates) of the steps at which both are positive."""
+    """Return (exact norms, estimates) of the steps at which both are positive."""
     both = [(row[EXACT], row[metric]) for row in rows if (row[EXACT] or 0) > 0 and (row[metric] or 0) > 0]
     exact, estimate = np.array(both, dtype=float).reshape(-1, 2).T
     return exact, estimate

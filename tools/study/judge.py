@@ -1,4 +1,4 @@
-"""When a run has collapsed, and what can be said about a few seeds. Plain numbers in, plain numbers out."""
+"""The definition of collapse, and statistics over a few seeds. Functions of plain numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-SHARE, PATIENCE = 0.5, 10  # of the definition of collapse
-THRESHOLDS = (0.6, 0.9)  # of exact match, for the time until it is reached
+SHARE, PATIENCE = 0.5, 10  # in the definition of collapse
+THRESHOLDS = (0.6, 0.9)  # of exact match, for the time to reach it
 FINAL = 3  # evaluations at the end whose mean is the final exact match
 Z = 1.959964  # the normal distribution's 0.975 quantile
 # Student's t, 0.975 quantile, for 1 to 30 degrees of freedom.
@@ -20,10 +20,11 @@ T = (
 def collapse_began(
     iterations: Sequence[int], exact_match: Sequence[float], share: float = SHARE, patience: int = PATIENCE
 ) -> int | None:
-    """The iteration at which the first `patience` evaluations in a row begin that are all below `share` of
-    the best before them; None if there are no such.
+    """Return the iteration at which a collapse began, or None.
 
-    Example, patience 2: 0.8, 0.3, 0.5, 0.3, 0.2 at 0, 2, 4, 6, 8 began at 6; 0.4 itself would not be below.
+    It is the first of the first `patience` consecutive evaluations that are all below `share` of the best
+    before them. Example, patience 2: for 0.8, 0.3, 0.5, 0.3, 0.2 at 0, 2, 4, 6, 8 it is 6; a value of 0.4 is
+    not below.
     """
     best, row = 0.0, 0
     for place, value in enumerate(exact_match):
@@ -35,12 +36,12 @@ def collapse_began(
 
 
 def time_to(iterations: Sequence[int], exact_match: Sequence[float], threshold: float) -> int | None:
-    """The first evaluated iteration at or above the threshold."""
+    """Return the first evaluated iteration at or above the threshold, or None."""
     return next((i for i, x in zip(iterations, exact_match, strict=True) if x >= threshold), None)
 
 
 def wilson(count: int, total: int, z: float = Z) -> tuple[float, float]:
-    """The Wilson score interval of a rate (E. B. Wilson, 1927), 95 % by default.
+    """Return the Wilson score interval of a rate (E. B. Wilson, 1927), 95 % by default.
 
     With p = count / total:  (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
     Example: 1 of 4 with z = 2: (0.25 + 0.5 -+ 2 sqrt(0.046875 + 0.0625)) / 2 = 0.375 -+ 0.3307.
@@ -53,7 +54,7 @@ def wilson(count: int, total: int, z: float = Z) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of its 95 % t interval); a single value has no interval: NaN.
+    """Return (mean, half width of its 95 % t interval). The half width of a single value is NaN.
 
     Example: 1, 2, 3: 2 and 4.303 * 1 / sqrt(3) = 2.484.
     """
@@ -64,9 +65,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(left: Mapping[int, float], right: Mapping[int, float]) -> tuple[float, float, int, int]:
-    """left - right over the seeds that both have: (mean, half of its 95 % t interval, seeds on which left is
-    higher, seeds).
+    """Compare left with right over their common seeds.
 
+    Return (mean of left - right, half width of its 95 % t interval, seeds on which left is higher, seeds).
     Example: {0: 3, 1: 5, 2: 1} and {0: 1, 1: 1}: differences 2 and 4, so 3, 12.706, 2 of 2.
     """
     apart = [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
@@ -74,5 +75,5 @@ def compare(left: Mapping[int, float], right: Mapping[int, float]) -> tuple[floa
 
 
 def median_time(times: Sequence[int | None]) -> float:
-    """The median where None is never: infinite if half of the runs or more never got there."""
+    """Return the median, where None means never: infinite if half of the times or more are None."""
     return statistics.median_high([math.inf if t is None else t for t in times]) if times else math.nan

@@ -1,4 +1,4 @@
-"""What is done of the study, in one file that is replaced whole."""
+"""The record of finished tasks of the study, in one file that is replaced atomically."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class Entry:
     key: str  # hash of everything that the result depends on
     status: Status
     seconds: float = 0.0
-    reason: str = ""  # why it ended, if not as planned
+    reason: str = ""  # the reason why it ended, if not as planned
 
 
 class StudyLedger:
-    """Example: after ledger.begin("ppo-0", "a1") and ledger.end("ppo-0", "done", 120.0) the file knows it."""
+    """The entries of all tasks.
+
+    Example: ledger.begin("ppo-0", "a1") and ledger.end("ppo-0", "done", 120.0) write an entry to the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,7 +40,7 @@ class StudyLedger:
         return entry is not None and entry.key == key and entry.status == "done"
 
     def was_begun(self, name: str, key: str) -> bool:
-        """With the same key, and not finished: its files may be gone on with."""
+        """Return whether the task was begun with the same key and not finished, so that it can be resumed."""
         entry = self._entries.get(name)
         return entry is not None and entry.key == key and entry.status != "done"
 
@@ -47,7 +50,7 @@ class StudyLedger:
         self._put(name, Entry(key, "running", seconds))
 
     def end(self, name: str, status: Status, seconds: float, reason: str = "") -> None:
-        """`seconds` of this attempt alone."""
+        """Record the end of an attempt. `seconds` is the time of this attempt alone."""
         entry = self._entries[name]
         self._put(name, replace(entry, status=status, seconds=entry.seconds + seconds, reason=reason))
 

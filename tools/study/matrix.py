@@ -1,7 +1,7 @@
-"""What the study runs: algorithms and settings as data.
+"""The runs of the study: algorithms and settings as data.
 
-A run is the quickstart's configuration, COMMON, one setting and one algorithm: nothing else differs, and no
-algorithm has a rate, a clip bound or a batch of its own.
+A run is the quickstart's configuration with COMMON, one setting and one algorithm. Nothing else differs: all
+algorithms have the same learning rates, clip bounds and batches.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from megatron_stppo.algorithm.variants import VARIANTS
 
 Fields = dict[str, Any]
 
-# Rollouts are on policy when an iteration begins and grow stale inside it: the last of epochs * minibatches
-# steps trains on what a policy of epochs * minibatches - 1 steps before has written, as in the paper.
+# Rollouts are on policy at the beginning of an iteration and become stale within it: the last of its epochs *
+# minibatches steps trains on rollouts of the policy epochs * minibatches - 1 steps earlier, as in the paper.
 COMMON: Fields = {
     "parallel.tensor": 1,
-    "rollout.tasks_per_iteration": 16,  # groups of 4 for everyone: group-normalised advantages need groups,
-    "rollout.samples_per_task": 4,  # and GAE is to see the same batches
+    "rollout.tasks_per_iteration": 16,  # groups of 4 for all algorithms: group-normalised advantages need
+    "rollout.samples_per_task": 4,  # groups, and GAE gets the same batches
     "update.minibatches": 4,
     "run.iterations": 100,
     "run.evaluate_every": 2,
-    "run.checkpoint_every": 1000,  # at the end, and at the notice that interrupts a run
+    "run.checkpoint_every": 1000,  # only at the end, and at an interruption
     "run.dump": "none",
-    "evaluate.samples": 1,  # of every held-out task, at temperature 1
+    "evaluate.samples": 1,  # per held-out task, at temperature 1
 }
 SETTINGS: dict[str, Fields] = {
     "gentle": {"update.epochs": 1, "update.actor.lr": 1.5e-4, "update.critic.lr": 4.5e-4},
-    # a ladder, of which token PPO alone chooses the rung that the study runs at
+    # increasingly harsh settings; the results of token PPO alone decided which of them the study uses
     "harsh_1": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
     "harsh_2": {"update.epochs": 2, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
     "harsh_3": {"update.epochs": 4, "update.actor.lr": 3e-4, "update.critic.lr": 9e-4},
     "harsh_4": {"update.epochs": 4, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
-    # controls: harsh_2 with half the actor's rate (st_ppo's scale is 0.5 there on average); and with every
-    # batch used once
+    # controls: harsh_2 with half the actor's learning rate (st_ppo's scale is 0.5 there on average), and
+    # harsh_2 with every batch used once
     "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
     "harsh_2_once": {"update.epochs": 1, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
 }
 STUDIED = ("gentle", "harsh_2")
 CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
-PILOT = 100  # seeds from here on choose the rung, and are in no result
+PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no result
 
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
-# The defaults, held fast; a test says so when they change.
+# A copy of the defaults, so that the study does not change with them; a test compares the two.
 TODAY: Fields = {
     "correction": "logit",
     "correction_apply": "step",
@@ -58,7 +58,8 @@ FAMILY: dict[str, Fields] = {
     for name in ("ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo")
 }
 FAMILY["st_ppo_paper"] = {"preset": "st_ppo"} | PAPER
-# ST-PPO with one part of its correction changed, with how much it counts changed; the printed form, so too.
+# ST-PPO with changes to one part or the strength of its correction, and the same for the paper's printed
+# form.
 FORMS: dict[str, Fields] = {
     "st_ppo_coefficient": FAMILY["st_ppo"] | {"correction": "coefficient"},
     "st_ppo_gradient": FAMILY["st_ppo"] | {"correction": "gradient"},
@@ -76,10 +77,10 @@ PRINTED: dict[str, Fields] = {
     "st_ppo_paper_floor_1": FAMILY["st_ppo_paper"] | {"correction_floor": 1},
     "st_ppo_paper_on_step": FAMILY["st_ppo_paper"] | {"correction_apply": "step"},
 }
-# The correction as it was by default when the study began.
+# The default of the correction at the time when the study began.
 BEGUN: Fields = {"correction_unit": "sum", "correction_strength": 1}
 BEFORE: dict[str, Fields] = {f"{name}_sum": FAMILY[name] | BEGUN for name in CORRECTED}
-# All estimators at every step; the training is that of the name without _probe.
+# These runs record all estimators at every step. They train like the run of the name without _probe.
 PROBES: dict[str, Fields] = {
     f"{name}_probe": fields | {"correction_probe": True}
     for name, fields in (FAMILY | BEFORE).items()
@@ -95,7 +96,7 @@ GROUPS = {
 }
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 
-# Seconds on one core of 2 of an x86-64 CPU, 2026-11-22; once runs are finished, theirs are taken instead.
+# Seconds on one of the 2 cores of an x86-64 CPU, 2026-11-22. The times of finished runs replace them.
 START = 15.0
 EVALUATION = 0.65
 ROLLOUT_AND_SCORE = 0.9
@@ -117,7 +118,7 @@ class Run:
         return f"{self.setting}-{self.algorithm}-{self.seed}"
 
     def overrides(self, iterations: int | None = None) -> list[str]:
-        """Of the quickstart's configuration, in the command line's form; without paths."""
+        """Return the overrides of the quickstart's configuration for the command line, without paths."""
         own = {f"algorithm.{field}": value for field, value in ALGORITHMS[self.algorithm].items()}
         fields = COMMON | SETTINGS[self.setting] | own | {"run.seed": self.seed}
         if iterations is not None:
@@ -125,7 +126,7 @@ class Run:
         return [f"{field}={str(value).lower()}" for field, value in fields.items()]
 
     def seconds(self, iterations: int | None = None) -> float:
-        """Expected of the whole run, on a core of its own."""
+        """Return the expected time of the whole run on one core, in seconds."""
         own, common = ALGORITHMS[self.algorithm], COMMON | SETTINGS[self.setting]
         total = iterations or common["run.iterations"]
         steps = common["update.epochs"] * common["update.minibatches"]
@@ -137,9 +138,9 @@ class Run:
 
 
 def select(only: Sequence[str], seeds: Sequence[int], settings: Sequence[str]) -> list[Run]:
-    """Every run of these algorithms or groups, seed by seed, so that what is there is always comparable.
+    """Return all runs of these algorithms or groups, seed by seed, so that the finished ones can be compared.
 
-    Raises ValueError for a name that is not known.
+    Raises ValueError for an unknown name.
     """
     chosen: list[str] = []
     for name in only:

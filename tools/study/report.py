@@ -16,13 +16,13 @@ from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, w
 from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, SETTINGS
 
 Row = dict[str, Any]
-Finals = dict[str, dict[int, float]]  # of a name, of a seed
+Finals = dict[str, dict[int, float]]  # {algorithm: {seed: final exact match}}
 BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
 PAIRS = (
     "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
     "which the row is higher. Intervals without 0 are bold; they are not corrected for their number."
 )
-# Tables and figures of each setting: a group that is added to the title, and those of the family beside it.
+# {group, which the title names: algorithms of the family to compare it with}, for tables and figures.
 TABLES: dict[str, tuple[str, ...]] = {
     "family": (),
     "forms": ("turn_ppo", "st_ppo"),
@@ -33,8 +33,10 @@ TABLES: dict[str, tuple[str, ...]] = {
 
 
 def report(folder: Path, document: Path) -> None:
-    """Draws what `folder` holds and puts it between the marks of the document. Raises ValueError without
-    marks."""
+    """Write the tables and figures of `folder` between the marks of the document.
+
+    Raises ValueError if the marks are missing.
+    """
     text = document.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document}: has no line {BEGIN.strip()} and {END.strip()}; add them")
@@ -45,7 +47,7 @@ def report(folder: Path, document: Path) -> None:
 
 
 def sections(folder: Path, shown: Path) -> list[str]:
-    """Markdown lines; `shown` is the folder as the document names it."""
+    """Return Markdown lines. `shown` is the folder's path in the document."""
     rows, curves = read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet")
     if not rows:
         return ["Nothing has been run yet."]
@@ -91,7 +93,7 @@ def cost(rows: Sequence[Row]) -> str:
 
 
 def pilot_table(rows: Sequence[Row]) -> list[str]:
-    """The runs that chose the harsh setting, one by one; nothing if there are none."""
+    """Return a table of the runs that decided the harsh setting; no lines if there are none."""
     if not rows:
         return []
     lines = ["", "### The rung", "", _line(["setting", "run", "seed", "best", "final", "collapsed"])]
@@ -103,7 +105,7 @@ def pilot_table(rows: Sequence[Row]) -> list[str]:
 
 
 def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """A row per algorithm: rates with Wilson intervals, means over seeds with t intervals, 95 %."""
+    """Return a row per algorithm: rates with Wilson intervals, means over seeds with t intervals, 95 %."""
     times = [f"iterations to {threshold}" for threshold in THRESHOLDS]
     head = [
         "algorithm",
@@ -131,13 +133,13 @@ def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 
 def finals(rows: Sequence[Row], names: Sequence[str]) -> Finals:
-    """The final exact match of every seed, of those of the algorithms that have any."""
+    """Return the final exact match of every seed, for the algorithms that have runs."""
     of = {name: {row["seed"]: row["final"] for row in rows if row["algorithm"] == name} for name in names}
     return {name: seeds for name, seeds in of.items() if seeds}
 
 
 def pair_table(rows: Finals, columns: Finals) -> list[str]:
-    """Final exact match of the row's runs less that of the column's, on the same seeds."""
+    """Return a table of the row's final exact match minus the column's, on the same seeds."""
     lines = [_line(["", *(f"`{name}`" for name in columns)]), _line(["---"] * (len(columns) + 1))]
     for name, left in rows.items():
         cells = [_apart(left, right) if left is not right else "" for right in columns.values()]
@@ -146,7 +148,7 @@ def pair_table(rows: Finals, columns: Finals) -> list[str]:
 
 
 def estimator_table(steps: Sequence[Row]) -> list[str]:
-    """Per setting and algorithm, over the steps at which something was clipped."""
+    """Return a table per setting and algorithm, over the steps with clipped tokens."""
     head = ["setting", "run", "steps", "with clipping", "estimator", "correlation of logs"]
     head += ["ratio to exact: p10", "median", "p90"]
     lines = [_line(head), _line(["---"] * len(head))]
@@ -165,7 +167,7 @@ def estimator_table(steps: Sequence[Row]) -> list[str]:
 
 
 def scale_table(steps: Sequence[Row]) -> list[str]:
-    """Per setting, algorithm and place in the iteration."""
+    """Return a table of scales per setting, algorithm and step of the iteration."""
     head = ["setting", "run", "step", "with clipping", "tokens clipped, median"]
     head += ["scale: p10", "median", "p90", "mean"]
     lines = [_line(head), _line(["---"] * len(head))]
@@ -173,7 +175,7 @@ def scale_table(steps: Sequence[Row]) -> list[str]:
         own = [r for r in steps if (r["setting"], r["algorithm"], r["step"]) == (setting, name, place)]
         clipped = [r["actor/clip_fraction"] for r in own if r["actor/clip_fraction"] is not None]
         scales = [r["actor/correction_scale"] for r in own if r["actor/correction_scale"] is not None]
-        if not clipped or not scales:  # every step was refused
+        if not clipped or not scales:  # every step was skipped
             continue
         share = sum(x > 0 for x in clipped) / len(clipped)
         cells = [setting, f"`{name}`", f"{place}", f"{share:.0%}", f"{statistics.median(clipped):.3f}"]
@@ -183,7 +185,7 @@ def scale_table(steps: Sequence[Row]) -> list[str]:
 
 
 def interval(rows: Sequence[Row], name: str, digits: int = 2) -> str:
-    """Example: "0.71 ± 0.05"."""
+    """Return mean and interval. Example: "0.71 ± 0.05"."""
     middle, half = mean_interval([row[name] for row in rows if row[name] is not None])
     return f"{middle:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
@@ -197,7 +199,7 @@ def _apart(left: dict[int, float], right: dict[int, float]) -> str:
 
 
 def _time(times: Sequence[int | None]) -> str:
-    """Example: "6 (4/5)": the median, and how many got there."""
+    """Return the median and the number of runs that reached it. Example: "6 (4/5)"."""
     middle = median_time(times)
     reached = sum(t is not None for t in times)
     return f"{'never' if math.isinf(middle) else f'{middle:.0f}'} ({reached}/{len(times)})"

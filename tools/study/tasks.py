@@ -1,5 +1,4 @@
-"""The processes behind the runs: per seed a build and a cold start, which all its runs begin with; then the
-runs."""
+"""The processes of the study: per seed a build and a cold start, then the runs that start from them."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from tools.study.work import ROOT, Task
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 CONFIG = QUICKSTART / "config.yaml"
-DRIVER = ("run.py", "stages.py")  # of the quickstart's own stages; what is built does not depend on them
+DRIVER = ("run.py", "stages.py")  # the quickstart's driver; the built files do not depend on it
 DOOR = (sys.executable, "-m", "megatron_stppo")
 
 
 def tasks_of(runs: Sequence[Run], root: Path, iterations: int | None = None) -> list[Task]:
-    """In an order that finishes one seed after the other; the next seed's cold start is never waited for."""
+    """Return the tasks in an order that finishes seed after seed without waiting for the next cold start."""
     prepared = {run.seed: _prepare(run.seed, root) for run in runs}
     tasks: list[Task] = []
     for seed, before in prepared.items():
@@ -30,7 +29,7 @@ def tasks_of(runs: Sequence[Run], root: Path, iterations: int | None = None) -> 
 
 
 def _prepare(seed: int, root: Path) -> list[Task]:
-    """Build and cold start of the quickstart with this seed."""
+    """Return the tasks of the quickstart's build and cold start with this seed."""
     folder = root / f"seed-{seed}"
     data, model = folder / "data", folder / "cold-start"
     sources = [path.read_text(encoding="utf-8") for path in sorted(QUICKSTART.glob("*.py"))]
@@ -86,8 +85,10 @@ def _train(run: Run, root: Path, start: Task, iterations: int | None) -> Task:
 
 
 def differing(run: Run, config: Path, iterations: int | None = None) -> list[str]:
-    """What of the matrix is set otherwise in the configuration that a run was made with; whatever else it
-    holds, such as where its files lie, may differ. Example: ["run.iterations"] of a shorter trial."""
+    """Return the fields of the matrix that differ in the configuration with which a run was made.
+
+    Other fields, such as paths, may differ. Example: ["run.iterations"] for a shorter trial.
+    """
     overrides = run.overrides(iterations)
     made, wanted = load(config), load(CONFIG, overrides)
     fields = [override.partition("=")[0] for override in overrides] + ["algorithm"]

@@ -1,4 +1,4 @@
-"""Tasks as processes, several at a time, each on one core; what was interrupted is gone on with."""
+"""Run tasks as processes, several at a time, each on one core. Interrupted tasks are resumed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from megatron_stppo.telemetry.rows import read
 from tools.study.ledger import Status, StudyLedger
 
 ROOT = Path(__file__).parents[2]
-NOT_FINITE = "steps were not finite"  # of exit code 93's reason: the one that is a result
-PATIENCE = 300.0  # seconds for an iteration and a checkpoint after notice
+NOT_FINITE = "steps were not finite"  # part of the reason of exit code 93 that counts as a result
+PATIENCE = 300.0  # seconds for an iteration and a checkpoint after the signal to stop
 TICK = 0.2
 REPORT_EVERY = 60.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process. A run trains in `folder` and can be given notice; other tasks are begun anew."""
+    """One process.
+
+    A run trains in `folder` and can be interrupted; other tasks start again from the beginning.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -32,7 +35,7 @@ class Task:
     folder: Path
     needs: str = ""  # the task that must be done before
     is_run: bool = False
-    seconds: float = 0.0  # expected
+    seconds: float = 0.0  # expected time
     iterations: int = 0
 
     @property
@@ -53,21 +56,28 @@ class Child:
 
 
 class Crew:
-    """Example: Crew(ledger, logs, jobs=2, lock=7).work(tasks, time.monotonic() + 3600, print)."""
+    """Runs tasks in `jobs` processes at a time.
+
+    Example: Crew(ledger, logs, jobs=2, lock=7).work(tasks, time.monotonic() + 3600, print).
+    """
 
     def __init__(self, ledger: StudyLedger, logs: Path, jobs: int, lock: int) -> None:
-        """`lock`: an open file that children inherit, so that it is held as long as one of them lives."""
+        """`lock` is an open file that children inherit: it stays locked while one of them is alive."""
         self._ledger, self._logs, self._jobs, self._lock = ledger, logs, jobs, lock
         self._children: list[Child] = []
         self._tried: set[str] = set()
         logs.mkdir(parents=True, exist_ok=True)
 
     def work(self, tasks: Sequence[Task], deadline: float, say: Callable[[str], None]) -> bool:
-        """Whether everything is done. Gives notice to what runs at the deadline (of time.monotonic), or at
-        SIGINT or SIGTERM, and waits until it has checkpointed."""
+        """Run the tasks; return whether all are done.
+
+        At the deadline (of time.monotonic), or at SIGINT or SIGTERM, signal the running tasks to stop and
+        wait until they have checkpointed.
+        """
         told, signals = time.monotonic(), list[int]()
-        # noted, not raised: between the start of a process and its entry here it would be lost; and a shell's
-        # background jobs are born deaf to SIGINT
+        # Signals are recorded instead of raised: an exception between the start of a process and its entry in
+        # the list would lose the process. A handler is needed because a shell starts background jobs with
+        # SIGINT ignored.
         before = {
             n: signal.signal(n, lambda n, _: signals.append(n)) for n in (signal.SIGINT, signal.SIGTERM)
         }
@@ -111,7 +121,7 @@ class Crew:
                     env=environment,
                     cwd=ROOT,
                     pass_fds=(self._lock,),
-                    start_new_session=True,  # what is typed here is not meant for it
+                    start_new_session=True,  # signals of the keyboard do not reach it
                 )
             self._children.append(Child(task, process, time.monotonic()))
             say(f"begins {task.name}{' again' if '--resume' in command else ''}")
@@ -144,7 +154,7 @@ class Crew:
 
 
 def prepare(task: Task, was_begun: bool) -> tuple[str, ...]:
-    """The command; it goes on from checkpoints of an attempt with the same key, all other files go."""
+    """Return the command, with --resume if this key's last attempt has checkpoints; else remove its files."""
     if task.is_run and was_begun and task.checkpoints.is_dir() and any(task.checkpoints.iterdir()):
         return (*task.command, "--resume")
     shutil.rmtree(task.folder, ignore_errors=True)
@@ -152,8 +162,11 @@ def prepare(task: Task, was_begun: bool) -> tuple[str, ...]:
 
 
 def judge(task: Task, code: int, leaving: bool) -> tuple[Status, str]:
-    """What an exit code means for the ledger. A run that spent its budget of steps that are not finite is
-    done: that is a result. Any other failure is none, and is tried again by the next call."""
+    """Return (status, reason) for the ledger from an exit code.
+
+    A run that used up its budget of steps that are not finite is done, because this is a result. Any other
+    failure is not a result; the next call of the study tries it again.
+    """
     if code == 0:
         return "done", ""
     note = task.folder / "exit.json"
