@@ -1,4 +1,4 @@
-"""What docs/metrics.md and docs/algorithms.md have a row for."""
+"""The names that have a row in docs/metrics.md and docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ NAME = re.compile(r"`([^`]+)`")
 
 
 def rows(document: str) -> list[list[str]]:
-    """The cells of every line of every table."""
+    """Return the cells of every row of every table in a document."""
     lines = (DOCS / document).read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def metrics() -> list[str]:
-    """As they are written. Example: ["iteration", "seconds/PHASE"]."""
+    """Return the names of metrics as the document writes them. Example: ["iteration", "seconds/PHASE"]."""
     return [name for cells in rows("metrics.md") for name in NAME.findall(cells[0])]
 
 
 def matches(written: str, name: str) -> bool:
-    """Example: actor/clip_fraction_turn_N is written for actor/clip_fraction_turn_3."""
+    """Return whether `name` is an instance of `written`.
+
+    Example: actor/clip_fraction_turn_N stands for actor/clip_fraction_turn_3.
+    """
     return re.fullmatch(re.sub(r"[A-Z]+", "[a-z0-9]+", written), name) is not None
 
 
@@ -31,6 +34,6 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 
 def unreported(names: Iterable[str]) -> list[str]:
-    """What is documented and not among the names."""
+    """Return the documented metrics that match none of the names."""
     given = list(names)
     return [written for written in metrics() if not any(matches(written, name) for name in given)]

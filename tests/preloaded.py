@@ -1,4 +1,4 @@
-"""What the ranks of run_ranks are forked from: torch, the CPU platform and megatron."""
+"""Imports of the process from which run_ranks forks its ranks: torch, the CPU platform and megatron."""
 
 from megatron_stppo.launch import process
 

@@ -1,10 +1,11 @@
-"""Runs one function on several gloo ranks, each a process of its own, and returns what each rank returned.
+"""Run one function on several gloo ranks, each in a separate process, and return the results of all ranks.
 
 Example: `run_ranks(add_up, 2, 5)` calls `add_up(5)` on two ranks whose default process group is ready, and
-returns [rank 0's result, rank 1's result]. `function` must be importable (defined at a module's top level),
-arguments and results must pickle. The first rank that raises ends the others; its traceback is raised here.
-On a CPU ranks are forked from a process that has imported what tests/preloaded.py lists; `engine=True` starts
-bare ones, because vLLM has to be imported before the CPU platform is installed.
+returns [rank 0's result, rank 1's result]. `function` must be importable (defined at the top level of a
+module), and arguments and results must be picklable. The first rank that raises ends the others, and its
+traceback is raised here. On a CPU, ranks are forked from a process that has imported tests/preloaded.py. With
+`engine=True` they start without these imports, because vLLM has to be imported before the CPU platform is
+installed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 10.0  # seconds after a rank's death for the message of another that raised
+PATIENCE = 10.0  # seconds to wait, after a rank died, for the error message of another rank
 
 
 class RankError(AssertionError):
-    """A rank raised, died or ran past the timeout; the message names the rank and holds its traceback."""
+    """A rank raised, died or exceeded the timeout. The message has the rank and its traceback."""
 
 
 def run_ranks(
     function: Callable[..., Any], world: int, *args: Any, timeout: float = 120, engine: bool = False
 ) -> list[Any]:
-    """function(*args) on ranks 0..world-1 over gloo; the results in rank order. Raises RankError."""
+    """Run function(*args) on ranks 0..world-1 and return the results in rank order. Raises RankError."""
     context, port = (
         mp.get_context("spawn" if engine or torch.cuda.is_available() else "forkserver"),
         _free_port(),
@@ -48,7 +49,7 @@ def run_ranks(
             target=_rank, args=(rank, world, port, timeout, environment, send, function, args)
         )
         process.start()
-        send.close()  # the child holds the only writing end, so its death is seen as end of file
+        send.close()  # the child then has the only writing end, so that its death causes an end of file
         pipes.append(receive)
         processes.append(process)
     try:
@@ -98,7 +99,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(environment)  # a forked rank has that of the first call
+    os.environ.update(environment)  # a forked rank inherits the environment of the first call
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -110,10 +111,10 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-        dist.barrier()  # one that leaves now would reset the connections that others are still making
-        # bytes: a tensor that is sent as such is fetched from its process, which may have ended
+        dist.barrier()  # a rank that exits early would reset connections that other ranks are still opening
+        # Send bytes: a tensor sent as an object would be fetched from its process, which may have ended.
         send.send_bytes(pickle.dumps((False, function(*args))))
-    except BaseException:  # whatever a rank raises belongs in the parent's message
+    except BaseException:  # the parent's message must have any exception of a rank
         send.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:
         send.close()

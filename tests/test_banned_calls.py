@@ -1,6 +1,6 @@
-"""What must not stand in our own code: whatever turns data into code, or a name into a shell command.
+"""Our code contains no calls that turn data into code, or a name into a shell command.
 
-tests/ are left out: they start processes by torch.multiprocessing, which pickles, and make what is refused.
+tests/ are not checked: they use torch.multiprocessing, which pickles, and create files that must be refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("megatron_stppo", "tools", "examples", "setup.py")
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
-# Under names of their own these would not be seen when they are called.
+# Imported under another name, these would not be recognised in a call.
 NAMES = {"torch.load", "torch.save", "yaml.load", "yaml.load_all", "os.system", "os.popen", "builtins"}
 LOADERS = {"Loader", "CLoader", "UnsafeLoader", "CUnsafeLoader", "FullLoader", "CFullLoader"}
 CALLS = {"eval", "exec", "compile", "__import__"}
-# The last name of a call, whatever it is called on, and what is wrong with it.
+# {last name of a call, on any object: the reason why it is banned}
 METHODS = {
     "system": "a shell",
     "popen": "a shell",
@@ -37,8 +37,8 @@ METHODS = {
     "recv_object_list": "pickle on the wire",
     "all_gather_objects": "pickle on the wire",
 }
-# Who may do what. doctor.py imports names of its own file; in megatron's checkpoints, which are read with
-# weights_only, every tensor is as torch.save writes it.
+# {file: calls that it may make}. doctor.py imports names that its own file lists. In megatron's checkpoints,
+# which are read with weights_only, every tensor is in the format of torch.save.
 ALLOWED = {
     "megatron_stppo/environments/choose.py": "a computed import",
     "megatron_stppo/launch/doctor.py": "a computed import",
@@ -116,7 +116,7 @@ def test_none_of_these_is(code: str) -> None:
 
 
 def banned(code: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of every import and call that is not allowed."""
+    """Yield (line, name) of every import and call that is banned."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
@@ -161,7 +161,7 @@ def _call(node: ast.Call) -> str | None:
 
 
 def _name(function: ast.expr) -> tuple[str, str]:
-    """("torch", "load") of torch.load, (".", "eval") of net().eval, ("", "eval") of eval."""
+    """Return ("torch", "load") for torch.load, (".", "eval") for net().eval, ("", "eval") for eval."""
     if isinstance(function, ast.Attribute):
         owner = function.value
         return owner.id if isinstance(owner, ast.Name) else ".", function.attr

@@ -1,6 +1,7 @@
-"""Inputs that a user gets wrong, through the door: exit code 2 and one line with field, value and remedy.
+"""Wrong inputs on the command line give exit code 2 and one line with field, value and remedy.
 
-None of them gets as far as torch. A crash (1) would be requeued by a scheduler, for ever.
+They are all detected before torch is imported. A scheduler would requeue a crash (exit code 1) again and
+again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """The one line that a command says before it exits with 2."""
+    """Return a function that runs a command, asserts exit code 2 and returns the one line printed."""
 
     def run(*arguments: Any) -> str:
         monkeypatch.setattr(sys, "argv", ["megatron-stppo", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""check-environment: one line for each thing that is wrong, and none for an environment that is right."""
+"""check-environment prints one line per defect, and no line for a correct environment."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ Check = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
-    """(exit code, lines) of the command for an environment of MODULE."""
+    """Return a function that runs the command on an environment of MODULE and returns (exit code, lines)."""
     (tmp_path / "checked_environments.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)

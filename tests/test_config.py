@@ -68,7 +68,7 @@ def test_the_papers_form_is_st_ppo_and_five_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_preset_is_its_parts(name: str, tmp_path: Path) -> None:
-    """Set one by one beside another preset, the fields of a row make the same algorithm."""
+    """The fields of a preset, set one by one on top of another preset, give the same algorithm."""
     parts = [f"algorithm.{field}={value}" for field, value in VARIANTS[name].items()]
     by_name, by_parts = (
         load(minimal(tmp_path), given)

@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the settings; docs/metrics.md is held against real rows by tests/loop."""
+"""docs/algorithms.md agrees with the settings. tests/loop compares docs/metrics.md with real rows."""
 
 from __future__ import annotations
 

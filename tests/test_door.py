@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own."""
+"""The command line as a user runs it, in a separate process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_help_takes_less_than_half_a_second() -> None:
     before = os.times()
     result = run("--help")
     after = os.times()
-    # Processor time, which is the wall time of a machine that is not busy with other tests.
+    # CPU time, which equals wall time on a machine that is not busy with other tests.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert result.returncode == 0
     for command in (
@@ -67,7 +67,7 @@ def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
     assert "..." not in of_convert.partition("Commands:")[2]
     group: Any = typer.main.get_command(door.app)
     for name, command in group.commands.items() | group.commands["convert"].commands.items():
-        if name not in ("convert", "doctor"):  # which have neither arguments nor options
+        if name not in ("convert", "doctor"):  # these have neither arguments nor options
             assert re.search(rf"megatron[-_]stppo (convert )?{name} ", command.epilog), name
 
 
@@ -160,7 +160,7 @@ def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
 def test_a_note_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
     with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):
-        raise CheckpointError("the disk is full")  # and there is no folder to write to
+        raise CheckpointError("the disk is full")  # while there is no folder to write to
 
 
 @pytest.mark.parametrize(("end", "drawn"), [(None, True), (DoNotRestart, True), (Requeue, False)])

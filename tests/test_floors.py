@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, and where imports stand."""
+"""The structure of the package: which units may import which, and where imports are placed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import megatron_stppo
 
 ROOT = Path(megatron_stppo.__file__).parent
-# A unit is a folder or a top-level file. It imports itself and units of lower rows, never of its own row:
-# so the five stages do not know each other, and meet in types.py only.
+# A unit is a folder or a top-level file. It may import itself and units of lower rows, but no other unit of
+# its own row. So the five stages do not depend on each other, and share only types.py.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("types", "algorithm"),
     ("config",),
@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
-# --help must not wait for torch; vLLM, the CPU platform and megatron must be imported in that order.
+# --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"__main__.py", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}
 
 
@@ -90,7 +90,7 @@ def edges() -> list[tuple[Path, str]]:
 
 
 def targets(tree: ast.Module) -> Iterator[str]:
-    """Units of this package that a file imports, in type-checking blocks and functions too."""
+    """Yield the units of this package that a file imports, also in type-checking blocks and functions."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,4 +1,4 @@
-"""A configuration file from somebody else: whatever it holds, it is refused in one line, at once."""
+"""Malicious configuration files are refused immediately, with one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config_file import load
 
-# Nine lists of nine: 9^9 strings where it is written out. By merge keys they would be made on loading.
+# Nine nested lists of nine are 9^9 strings when expanded. With merge keys, loading would expand them.
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -1,4 +1,4 @@
-"""A new project as `init` writes it: it trains, is installed with the package, and is what the docs show."""
+"""The project that `init` writes can train, is installed with the package, and agrees with the documents."""
 
 from __future__ import annotations
 

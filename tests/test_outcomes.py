@@ -1,4 +1,4 @@
-"""How an episode ended, from its trajectory to the metrics and the loss."""
+"""The outcome of an episode in its trajectory, the metrics and the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trajectory(outcome: Outcome, tokens: int = 2, reward: float = 0.0) -> Trajec
 
 
 def unplayed(outcome: Outcome) -> Trajectory:
-    """What an environment that fails in reset leaves."""
+    """Return the trajectory of an environment that fails in reset."""
     return Trajectory(TASK, (), (), outcome)
 
 
@@ -45,7 +45,10 @@ def test_episodes_that_never_began_are_counted_too() -> None:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "turn_mean", "sequence_mean_token_mean"])
 def test_failures_of_the_environment_weigh_nothing_in_the_loss(aggregation: str) -> None:
-    """Two tokens each of ok, wrong, truncated, error, timeout: the first three share the loss in thirds."""
+    """There are two tokens each of ok, wrong, truncated, error and timeout.
+
+    The first three weigh 1/3 each.
+    """
     batch = to_batch([trajectory(outcome) for outcome in OUTCOMES])
     weight_T = token_weights(aggregation, batch.live_T, batch.turn_offsets, batch.action_offsets)  # type: ignore[arg-type]
     torch.testing.assert_close(weight_T, torch.tensor([1 / 6] * 6 + [0.0] * 4))
@@ -93,7 +96,7 @@ def test_the_95th_percentile_is_the_nearest_rank() -> None:
 
 
 def test_a_scored_batch_is_described_by_hand() -> None:
-    """Two live tokens: log-probs -1, -2 against -2, -2 of the reference; values 0, 1, returns 1, 1."""
+    """Two live tokens have log-probs -1, -2 and reference -2, -2; values are 0, 1 and returns 1, 1."""
     played = [trajectory("ok"), trajectory("timeout")]
     batch = replace(
         to_batch(played),
@@ -109,9 +112,9 @@ def test_a_scored_batch_is_described_by_hand() -> None:
         "kl/reference_k3": math.exp(-1) / 2,  # exp(-1) - 1 + 1 and 0
         "advantage/mean": 2.0,
         "advantage/variance": 1.0,
-        "advantage/variance_before_whitening": 0.25,  # returns less values: 1 and 0
+        "advantage/variance_before_whitening": 0.25,  # returns minus values: 1 and 0
         "critic/explained_variance": 0.0,  # the returns do not vary
-        "mismatch/mean_abs": 0.5,  # the engine said -1 and -1
+        "mismatch/mean_abs": 0.5,  # the engine's log-probs are -1 and -1
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     varied = replace(batch, return_T=torch.tensor([0.0, 2.0, 9.0, 9.0]))  # errors 0 and 1: 1 - 0.5 / 2

@@ -1,4 +1,4 @@
-"""examples/quickstart/run.py: what is done is skipped, what depends on a changed setting is not."""
+"""examples/quickstart/run.py skips stages that are done, unless they depend on a changed setting."""
 
 from __future__ import annotations
 

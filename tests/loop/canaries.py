@@ -1,4 +1,4 @@
-"""A pickle that tells when it is read, put in the place of each file of a checkpoint in turn."""
+"""A pickle that leaves a trace when it is read, in place of each file of a checkpoint in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_stppo.launch import process
 
 
 class Canary:
-    """Unpickled, it creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -23,9 +23,9 @@ class Canary:
 
 
 def plant(checkpoints: Path, scratch: Path) -> list[str]:
-    """The files with a canary in whose place the checkpoint was refused, sorted. Runs on one rank.
+    """Replace each file by a canary. Return the sorted files for which the checkpoint was refused.
 
-    Asserts that no canary was read.
+    Runs on one rank. Asserts that no canary was read.
     """
     process.prepare(engine=False)
     from megatron_stppo.checkpoint import saving

@@ -1,4 +1,4 @@
-"""tests.loop.searching in a process whose vLLM fails once: environment.kind=tests.loop.failing_engine."""
+"""tests.loop.searching with a vLLM that fails once. Use environment.kind=tests.loop.failing_engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tests.rollout.failing import fail_in_step
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Called before a run builds its engine, on every rank: all fail in one step of the first rollout."""
+    """Make all ranks fail in one step of the first rollout.
+
+    Called on every rank before the engine is built.
+    """
     fail_in_step(12)
     return searching.factory(config)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import psutil
 
-EVERY = 0.2  # seconds between looks; a listener of this program lives for its whole run
+EVERY = 0.2  # seconds between samples; a listener of this program lives for its whole run
 
 
 class Listener(NamedTuple):
-    """Example: Listener("agent", "::", 29500) for torchrun itself, "rank" for what it started."""
+    """Example: Listener("agent", "::", 29500). The owner is "agent" for torchrun, "rank" for its children."""
 
     owner: str
     address: str
@@ -19,7 +19,10 @@ class Listener(NamedTuple):
 
 
 class Watchdog:
-    """Example: with Watch(pid) as watch: ...; then watch.found holds every listener that was seen."""
+    """A thread that collects listeners.
+
+    Example: with Watchdog(pid) as watchdog: ...; then watchdog.found has every listener that was seen.
+    """
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -34,7 +37,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        # a child that was looked at before its exec has the agent's sockets
+        # a child that was sampled before its exec has the agent's sockets
         agents = {listener[1:] for listener in self.found if listener.owner == "agent"}
         self.found -= {Listener("rank", *place) for place in agents}
 
@@ -51,7 +54,7 @@ class Watchdog:
     def _look(self, owner: str, process: psutil.Process) -> None:
         try:
             sockets = process.net_connections("inet")
-        except psutil.NoSuchProcess:  # it ended between the two looks
+        except psutil.NoSuchProcess:  # it ended between the two calls
             return
         for socket in sockets:
             if socket.status == psutil.CONN_LISTEN:

@@ -1,7 +1,7 @@
 """The search environment for a policy that cannot write tags; environment.kind=tests.loop.searching:factory.
 
-Every first turn is a search, every second one an answer. The reward depends on how long the answer is, so
-that the rewards of a batch vary, which a random policy's exact matches do not.
+Odd turns are searches, even turns are answers. The reward depends on the length of the answer, so that the
+rewards of a batch vary. The exact matches of a random policy would not vary.
 """
 
 from __future__ import annotations

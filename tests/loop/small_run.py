@@ -1,4 +1,4 @@
-"""A run of the real program that is over in seconds: random tiny model, seven facts, real retrieval."""
+"""A run of the real program that takes seconds: random tiny model, seven facts, real retrieval."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.loop.listeners import Listener, Watchdog
 from tests.rollout.tiny import build_model
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-# Every run has them; none may leave them anywhere.
+# Every run has these variables; no run may write their values anywhere.
 SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
 ROOT = Path(__file__).parents[2]  # where environment.kind finds modules of the tests
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | SECRETS
@@ -31,7 +31,10 @@ CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
 
 
 def write(root: Path) -> Path:
-    """Model (and one with experts), index, tasks and configuration under `root`; the configuration's path."""
+    """Write a model, one with experts, an index, tasks and a configuration under `root`.
+
+    Return the configuration's path.
+    """
     build_model(root / "model")
     build_model(root / "experts", "qwen3_moe")
     corpus = [
@@ -55,7 +58,7 @@ def write(root: Path) -> Path:
         "data": {"train": str(root / "tasks.jsonl"), "evaluate": str(root / "tasks.jsonl")},
         "environment": {
             "kind": "tests.loop.searching:factory",  # rewards that vary, or the actor would not be updated
-            "tool_wait": 0,  # deadlines are those of the phases alone
+            "tool_wait": 0,  # only the phases have deadlines
             "max_turns": 1,
             "max_observation_tokens": 24,
             "retrieval": {"index": str(root / "index"), "topk": 1},
@@ -77,7 +80,7 @@ def write(root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """A command that has ended, and every address at which it listened."""
+    """Result of a command that has ended, with every address on which it listened."""
 
     returncode: int
     stdout: str
@@ -90,7 +93,7 @@ def run(command: str, config: Path, *arguments: str) -> Done:
 
 
 def train_until(path: Path, config: Path, *arguments: str) -> None:
-    """Kills the training, all ranks at once and without warning, as soon as `path` exists."""
+    """Train, and kill all ranks at once and without warning as soon as `path` exists."""
     command = [*TORCHRUN, "--nproc-per-node=2", "-m", "megatron_stppo", "train", str(config), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, start_new_session=True
@@ -106,7 +109,7 @@ def train_until(path: Path, config: Path, *arguments: str) -> None:
 
 
 def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
-    """The door under torchrun, as a user starts it."""
+    """Run a command under torchrun, as a user starts it."""
     command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_stppo", *arguments]
     with (
         subprocess.Popen(
@@ -124,7 +127,7 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
 
 @contextmanager
 def retriever(root: Path) -> Iterator[tuple[str, ...]]:
-    """`serve-retriever` over the index; the overrides by which a run asks it, with a token."""
+    """Run `serve-retriever` on the index. Yield the overrides with which a run uses it, with a token."""
     port = free_port()
     command = [sys.executable, "-m", "megatron_stppo", "serve-retriever", str(root / "index")]
     command += ["--port", str(port), "--token-env", "RETRIEVER_TOKEN"]
@@ -145,7 +148,7 @@ def retriever(root: Path) -> Iterator[tuple[str, ...]]:
 
 
 def free_port() -> int:
-    """Below those that the system hands out to whoever connects next: it stays free until it is used."""
+    """Return a free port below the ephemeral ports, so that the system does not assign it meanwhile."""
     while _answers(port := random.randrange(30_000, 32_768)):
         pass
     return port

@@ -1,4 +1,4 @@
-"""A run with planted faults, what it recorded, and the same again without an engine."""
+"""A run with planted faults, its records, and a replay of it without an engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.loop import small_run
 from tests.loop.test_resume import rows
 
 ITERATIONS, PER_ITERATION = 8, 4
-FAILS, OVERLONG, TOKENS = 4, 5, 200  # iterations with an episode that fails, and with a prompt so long
-# iteration -> what the environment pays for its last task, which the second rank's engine plays
+FAILS, OVERLONG, TOKENS = 4, 5, 200  # iteration with a failed episode; with a long prompt; its tokens
+# {iteration: reward of its last task, which the second rank's engine plays}
 PLANTED = {2: "nan", 6: "1e4", 7: "1e4", 8: "1e4"}
 ENVIRONMENT = '''
 from megatron_stppo.environments.base import StepResult
@@ -60,7 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def command(root: Path, ranks: int, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """The door with the environment above, and what `path` holds, on PYTHONPATH; torchrun for ranks > 1."""
+    """Run a command with the environment above and `path` on PYTHONPATH, under torchrun for ranks > 1."""
     program = [*small_run.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else [sys.executable]
     found = os.pathsep.join(filter(None, (path, str(root), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
@@ -74,7 +74,7 @@ def command(root: Path, ranks: int, *arguments: str, path: str = "") -> subproce
 
 
 def write(root: Path) -> Path:
-    """Tasks whose order is known beforehand, so that each iteration gets the reward planned for it."""
+    """Write tasks in a known order, so that each iteration gets its planned reward."""
     path = small_run.write(root)
     config = yaml.safe_load(path.read_text())
     config["run"].update(CHANGES["run"])
@@ -107,7 +107,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(config: Path) -> tuple[Path, str]:
-    """(the folder of the run with an engine, what it said)."""
+    """(folder of the run with an engine, its stderr)."""
     done = command(config.parent, 2, "train", str(config), "run.name=recorded", "run.keep_checkpoints=9")
     assert done.returncode == 0, done.stderr[-3000:]
     return config.parent / "runs" / "recorded", done.stderr
@@ -115,7 +115,7 @@ def recorded(config: Path) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def no_engine(config: Path) -> str:
-    """For PYTHONPATH: a folder whose vllm cannot be imported."""
+    """A folder for PYTHONPATH whose vllm cannot be imported."""
     package = config.parent / "no_engine" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('an engine is imported')")
@@ -124,7 +124,7 @@ def no_engine(config: Path) -> str:
 
 @pytest.fixture(scope="module")
 def replayed(config: Path, recorded: tuple[Path, str], no_engine: str) -> Path:
-    """Iterations 1 to 3 from the recorded rollouts, every batch dumped."""
+    """Run iterations 1 to 3 from the recorded rollouts, with a dump of every batch."""
     given = ("run.name=replayed", "run.iterations=3", "run.dump=all", f"--from={recorded[0]}")
     done = command(config.parent, 2, "train", str(config), "--replay", "rollouts", *given, path=no_engine)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -132,7 +132,7 @@ def replayed(config: Path, recorded: tuple[Path, str], no_engine: str) -> Path:
 
 
 def tensors(step: Path) -> dict[str, Any]:
-    """Checksums of the files that hold weights and optimizer states."""
+    """Return the checksums of the files with weights and optimizer states."""
     files = json.loads((step / "MANIFEST.json").read_text())["files"]
     found = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
     assert {name.split("/")[0] for name in found} == {"actor", "critic"}
@@ -211,7 +211,7 @@ def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budge
 def test_rewards_that_never_vary_leave_the_actor_as_it_was_and_are_warned_of(
     config: Path, recorded: tuple[Path, str], no_engine: str
 ) -> None:
-    """Four iterations of the run with rewards of 1 in the place of its own."""
+    """Replay four iterations of the run with all rewards replaced by 1."""
     constant = config.parent / "constant"
     (constant / "trajectories").mkdir(parents=True)
     for name in (f"iteration-{n:05d}.jsonl" for n in range(1, 5)):

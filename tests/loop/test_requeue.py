@@ -1,4 +1,4 @@
-"""The whole program under sbatch and srun: notice to one rank, requeue, resume; the same bits come out."""
+"""The whole program under sbatch and srun: signal to one rank, requeue, resume, with the same final bits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FIRST = Path("trajectories/iteration-00001.jsonl")
 
 
 def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) -> cluster.Job:
-    """examples/slurm/qwen2.5-7b.sbatch with the small configuration in place of its own."""
+    """Submit examples/slurm/qwen2.5-7b.sbatch with the small configuration."""
     text = (cluster.SCRIPTS / "qwen2.5-7b.sbatch").read_text()
     script = root / f"{name}.sbatch"
     script.write_text(text.replace("examples/qwen2.5-7b/config.yaml", str(config)))
     paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
-    paths["MASTER_PORT"] = str(small_run.free_port())  # the job's is the same for everybody's tests
+    paths["MASTER_PORT"] = str(small_run.free_port())  # the job's default port is the same in all tests
     options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
     return cluster.submit(root / f"slurm-{name}", script, *options, **paths, **variables)
 
 
 def pester(pid: int, path: Path) -> None:
-    """Waits for `path`, then sends the process both signals, over and over until it ends."""
+    """Wait for `path`, then send the process both signals repeatedly until it ends."""
     wait_for(path)
     while True:
         try:
@@ -54,7 +54,7 @@ def weights(run: Path) -> dict[str, str]:
 
 
 def leave(run: Path, job: cluster.Job, ranks: int) -> None:
-    """Gives notice to the second rank alone, and checks that all of them leave one checkpoint behind."""
+    """Signal the second rank alone, and check that all ranks write one common checkpoint and exit."""
     wait_for(job.folder / "pids.0")
     pester(int((job.folder / "pids.0").read_text().split()[1]), run / FIRST)
     wait_for(job.folder / "codes.0")

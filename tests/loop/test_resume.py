@@ -1,5 +1,4 @@
-"""The whole program, twice: straight through, and killed and resumed, with a vLLM that fails on the way. The
-same bits must come out."""
+"""A run that is killed and resumed, and whose vLLM fails once, ends with the bits of a whole run."""
 
 from __future__ import annotations
 
@@ -26,8 +25,11 @@ FAILS = "environment.kind=tests.loop.failing_engine:factory"
 
 @pytest.fixture(scope="module")
 def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
-    """(6 iterations in one go, SIGKILL after the checkpoint of 3 + resume to 6 with memory that comes and
-    goes and an engine that fails in its first rollout)."""
+    """(folder of 6 uninterrupted iterations, folder of a run that was killed and resumed).
+
+    The second gets SIGKILL after the checkpoint of step 3. It resumes to step 6 with offload, and with an
+    engine that fails in its first rollout.
+    """
     config, resumed = straight[0], straight[1].with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
     assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
@@ -71,7 +73,7 @@ def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
 
 
 def test_resumed_run_ends_at_the_same_weights_and_optimizer_state_bitwise(runs: tuple[Path, Path]) -> None:
-    """Every tensor file of both models' checkpoints: weights, Adam's moments, both models."""
+    """Compares every tensor file of both models' checkpoints: weights and Adam's moments."""
     straight, resumed = (
         json.loads((run / "checkpoints/step_6/MANIFEST.json").read_text())["files"] for run in runs
     )

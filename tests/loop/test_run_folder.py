@@ -1,4 +1,4 @@
-"""The folder of a run belongs to one run, and to one process at a time: the program as a user starts it."""
+"""The folder of a run belongs to one run, and to one process at a time. Tests start the real program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One rank, to its end; without an engine where the folder is refused."""
+    """Train on one rank until it ends. The engine does not start if the folder is refused."""
     line = command(config, *arguments)
     return subprocess.run(line, capture_output=True, text=True, env=small_run.ENVIRONMENT, timeout=240)
 
@@ -75,7 +75,7 @@ def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> 
 
 
 def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path) -> None:
-    """An interrupted run, refused with other models before anything is written, resumed with another rate."""
+    """A resume with other models is refused before anything is written; one with another rate is accepted."""
     run = config.parent / "runs" / "interrupted"
     name = ("run.name=interrupted", "run.checkpoint_every=99", "update.critic.warmup_fraction=0")
     with started(config, *name, "run.iterations=99") as first:
@@ -115,8 +115,8 @@ def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path)
 
 @contextmanager
 def started(config: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A training under way, which is killed at the end."""
-    # A shell starts its background jobs with SIGINT ignored, which a run respects: tests may run in one.
+    """Start a training, and kill it at the end of the block."""
+    # A shell starts background jobs with SIGINT ignored, and a run keeps this; tests may run in such a job.
     line = ["env", "--default-signal=INT", *command(config, *arguments)]
     with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=small_run.ENVIRONMENT) as process:
         try:

@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def signalled(config: Path, name: str, what: signal.Signals, world: int = 2) -> tuple[dict[int, float], str]:
-    """({rank: seconds from the signal to rank 1 until it ended}, what the run printed)."""
+    """Return ({rank: seconds from the signal to rank 1 until the rank ended}, output of the run)."""
     rows, printed = config.parent / "runs" / name / "metrics.jsonl", config.parent / f"{name}.txt"
     given = (f"run.name={name}", "run.iterations=100000", "run.checkpoint_every=100000", *LIMITS)
     command = [

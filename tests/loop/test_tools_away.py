@@ -1,4 +1,4 @@
-"""The whole program on two ranks, with a retriever that answers nobody for a while, and then for good."""
+"""The whole program on two ranks, with a retriever that is unavailable for a while, and then permanently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.loop import small_run
 
 ANSWER = json.dumps({"result": [[{"id": "1", "contents": '"Rome"\nRome is a capital.'}]]}).encode()
-WAIT = 8  # seconds, all waits of a rollout together
+WAIT = 8  # seconds; the sum of all waits of a rollout
 WAITS, ANSWERS = "tools do not answer: ", "tools answer again after "
 
 
@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(503 if self.server.away else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        with suppress(BrokenPipeError):  # the client's time is over
+        with suppress(BrokenPipeError):  # the client has timed out
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True)
 class Ended:
-    code: int  # of the run, as exit.json has it
+    code: int  # of the run, from exit.json
     reason: str
     said: list[str]  # stderr
     rows: list[int]  # iterations in metrics.jsonl
@@ -57,7 +57,7 @@ def retriever() -> Iterator[Retriever]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tuple[Ended, Ended]:
-    """(a run whose tool is away twice, the second time for good; the same resumed while it is away)."""
+    """(a run whose tool fails twice, at last permanently; its resume while the tool is unavailable)."""
     root = tmp_path_factory.mktemp("away")
     config, run = small_run.write(root), root / "runs" / "away"
     log = root / "stderr"
@@ -124,7 +124,7 @@ def test_a_wait_is_one_line_when_it_begins_and_one_when_it_ends_without_a_traceb
     ended: tuple[Ended, Ended],
 ) -> None:
     run, _ = ended
-    # Each rank has an engine here, and its calls may all fall between two absences of the tool.
+    # Each rank has an engine here. All calls of one rank may fall between the two outages of the tool.
     counts = [
         [
             sum(text in line and ("rank 1: " in line) == (rank == 1) for line in run.said)

@@ -1,4 +1,4 @@
-"""One real iteration under other layouts and algorithms, then the other commands on what it left."""
+"""One real iteration under various layouts and algorithms, then the other commands on its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.documented import undocumented, unreported
 from tests.loop import canaries, small_run
 from tests.ranks import run_ranks
 
-# (name, overrides): the engine's layout differs from training's; critic, reference and experts come and go
+# {name: overrides}. The engine's layout differs from the training layout; critic, reference and experts vary.
 CASES = {
     "pipeline_to_tensor_so_grpo": (
         "model.path={root}/experts",
@@ -60,7 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished() -> dict[str, small_run.Done]:
-    """What the runs of the first test said, by their names."""
+    """The results of the first test's runs, by name."""
     return {}
 
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_bytes(config: Path) -> None:
-    """Needs the conversion by two ranks of the test before."""
+    """Needs the conversion by two ranks in the previous test."""
     run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
     overrides = (f"run.name={run.name}", *CASES[run.name])
     sets = [part for override in overrides[:1] for part in ("--set", override)]
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
 
 
 def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_run.Done]) -> None:
-    """But for the stores of torchrun, which listen on every interface whatever it is told (SECURITY.md)."""
+    """An exception are torchrun's stores, which always listen on every interface (SECURITY.md)."""
     assert finished
     for done in finished.values():
         ranks = {listener.address for listener in done.listeners if listener.owner == "rank"}
@@ -201,7 +201,7 @@ def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_ru
 
 
 def test_no_secret_is_in_what_a_run_leaves_or_says(config: Path, finished: dict[str, small_run.Done]) -> None:
-    """The runs had them in their environment, and one as the retriever's token."""
+    """The secrets are in the environment of the runs; one is the retriever's token."""
     left = [path for path in (config.parent / "runs").rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "rank-1.log", "state.json"} <= {path.name for path in left}
     said = [(done.stdout + done.stderr).encode() for done in finished.values()]

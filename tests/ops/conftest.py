@@ -1,6 +1,6 @@
-"""Every test of an op runs twice: on the extension built from csrc/ and on its twin in plain torch.
+"""Every test of an op runs twice: with the extension built from csrc/ and with the torch fallback.
 
-Tests that ask for `device` run on the CPU and, where there is one, on a GPU.
+Tests with the fixture `device` run on the CPU and, if there is one, on a GPU.
 """
 
 import os
@@ -22,13 +22,15 @@ def implementation(request):
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request):
-    """Where new tensors are made. tests/ops/draws.py draws the same values for each."""
+    """The device of new tensors. tests/ops/draws.py draws the same values on each device."""
     with torch.device(request.param):
         yield torch.device(request.param)
 
 
 @pytest.fixture(scope="module")
 def raises(implementation, device):
-    """Whether wrong numbers inside a tensor are an error. The extension on a GPU, which reads nothing back to
-    the host, answers with NaN."""
+    """Whether invalid values inside a tensor raise an error.
+
+    The extension on a GPU reads nothing back to the host, so it returns NaN instead.
+    """
     return not (implementation == "extension" and device.type == "cuda")

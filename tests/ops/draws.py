@@ -33,24 +33,24 @@ def offsets_of(*lengths: int) -> Tensor:
 
 
 def unaligned(tensor: Tensor, by: int = 1) -> Tensor:
-    """A contiguous copy that starts `by` elements after an address that torch aligned."""
+    """Return a contiguous copy that starts `by` elements after an aligned address."""
     room = tensor.new_empty(tensor.numel() + by)
     return room[by:].view_as(tensor).copy_(tensor)
 
 
 def three(tokens: int, seed: int = 0, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob, old_logprob, advantage [T]; with this scale a good share of short turns is clipped."""
+    """Return logprob, old_logprob, advantage [T]. With the default scale many short turns are clipped."""
     new, old, advantage = normal(3, tokens, seed=seed).unbind()
     return new * scale, old * scale, advantage
 
 
 def rows(count: int, columns: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Tensor]:
-    """Logits [count, columns] and a target for each row."""
+    """Return logits [count, columns] and a target for each row."""
     return normal(count, columns, seed=seed, scale=scale), integers(columns, count, seed=seed + 1)
 
 
 def logprob_and_gradient(logits: Tensor, target: Tensor, **settings) -> tuple[Tensor, ...]:
-    """The three outputs and the logits' gradient for cotangents 1, 2, 3."""
+    """Return the three outputs and the gradient of the logits for output gradients 1, 2, 3."""
     logits = logits.detach().requires_grad_()
     outputs = ops.vocab_logprob(logits, target, **settings)
     sum((i + 1.0) * out.sum() for i, out in enumerate(outputs)).backward()
@@ -58,14 +58,14 @@ def logprob_and_gradient(logits: Tensor, target: Tensor, **settings) -> tuple[Te
 
 
 def same_bits(left, right) -> bool:
-    """Whether two sequences of tensors agree to the last bit, NaN and -0.0 included."""
+    """Return whether two sequences of tensors are bitwise equal, including NaN and -0.0."""
     flat = [[t.detach().reshape(-1).view(torch.uint8) for t in x if t is not None] for x in (left, right)]
     return all(a.equal(b) for a, b in zip(*flat, strict=True))
 
 
 @contextmanager
 def twin() -> Iterator[None]:
-    """Ops inside run in plain torch, whatever the test runs."""
+    """Run the ops in a block with the torch fallback, whichever implementation the test uses."""
     before = os.environ["STPPO_OPS"]
     os.environ["STPPO_OPS"] = "torch"
     try:

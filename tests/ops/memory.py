@@ -1,6 +1,7 @@
-"""Counts the bytes of tensors that are alive, and their peak, while torch runs: on any device.
+"""Count the bytes of live tensors, and their peak, while torch runs on any device.
 
-Apart from plan/meter.py on purpose: what that says of a step is held against what this counts in a real one.
+This is independent of plan/meter.py on purpose: tests compare the plan of a step with the bytes of a real
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of storages made inside that were alive at once. What existed before does not count."""
+    """The peak number of bytes of live storages. Storages that existed before the block do not count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each rank of test_vocab_parallel runs; apart, so that the ranks import little."""
+"""The function that each rank of test_vocab_parallel runs, in its own file so that ranks import little."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megatron_stppo import ops
 
-# 13 true columns on two ranks of 8: rank 1 holds 5 and 3 of padding. 5 rows; one ignored.
+# 13 vocabulary columns on two ranks with 8 columns each: rank 1 has 5 and 3 of padding. 5 rows; one is
+# ignored.
 VOCABULARY, COLUMNS = 13, 8
 TARGET = torch.tensor([0, 7, 8, 12, -100])
 

@@ -1,4 +1,4 @@
-"""Arguments that do not fit are named before any device sees them; so the CPU is enough here."""
+"""Invalid arguments are reported before any device uses them, so these tests need only the CPU."""
 
 import pytest
 import torch

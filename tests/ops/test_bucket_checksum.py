@@ -14,7 +14,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 def mixed(z):
-    """SplitMix64's output function, in Python's integers."""
+    """Return the output function of SplitMix64, computed with Python integers."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
@@ -35,7 +35,7 @@ def sums(*tensors, dtype=None):
 
 @st.composite
 def views(draw):
-    """A cut of a larger tensor, and the type it is cast to; types, cuts, strides and alignment vary."""
+    """Draw a slice of a larger tensor and the type of the cast. Types, sizes, strides and alignment vary."""
     dims = draw(st.sampled_from([1, 2]))
     size = [draw(st.integers(0, 90)) for _ in range(dims)]
     before, after = ([draw(st.integers(0, 5)) for _ in range(dims)] for _ in range(2))

@@ -13,7 +13,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 @st.composite
 def copies(draw):
-    """A source view, and a target view inside a larger tensor of -1; their types, cuts and strides vary."""
+    """Draw a source view, and a target view inside a larger tensor of -1. Types, sizes and strides vary."""
     dims = draw(st.sampled_from([1, 2]))
     size = [draw(st.integers(0, 40)) for _ in range(dims)]
     views = []
@@ -41,7 +41,7 @@ def test_every_target_gets_its_source_and_nothing_else_changes(cases):
 
 
 def test_rounding_to_bfloat16_is_to_nearest_even_and_nan_stays_nan():
-    # bfloat16 has 8 bits: 1 + 1/128 is the next after 1. Ties go to the even neighbour.
+    # bfloat16 has 8 significant bits: the number after 1 is 1 + 1/128. Ties are rounded to even.
     values = [1 + 1 / 256, 1 + 3 / 256, 1 + 1.01 / 256, 3.4e38, -0.0, math.inf, -math.inf, math.nan, 1e-45]
     out = torch.empty(9, dtype=BFLOAT16)
     ops.bucket_copy([torch.tensor(values)], [out])

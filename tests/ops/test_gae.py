@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def test_two_trajectories_by_hand():
-    # gamma = lambda = 1: reward to come less value.
+    # gamma = lambda = 1: the sum of future rewards minus the value.
     advantage, returns = ops.gae(
         torch.tensor([0.0, 1.0, 2.0]),
         torch.tensor([0.5, 0.25, 1.0]),

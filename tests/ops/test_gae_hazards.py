@@ -1,4 +1,4 @@
-"""What can go wrong in gae and must not, and its bits."""
+"""Edge cases of gae, and bitwise reproducibility."""
 
 import math
 
@@ -11,7 +11,7 @@ from megatron_stppo import ops
 from tests.ops.draws import normal, offsets_of, same_bits, twin, unaligned
 
 pytestmark = pytest.mark.usefixtures("device")
-# A GPU walks a trajectory in tiles of 1,024 tokens.
+# A GPU processes a trajectory in tiles of 1,024 tokens.
 LENGTHS = [5, 0, 1, 1023, 1024, 1025, 0, 5000, 3]
 
 
@@ -20,7 +20,7 @@ def draw(total):
 
 
 def turns_of(lengths):
-    """Turns of 7 tokens and a shorter last one, none of which reaches over a trajectory's end."""
+    """Return turns of 7 tokens and a shorter last one. No turn crosses the end of a trajectory."""
     cut = [[7] * (length // 7) + [length % 7] for length in lengths]
     return offsets_of(*(turn for trajectory in cut for turn in trajectory))
 

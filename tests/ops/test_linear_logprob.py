@@ -24,7 +24,7 @@ def weighted(outputs, cotangents):
 
 
 def close(actual, expected, dtype=torch.float32):
-    # bfloat16: a chunk's part of the weight's gradient is not rounded before they are added up
+    # bfloat16: the chunks' parts of the weight's gradient are summed before they are rounded
     for a, b in zip(actual, expected, strict=True):
         tolerance = 2e-6 if dtype == torch.float32 else 2e-2
         largest = max(b.detach().float().abs().flatten().tolist(), default=0.0)
@@ -135,8 +135,8 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype,
     hidden, weight, target, cotangents = draw(rows, columns, width, dtype)
     cotangents = cotangents * (uniform(rows) < live)
     gradients = dtype.itemsize * (hidden.numel() + weight.numel())
-    in_float32 = 0 if dtype == torch.float32 else 4 * weight.numel()  # the weight's, until the last chunk
-    statistics = 4 * rows * (5 + 6 + 3 + 3)  # of the shards, merged, outputs, cotangents
+    in_float32 = 0 if dtype == torch.float32 else 4 * weight.numel()  # weight's gradient, to the last chunk
+    statistics = 4 * rows * (5 + 6 + 3 + 3)  # of the shards, merged, outputs, gradients of outputs
     a_chunk = dtype.itemsize * chunk * columns
     limit = 1.2 * a_chunk + gradients + in_float32 + statistics
 

@@ -1,4 +1,4 @@
-"""Turns whose tokens lie on several ranks, as under context parallelism."""
+"""Turns whose tokens are on several ranks, as with context parallelism."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def draw():
 
 
 def part_of(rank):
-    """Token numbers of a rank's part of every turn, cut unevenly, and their offsets."""
+    """Return the token indices of a rank's part of every turn, of uneven sizes, and their offsets."""
     chosen, offsets, start = [], [0], 0
     for length in LENGTHS:
         cuts = [0, length // 4, length // 4 + length // 3, length]
@@ -63,7 +63,7 @@ def part_of_a_rank(settings):
         **settings,
     )
     (gradient,) = torch.autograd.grad(out.objective, logprob)
-    # as lists: a tensor would have to be fetched from this process, which ends
+    # as lists, because a tensor would have to be fetched from this process, which ends
     return rows.tolist(), gradient.tolist(), [x.tolist() for x in out]
 
 

@@ -1,4 +1,4 @@
-"""What a GPU does behind the host's back: other streams, and graphs that are replayed."""
+"""Ops on a GPU with other streams, and in CUDA graphs that are replayed."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_another_stream_gives_the_same_bits(cuda):
 
 def test_a_captured_graph_replays_on_new_inputs(cuda):
     target, offsets, given = rows(64, 1000)[1], offsets_of(*LENGTHS), inputs(0)
-    evaluate(given, target, offsets)  # what a first call makes for good
+    evaluate(given, target, offsets)  # the first call makes permanent allocations
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""The clipped surrogate's bits: the same again, on any grid, for any packing."""
+"""The clipped surrogate gives the same bits in every repeat, on any grid and for any packing."""
 
 from functools import cache
 from importlib import import_module
@@ -15,13 +15,13 @@ LENGTHS = [5, 40_000, 33_000, 1, 0, 700, 31, 9, *[3] * 2000, 4500]
 
 @cache
 def inputs(total, device):
-    """A call's tensors, made once for its repeats; weights, of which some are 0."""
+    """Return the tensors of a call, for all its repeats. Some weights are 0."""
     weight = uniform(total)
     return three(total), {"weight": weight * (weight > 0.2), "sum_p_sq": uniform(total, seed=3)}
 
 
 def mixed():
-    """Turns of every kind, among them two long ones side by side."""
+    """Run the op on turns of all length classes. Two long turns are neighbours."""
     given, settings = inputs(sum(LENGTHS), torch.get_default_device())
     return ops.clipped_surrogate(*given, offsets_of(*LENGTHS), **settings, with_bias=True)
 
@@ -60,7 +60,7 @@ def test_threads_change_no_bit(evaluate, implementation):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert other.ratio.equal(results[0].ratio) and other.grad_T.equal(results[0].grad_T)
-        # torch adds up long tensors in an order that depends on the threads
+        # the order in which torch sums long tensors depends on the number of threads
         assert implementation == "torch" or same_bits(results[0], other)
 
 

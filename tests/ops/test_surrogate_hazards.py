@@ -1,4 +1,4 @@
-"""What can go wrong in the clipped surrogate and must not: edges of the numbers, of the shapes, of memory."""
+"""Edge cases of the clipped surrogate: numbers, shapes and memory."""
 
 import math
 
@@ -13,12 +13,12 @@ from tests.ops.draws import integers, normal, offsets_of, three, twin, unaligned
 
 pytestmark = pytest.mark.usefixtures("device")
 NAN, INF = math.nan, math.inf
-# A GPU gives a segment 8 lanes, a warp, a block or several blocks: lengths from each.
+# On a GPU, 8 lanes, a warp, a block or several blocks process a segment; there is one length for each case.
 LENGTHS = (3, 40, 600, 33_000)
 
 
 def one(bound):
-    """A bound as float32, and the floats beside it."""
+    """Return a bound as float32, and the floats before and after it."""
     exact = torch.tensor(bound)
     return [torch.nextafter(exact, torch.tensor(-INF)), exact, torch.nextafter(exact, torch.tensor(INF))]
 
@@ -155,7 +155,7 @@ def test_offsets_out_of_order_are_an_error_or_nan_and_harm_nothing(wrong, raises
 @pytest.mark.parametrize(
     "wrong",
     [
-        [0, *[600, 0] * 1000, 120_000],  # more long turns in a tile than it can hold
+        [0, *[600, 0] * 1000, 120_000],  # more long turns in a tile than its list can hold
         [0, *[1, 700] * 3000, 120_000],
         [0, 90_000, 10, 60_000, 120_000],  # giants that overlap
     ],

@@ -1,4 +1,4 @@
-"""Turns whose parts are summed apart, added up, and finished apart: what ranks of context parallelism do."""
+"""Turns in parts, as on ranks of context parallelism: sum each part, add the sums, finish each part."""
 
 import sys
 
@@ -10,7 +10,7 @@ from tests.ops.draws import offsets_of, three, uniform
 
 surrogate = sys.modules["megatron_stppo.ops.clipped_surrogate"]
 pytestmark = pytest.mark.usefixtures("device")
-LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # one beyond what a block takes alone
+LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # 33,000 tokens are more than one block processes alone
 
 
 @pytest.mark.parametrize(("pooling", "dual", "scale"), [("mean", None, 0.5), ("sum", 1.5, 0.02)])

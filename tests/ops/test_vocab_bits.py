@@ -1,7 +1,7 @@
-"""vocab_logprob's bits: the same again, on any number of threads, whatever rows stand beside.
+"""vocab_logprob gives the same bits in every repeat, with any number of threads and any neighbouring rows.
 
-The first minibatch of an iteration has ratio exactly 1 because of this: its log-probs were computed before,
-in other microbatches.
+Because of this, the ratio in the first minibatch of an iteration is exactly 1, although the old log-probs
+were computed in other microbatches.
 """
 
 import pytest

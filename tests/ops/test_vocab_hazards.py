@@ -1,4 +1,4 @@
-"""What can go wrong in vocab_logprob and must not: edges of the numbers, of the shapes, of memory."""
+"""Edge cases of vocab_logprob: numbers, shapes and memory."""
 
 import math
 
@@ -14,11 +14,11 @@ from tests.ops.draws import integers, logprob_and_gradient, normal, rows, twin, 
 pytestmark = pytest.mark.usefixtures("device")
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16]
-LOWEST = torch.finfo(torch.bfloat16).min  # what models write where a token is forbidden
+LOWEST = torch.finfo(torch.bfloat16).min  # the value that models write for a forbidden token
 
 
 def close(actual, expected, dtype=torch.float32):
-    """Outputs within float32's error; the gradient of bfloat16 logits within its one rounding."""
+    """Assert that outputs agree within float32's error, and bfloat16 gradients within one rounding."""
     for a, b in zip(actual[:3], expected[:3], strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=5e-6)
     relative = 1e-4 if dtype == torch.float32 else 8e-3
@@ -26,7 +26,7 @@ def close(actual, expected, dtype=torch.float32):
 
 
 def exact(logits, target, temperature=1.0):
-    """Float64 log_softmax and its autograd, for cotangents 1, 2, 3."""
+    """Return outputs of float64 log_softmax and the gradient by autograd, for output gradients 1, 2, 3."""
     x = logits.detach().double().requires_grad_()
     log_p = (x / torch.as_tensor(temperature).double().reshape(-1, 1)).log_softmax(-1)
     outputs = (
@@ -134,7 +134,7 @@ def test_one_nan_anywhere_makes_its_row_nan(place):
 
 
 def sharded(logits, target, cuts, **settings):
-    """(three outputs, gradient), from shards that end at `cuts`; the last may hold nothing but padding."""
+    """Return (three outputs, gradient) from shards that end at `cuts`. The last may be padding only."""
     shards, statistics = [], []
     for start, stop in zip([0, *cuts], [*cuts, logits.shape[1]], strict=True):
         valid = max(0, min(stop, settings["valid"]) - start)
@@ -208,7 +208,7 @@ def test_a_bfloat16_gradient_is_the_float32_one_rounded_to_nearest_even(columns)
 
 
 def test_rows_beyond_2_to_the_31_elements_are_found(device):
-    # memory that is not touched costs nothing: of each row only the first 48 columns are read
+    # only the first 48 columns of each row are read, and memory that is not touched is not allocated
     count, columns = 2080, 1 << 20
     logits = torch.empty(count, columns, dtype=torch.bfloat16)
     assert logits.numel() > 2**31

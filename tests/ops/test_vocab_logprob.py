@@ -15,7 +15,7 @@ NAN, INF = math.nan, math.inf
 
 
 def reference(logits, target, temperature=1.0, vocab_size=None):
-    """Float64 log_softmax over the true vocabulary; ignored rows give 0."""
+    """Return outputs of float64 log_softmax over the vocabulary without padding. Ignored rows give 0."""
     x = logits.double()[:, :vocab_size] / (torch.as_tensor(temperature).double().reshape(-1, 1))
     keep = target != -100
     log_p = x[keep].log_softmax(-1)
@@ -69,7 +69,8 @@ def test_values_and_gradients_equal_float64_log_softmax(count, columns, seed, dt
 
 
 def test_each_outputs_gradient_equals_the_one_that_numerical_differences_confirm():
-    # gradcheck holds the float64 reference to numerical differences, and the op is held to the reference.
+    # gradcheck compares the float64 reference with numerical differences; the op is compared with the
+    # reference.
     logits, target = rows(4, 7)
     logits = logits.double().requires_grad_()
 
@@ -86,7 +87,7 @@ def test_each_outputs_gradient_equals_the_one_that_numerical_differences_confirm
 
 
 def test_entropy_gradient_is_not_corrupted_by_the_logprob_gradient():
-    # Taking them one at a time, in either order, equals taking them together: nothing is overwritten.
+    # Backward passes one at a time, in either order, equal one joint pass: nothing is overwritten.
     logits, target = rows(5, 11)
     logits.requires_grad_()
     before = logits.detach().clone()

@@ -1,4 +1,4 @@
-"""Sharded equals unsharded: real gloo ranks, and the merge alone over any number of shards."""
+"""Sharded equals unsharded, on real gloo ranks and for the merge alone over any number of shards."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A cluster of one machine: sbatch, srun and scontrol of tests/slurm/bin first on PATH."""
+"""A cluster of one machine: the sbatch, srun and scontrol in tests/slurm/bin come first on PATH."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SCRIPTS = ROOT / "examples" / "slurm"
 @dataclass(frozen=True)
 class Job:
     process: subprocess.Popen[bytes]  # sbatch, which ends with the job
-    folder: Path  # what the fake Slurm leaves
+    folder: Path  # files of the fake Slurm
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leaves nothing running."""
+        """Kill all processes of the job that still run."""
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
@@ -33,7 +33,7 @@ class Job:
 
 
 def submit(folder: Path, script: Path, *options: str, **variables: str) -> Job:
-    """Starts a job, which runs until it ends or is not requeued."""
+    """Start a job. It runs until an attempt ends without a requeue."""
     folder.mkdir(parents=True)
     path = f"{HERE / 'bin'}:{os.environ['PATH']}"
     known = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}

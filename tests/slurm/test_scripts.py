@@ -1,4 +1,4 @@
-"""What the batch scripts do with exit codes, under a Slurm of our own; the ranks are stood in for."""
+"""The batch scripts handle exit codes correctly, under a fake Slurm with fake ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARED = cluster.SCRIPTS / "attempt.sh"
 
 
 def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
-    """(the job's exit code, what it said about its attempts) of attempts that end in "CODE STEP"."""
+    """Return (exit code of the job, its lines about the attempts) if attempts end with "CODE STEP"."""
     (folder / "ends").mkdir(parents=True)
     for attempt, end in enumerate(ends):
         (folder / "ends" / str(attempt)).write_text(f"{end}\n")
@@ -91,7 +91,7 @@ def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
 
 
 def test_attempts_further_back_do_not_count_after_a_fall_to_an_older_checkpoint(tmp_path: Path) -> None:
-    """The second attempt began at a step 10 that could not be read, went on from 5, and published 6."""
+    """The second attempt cannot read the checkpoint of step 10. It continues from 5 and publishes 6."""
     assert run(tmp_path, "1 10", "1 6", "1 8", "1 8", "0 9")[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Runs on a rank: the first step of the same weights on the same batch under several settings."""
+"""Functions that run on a rank: the first step of the same weights and batch under several settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.update.layouts import SETTINGS, batch
 
 
 def first_steps(model: str, algorithms: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any, Any]]:
-    """By name: (numbers, the gradient that Adam was given, how the weights moved), as flat float64 lists."""
+    """Return {name: (numbers, gradient passed to Adam, change of the weights)}, as flat float64 lists."""
     process.prepare(engine=False)
     import torch
 

@@ -1,4 +1,4 @@
-"""Runs on a rank: a step with replayed experts, and a checkpoint of experts that ranks share."""
+"""Functions that run on a rank: a step with replayed experts, and a checkpoint of experts shared by ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.update.layouts import SETTINGS, batch
 
 
 def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -> dict[str, Any]:
-    """What test_experts makes claims about."""
+    """Return the observations that test_experts checks."""
     process.prepare(engine=False)
     import torch
     from megatron.core import tensor_parallel
@@ -57,7 +57,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     start = state_of(actor)
 
     def step(**changes: Any) -> Any:
-        """The step's numbers, and every map from tokens to experts that it used."""
+        """Return the step's numbers, and every map from tokens to experts that it used."""
         at = replace(given, **changes)
         loss = ActorLoss(at, minibatch_weights(at, chosen, a), a, head)
         with routed(actor.chunks) as used:
@@ -92,7 +92,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
 
 @contextmanager
 def routed(chunks: Any) -> Any:
-    """Collect the maps [tokens, experts] that routers give their dispatchers, in the order of the calls."""
+    """Collect the maps [tokens, experts] that routers pass to their dispatchers, in call order."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     used: list[Any] = []
@@ -112,7 +112,7 @@ def fingerprint(routed: Any) -> bytes:
 
 
 def uses(used: list[Any], maps: list[Any]) -> list[int]:
-    """Return how often each of `maps` was used, compared by live tokens; last, how many maps were others."""
+    """Return how often each of `maps` was used, compared on live tokens, and the number of other maps."""
     import torch
 
     counts = [0] * (len(maps) + 1)

@@ -1,5 +1,4 @@
-"""Runs on a rank: what a step does with a number that is not finite, and what a load does with damaged
-files."""
+"""Functions that run on a rank: steps with numbers that are not finite, and loads of damaged files."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tests.update.layouts import SETTINGS, batch
 
 
 def settings(model: str, tensor: int) -> tuple[Any, ...]:
-    """(config, place, shape); may be called again for another layout."""
+    """Return (config, mesh, shape). It may be called again for another layout."""
     from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
@@ -24,7 +23,7 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
             "model": {"path": model},
             "parallel": {"tensor": tensor},
             "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1},
-            # the exact correction: a second backward pass, which no rank may enter alone
+            # the exact correction has a second backward pass, which no rank may start alone
             "algorithm": {"correction": "gradient", "kl_coefficient": 0},
         }
     )
@@ -44,7 +43,7 @@ def trainer(model: str) -> Any:
 
 
 def state_of(actor: Any) -> list[Any]:
-    """Copies of weights and of everything Adam keeps, and the count of steps that the rate depends on."""
+    """Return copies of weights and Adam's state, and the count of steps that determines the learning rate."""
     import torch
 
     tensors = [torch.tensor(actor.updates)]
@@ -55,13 +54,13 @@ def state_of(actor: Any) -> list[Any]:
 
 
 def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
-    """Of every layout: what `_step_on_faults` found."""
+    """Return the result of `_step_on_faults` for every layout."""
     process.prepare(engine=False)
     return [_step_on_faults(model, tensor) for tensor in layouts]
 
 
 def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
-    """(skipped, untouched, steps refused so far) of every fault, each planted on the second rank only."""
+    """Return {fault: (skipped, unchanged, steps skipped so far)}. Faults are planted on rank 1 only."""
     config, mesh, shape = settings(model, tensor)
     import torch
     import torch.distributed as dist
@@ -79,7 +78,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     models, found = (actor, critic), {}
 
     def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
-        """Runs a step on a batch whose column, or gradients of the owner's first weight, have a NaN here."""
+        """Run a step with a NaN, on this rank, in a column of the batch or in a gradient of the owner."""
         given = batch()
         if column and here:
             value_T = getattr(given, column)
@@ -121,7 +120,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
 
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
-    """(the step that is read after a byte of the newest was flipped, the complaint once both are damaged)."""
+    """Return (step loaded after a byte of the newest checkpoint was flipped, error when both are damaged)."""
     actor = trainer(model)
     config, mesh, _ = settings(model, 1)
     from megatron_stppo.checkpoint import saving

@@ -1,4 +1,4 @@
-"""Runs on a rank: one actor step and one critic step on a fixed batch, under a given layout."""
+"""Functions that run on a rank: one actor step and one critic step on a fixed batch, under a layout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from megatron_stppo.launch import process
 from megatron_stppo.sharding.hf_names import LLAMA3
 
-# No clipping by norm: the gradients that remain after the step are those of the loss.
+# No clipping by norm, so that the gradients after the step are those of the loss.
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
-HEAD_SCALE = 0.2  # of the critic's head in these tests: at its initial zero the trunk would get no gradient
+HEAD_SCALE = 0.2  # of the critic's head: with its initial value 0 the trunk would get no gradient
 
 SIZES: dict[str, Any] = {
     "vocab_size": 301,
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
-# transformers' prefix, and what differs from SIZES
+# {family: (prefix of its classes in transformers, differences from SIZES)}
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": SCALED}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -39,7 +39,7 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
-    """A tiny random model of 4 layers with an odd vocabulary; OF_FAMILY says what is special."""
+    """Write a tiny random model of 4 layers with an odd vocabulary size. OF_FAMILY has its differences."""
     import torch
     import transformers
 
@@ -49,7 +49,7 @@ def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
     model = getattr(transformers, f"{prefix}ForCausalLM")(shape).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # norms and biases off their initial ones and zeros
+            if parameter.ndim == 1:  # change norms and biases from their initial ones and zeros
                 parameter.add_(0.1 * torch.sin(torch.arange(len(parameter)) + len(key)))
     model.save_pretrained(folder)
 
@@ -61,8 +61,10 @@ def value_head(hidden: int) -> Any:
 
 
 def batch() -> Any:
-    """8 trajectories of 1 to 3 turns, two of each of 4 prompts; one failed. Advantages vary inside turns;
-    some turns lie beyond the clip."""
+    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts.
+
+    One trajectory failed. Advantages vary inside turns; some turns are clipped.
+    """
     import torch
 
     from megatron_stppo.data.packing import to_batch
@@ -113,10 +115,10 @@ def steps(
     out: str,
     recompute: str = "none",
 ) -> Any:
-    """Per budget (tokens per microbatch): the steps' numbers, the actor's log-probs, and the critic's values
-    of everything after the prompts. Two critics step, the second on observations too.
+    """Return the steps' numbers, the actor's log-probs and the critic's values, per budget of tokens.
 
-    Of the last budget, the updated actor and its gradients go to `out`, as Hugging Face folders.
+    The values are those of all tokens after the prompts. Two critics are trained, the second on observations
+    too. For the last budget, `out` gets the updated actor and its gradients as Hugging Face folders.
     """
     process.prepare(engine=False)
     import torch
@@ -165,7 +167,7 @@ def steps(
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
         numbers, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
         ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
-        assert torch.equal(ratios.last_logprob_T, own_T)  # bitwise: the loss saw the policy that was scored
+        assert torch.equal(ratios.last_logprob_T, own_T)  # bitwise: the loss uses the scored policy
         value_R = values(critic.model, with_observations(given), packer, [chosen])
         numbers |= ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
         observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)

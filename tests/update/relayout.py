@@ -1,4 +1,4 @@
-"""Runs on a rank: two steps under one layout, a checkpoint, a third step there and under another layout."""
+"""Functions that run on a rank: two steps, a checkpoint, and a third step in the same and another layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from tests.update.layouts import SETTINGS, batch
 
 
 def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[int]:
-    """Of move n (model's folder under `root`, before, after), `root`/n has Hugging Face folders: saved,
-    loaded, stayed and moved. Returns the number of updates counted after each load."""
+    """Run all moves (model's folder under `root`, layout before, layout after).
+
+    For move n, `root`/n gets the Hugging Face folders saved, loaded, stayed and moved. Return the number of
+    updates counted after each load.
+    """
     process.prepare(engine=False)
     import torch
     import torch.distributed as dist

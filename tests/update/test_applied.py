@@ -88,7 +88,7 @@ def test_relative_to_the_gradient_divides_by_the_share_that_clipping_took(steps:
 def test_sums_over_trajectories_change_the_loss_but_neither_means_nor_c_in_the_unit_of_sums(
     steps: Any,
 ) -> None:
-    """Every token weighs 1/7 of 7 live trajectories instead of 1/N."""
+    """Every token has the weight 1/7, for 7 live trajectories, instead of 1/N."""
     (mean, gradient, _), (total, larger, _) = steps["turn_ppo"], steps["sums"]
     batch = layouts.batch()
     factor = int(batch.live_T.sum()) / 7

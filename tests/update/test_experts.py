@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.ranks import run_ranks
 from tests.update import experts, layouts
 
-# ranks, mesh, recompute, and how often a step then uses a map: a pass for the loss, one for the clipping bias
+# ranks, mesh, recompute, number of times a step uses a map: one pass for the loss, one for the clipping bias
 CASES = {
     "experts, tensor and sequence": (4, {"tensor": 2, "sequence": True, "expert": 2}, "none", 2),
     "pipeline, layers computed again": (2, {"pipeline": 2}, "full", 4),
@@ -19,7 +19,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(folder of the model, uses of a map, what every rank saw)."""
+    """(folder of the model, uses of a map, observations of every rank)."""
     root = tmp_path_factory.mktemp("experts")
     layouts.write_model(root / "hf", "qwen3_moe")
     world, parallel, recompute, uses = CASES[request.param]
@@ -36,7 +36,8 @@ def test_an_update_uses_the_experts_that_the_old_policy_chose_and_no_others(seen
 
 
 def test_dummy_tokens_go_to_the_same_experts_in_a_plain_and_in_a_replayed_pass(seen: Any) -> None:
-    # Expert by expert the same rows are multiplied, whatever kernels a CPU has for so many rows.
+    # Each expert multiplies the same rows, so the kernel that a CPU chooses for a number of rows does not
+    # matter.
     for rank in seen[2]:
         assert rank["plain maps"] == rank["replayed maps"]
 
@@ -61,7 +62,7 @@ def test_weights_and_optimizer_of_shared_experts_come_back_from_a_checkpoint(see
 
 
 def reference(folder: Path) -> torch.Tensor:
-    """[P, layers, k], ascending: the experts that transformers sends every token of the batch to."""
+    """Return [P, layers, k], ascending: the experts to which transformers sends every token of the batch."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     given, parts = layouts.batch(), []
     for first, last in zip(given.sequence_offsets[:-1], given.sequence_offsets[1:], strict=True):

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimizer_untouched(
     model: str,
 ) -> None:
-    """On two data-parallel ranks, and on two tensor-parallel ones, of which one alone may see the loss."""
+    """Two data-parallel ranks, and two tensor-parallel ranks of which only one may have a NaN loss."""
     skipped = {role: {f"{role}/skipped": 1.0} for role in ("actor", "critic")}
     both = skipped["actor"] | skipped["critic"]
     for found in itertools.chain(*run_ranks(faults.step_on_faults, 2, model, (1, 2))):

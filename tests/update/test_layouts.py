@@ -1,4 +1,4 @@
-"""The same step under every layout and microbatch size, against a plain float64 reference in one process."""
+"""The same step under every layout and microbatch size, compared with a float64 reference in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ST_PPO = {
     "correction_strength": 1,
     "correction_probe": True,
 }
-# (family, ranks, parallel:, whether optimizer states are sharded: gradients then lie in pieces)
+# (family, ranks, parallel:, whether optimizer states, and so gradients, are sharded)
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "one": ("qwen3", 1, {}, False),
     "tensor": ("qwen3", 2, {"tensor": 2}, False),
@@ -50,7 +50,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "untied_virtual_context": ("qwen2", 4, {"pipeline": 2, "virtual": 2, "context": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
-# computed again in the backward pass, which must change nothing
+# activations that the backward pass computes again, which must not change any result
 RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
 
 
@@ -64,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def reference(folder: Path) -> dict[str, Any]:
-    """What both steps must report, in float64: transformers and the formulas of the paper."""
+    """Return the expected numbers of both steps, in float64, from transformers and the paper's formulas."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
@@ -81,7 +81,7 @@ def reference(folder: Path) -> dict[str, Any]:
         entropies.append(-(table.exp() * table).sum(-1)[at - 1])
         squares.append(table.detach().exp().square().sum(-1)[at - 1])
         hidden.append(states[at - 1])
-        after_prompt.append(states[int(at[0]) - 1 : -1])  # what predicts turns and observations
+        after_prompt.append(states[int(at[0]) - 1 : -1])  # the states that predict turns and observations
     actor = _actor(model, given, *map(torch.cat, (logprobs, entropies, squares)))
     model.zero_grad()
     critic = _critic(model, given, torch.cat(hidden))
@@ -99,7 +99,7 @@ def _actor(
     count = int(live_T.sum())
     objective, clipped = torch.zeros((), dtype=torch.float64), 0
     sizes = {"coefficient": [0.0, 0.0], "logit": [0.0, 0.0]}  # squared estimates of ||C|| and of ||grad J||
-    lost = torch.zeros((), dtype=torch.float64)  # its gradient is what clipping removed
+    lost = torch.zeros((), dtype=torch.float64)  # its gradient is the part that clipping removed
     ratios, by_turn = [], {}
     for first, last in itertools.pairwise(turns):
         if not live_T[first]:
@@ -148,7 +148,7 @@ def _actor(
 
 
 def _turn_names(given: Any, first: int) -> list[str]:
-    """Of the turn whose first action token is `first`. Example: ["2", "last"]."""
+    """Return the names of the turn that starts at action token `first`. Example: ["2", "last"]."""
     starts = given.turn_offsets.tolist()
     owner = given.turn_to_sequence_S.tolist()
     turn = starts.index(first)
@@ -157,7 +157,10 @@ def _turn_names(given: Any, first: int) -> list[str]:
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    """By the names of a checkpoint, which are not always those of transformers' parameters (experts)."""
+    """Return gradients by the names of a checkpoint.
+
+    For experts these differ from transformers' parameters.
+    """
     other = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
@@ -229,7 +232,7 @@ FIRST: dict[Path, dict[str, torch.Tensor]] = {}
 
 
 def _same_weights(model: Path, folder: Path) -> None:
-    """The updated weights, against those of the layout that ran first."""
+    """Compare the updated weights with those of the layout that ran first."""
     weights, before = (load_file(f / "model.safetensors") for f in (folder, model))
     moved = sum(float((weights[k] - before[k]).abs().sum()) for k in weights)
     assert moved > 0

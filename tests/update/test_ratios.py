@@ -17,7 +17,7 @@ TASK = Task("t", (), ("a",), "train", 0)
 
 
 def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
-    """A trajectory of turns of so many tokens for each argument; old log-probs and advantages are 0 and 1."""
+    """Return a trajectory per argument, with turns of these lengths. Old log-probs are 0, advantages 1."""
     played = [
         Trajectory(TASK, (9,), tuple(Turn((5,) * n, (rollout,) * n, (7,), 0.0, 0) for n in sizes), "ok")
         for sizes in turns
@@ -28,7 +28,7 @@ def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
 
 
 def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, float]:
-    """Of one step on all of it, at these token ratios."""
+    """Return the row of one step on the whole batch, with these token ratios."""
     out = Ratios(given, AlgorithmConfig.model_validate({"preset": "turn_ppo", **settings}))
     out.add(torch.tensor(ratios).log(), torch.ones(len(ratios)), range(len(given.live_N)))
     return out.row()
@@ -60,7 +60,7 @@ def test_quantiles_are_over_segments_and_by_nearest_rank() -> None:
 def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
     given = batch((2,), (1,))
     out = Ratios(given, AlgorithmConfig(preset="turn_ppo"))
-    # Step one: the first trajectory alone, at 2: clipped. What the other's log-probs say is not looked at.
+    # Step one: the first trajectory alone, at 2: clipped. The other's log-probs are ignored.
     out.add(torch.tensor([2.0, 2.0, math.nan]).log(), torch.tensor([0.5, 0.5, 0.0]), [0])
     # Step two: the second alone, at 1.
     out.add(torch.tensor([math.nan, 9.0, 1.0]).log(), torch.tensor([0.0, 0.0, 1.0]), [1])
@@ -107,8 +107,11 @@ def test_nothing_live_reports_nothing() -> None:
 
 
 def test_mini_rl_weighs_a_token_by_what_the_engine_thought_of_it() -> None:
-    """Two trajectories of 2 and 1 tokens; the trainer's old policy is e^2, 8 and 1/2 times as sure as the
-    engine. Sums over tokens, mean over 2 trajectories, truncated at 5: weights 5/2, 5/2 and 1/4."""
+    """Two trajectories have 2 and 1 tokens. Old probabilities are e^2, 8 and 1/2 times the engine's.
+
+    With sums over tokens, the mean over 2 trajectories, and truncation at 5, the weights are 5/2, 5/2 and
+    1/4.
+    """
     a = AlgorithmConfig(preset="mini_rl")
     given = batch((2,), (1,))
     given = replace(given, rollout_logprob_T=torch.tensor([-2.0, -math.log(8), math.log(2)]))

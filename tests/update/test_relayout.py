@@ -1,4 +1,4 @@
-"""A checkpoint of one layout under another: the same weights, and the next step as if nothing had moved."""
+"""A checkpoint loaded in another layout gives the same weights and the same next step."""
 
 from __future__ import annotations
 

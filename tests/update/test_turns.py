@@ -1,4 +1,4 @@
-"""What is told of turns: numbers to check by hand. Ratios are given, old log-probs are 0, clip 0.2."""
+"""Records of turns, with numbers to check by hand. Ratios are given, old log-probs are 0, clip 0.2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATIO_T = [1.44, 1.0, 0.25, 1.0, 9.0]
 
 
 def batch(failed: str = "timeout") -> Batch:
-    """A trajectory of two turns, and one of a single token that failed."""
+    """Return a trajectory of two turns, and a failed one of a single token."""
     first = Trajectory(
         TASK, (1,), (Turn((5, 6), (-1.0, -1.0), (7,), 0.0, 0), Turn((8, 9), (0.0, 0.0), (), 1.0, 0)), "ok"
     )
