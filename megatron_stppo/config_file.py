@@ -1,4 +1,4 @@
-"""Reads a run's YAML file and `section.field=value` overrides; an error names field, value, remedy."""
+"""Read a run's YAML file and `section.field=value` overrides. Errors name field, value and remedy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from megatron_stppo.config import Config, ConfigError
 
-MAX_BYTES = 65_536  # of a configuration file
+MAX_BYTES = 65_536  # largest configuration file
 MAX_SHOWN = 200  # characters of a wrong value in a message
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Reads a YAML file, applies `a.b=value` overrides, checks every field. Raises ConfigError."""
+    """Read a YAML file, apply `a.b=value` overrides, check every field. Raises ConfigError."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -43,7 +43,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """The configuration of sections as they stand in a file, every field checked. Raises ConfigError."""
+    """Return the configuration of sections as in a file, with every field checked. Raises ConfigError."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -51,9 +51,12 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 class _Plain(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them stand for gigabytes, and no section needs one. A name stands
-    once in a section: YAML's own rule, by which PyYAML would take the last. true and false are its only truth
-    values, as in YAML 1.2: `correction: off` means the word."""
+    """A YAML loader with three restrictions.
+
+    Aliases are errors: a few lines of them can expand to gigabytes, and no section needs one. A name that
+    occurs twice in a section is an error, as YAML requires; PyYAML would use the last one. Only true and
+    false are booleans, as in YAML 1.2: `correction: off` is the word "off".
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -81,12 +84,12 @@ _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FA
 
 _PASSWORD = re.compile("://[^/@]*@")
 
-# Values of YAML's that Python has none for (a 13th month, a number of 5,000 digits) are ValueErrors.
+# Values that Python cannot represent (a 13th month, a number of 5,000 digits) raise ValueError.
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def parse(text: str | bytes) -> Any:
-    """Data only: no tags that make objects, no aliases. Raises one of NOT_YAML."""
+    """Return the data of a YAML text. Tags that create objects and aliases are errors: one of NOT_YAML."""
     loader = _Plain(text)
     try:
         return loader.get_single_data()
@@ -95,7 +98,10 @@ def parse(text: str | bytes) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """One line: where, from 1, and what. Example: "line 3, column 2: found a tab ..."."""
+    """Return the position, counted from 1, and the problem in one line.
+
+    Example: "line 3, column 2: found a tab ...".
+    """
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return (str(error).splitlines() or [type(error).__name__])[0]
@@ -104,7 +110,7 @@ def _reason(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
-    """What a message shows of a value: not all of a long one, and no password of an address."""
+    """Return a value for a message: cut if it is long, and without the password of an address."""
     text = _PASSWORD.sub("://..@", text)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
 
@@ -129,7 +135,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text; people mean the number."""
+    """Convert text that is a number: YAML 1.1 reads 1e-6 as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -153,7 +159,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{where}: missing; add it to the file or give {where}=VALUE"
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":  # its message has the value, where it may be shown
+    if error["type"] == "value_error":  # its message already has the value, if it may be shown
         return f"{where}: {message}"
     return f"{where}={_short(repr(error['input']))}: {message}"
 

@@ -1,6 +1,6 @@
-"""How a command ends: an exit code of its own for what a user or a scheduler can act on, and one line.
+"""The end of a command: its exit code and one line of text, for errors that a user or scheduler can act on.
 
-Imports of the package are lazy, as in the door.
+Modules of the package are imported inside functions, as in `__main__`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def noting_the_end(config: Config) -> Iterator[None]:
-    """How the block ended, in exit.json of the run's folder: torchrun turns every exit code into 1. A process
-    that is killed leaves no such file. A run that nobody is to go on with, 0 and 93, leaves its page too."""
+    """Write to exit.json in the run's folder how the block ended, because torchrun turns exit codes into 1.
+
+    A killed process leaves no such file. After exit codes 0 and 93, which end the run for good, the report
+    page is written too.
+    """
     from megatron_stppo.resilience.faults import DO_NOT_RESTART
 
     note = config.run.folder / "exit.json"
 
     def write(code: int, reason: str) -> None:
         if is_first_rank():
-            with suppress(OSError):  # on a full disk the exit code still tells
+            with suppress(OSError):  # on a full disk there is still the exit code
                 note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
 
     def draw() -> None:
@@ -44,7 +47,7 @@ def noting_the_end(config: Config) -> Iterator[None]:
         yield
     except Exception as error:
         code = exit_code(error)
-        # what a crash says may hold anything, and belongs into the log
+        # a crash's message may contain anything; only the log has it
         write(1 if code is None else code, type(error).__name__ if code is None else str(error))
         if code == DO_NOT_RESTART:
             draw()
@@ -54,7 +57,7 @@ def noting_the_end(config: Config) -> Iterator[None]:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of an error that is part of the interface; None for a crash."""
+    """Return the exit code of an error that is part of the interface, or None for a crash."""
     from megatron_stppo.checkpoint.step_folder import CheckpointError
     from megatron_stppo.config import ConfigError
     from megatron_stppo.resilience.faults import (
@@ -77,7 +80,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def say(error: Exception) -> None:
-    """One line from the first rank of every node: what is wrong may be wrong on one node alone."""
+    """Print one line on the first rank of every node, because an error may occur on one node only."""
     if is_first_rank():
         print(f"megatron-stppo: {error}", file=sys.stderr)
     elif _given("LOCAL_RANK", "SLURM_LOCALID") == "0":
@@ -85,8 +88,10 @@ def say(error: Exception) -> None:
 
 
 def report_to_torchrun(message: str) -> None:
-    """Torchrun prints a traceback of its own after its ranks have ended, and below it what they left in this
-    file: so the reason is the last thing that a user reads."""
+    """Write the message to torchrun's error file.
+
+    torchrun prints this file below its own traceback, so that the reason is the last text on the console.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):  # the rank's own line is on stderr
@@ -100,5 +105,5 @@ def is_first_rank() -> bool:
 
 
 def _given(name: str, of_srun: str) -> str | None:
-    """Under srun torchrun's variables are missing until srun's have been checked."""
+    """Return a variable of torchrun, or that of srun while `process.discover` has not run yet."""
     return os.environ.get(name, os.environ.get(of_srun))

@@ -1,7 +1,7 @@
-"""Plays scripted episodes with an environment, without a model, and names what is wrong with it.
+"""Test an environment: play scripted episodes without a model, and report what is wrong.
 
 The rules are those of a rollout: environments/contract.py checks every return value, `environment.deadline`
-limits every call, and a call that does not await stops all episodes.
+limits every call, and a call that does not await blocks all episodes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_stppo.environments.base import Environment, StepResult
 from megatron_stppo.types import Message, Task
 
 TICK = 0.01  # seconds
-STALL = 0.5  # seconds without an await that are reported
+STALL = 0.5  # seconds without an await after which a call is reported
 PATIENCE = 2.0  # seconds beyond the deadline after which a call that never awaits is interrupted
 TASK = Task("check-environment", (Message("user", "What is the answer?"),), ("42",), "train", 0)
-Episode = tuple[Any, ...]  # what the environment answered, to be compared
+Episode = tuple[Any, ...]  # what the environment returned, for comparison
 
 
 @dataclass
 class Found:
-    """What the scripted episodes showed. Example: Found(["Guess.step(): returned None; .."], 3, 7)."""
+    """The result of the scripted episodes. Example: Found(["Guess.step(): returned None; .."], 3, 7)."""
 
     problems: list[str] = field(default_factory=list)
     episodes: int = 0
@@ -44,8 +44,11 @@ class Found:
 
 
 def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Sequence[str] = ()) -> Found:
-    """Plays every action of `actions` (default: those of `script`) in an episode of its own, with the given
-    tasks in turn (default: a made-up one), until the environment is done or has had all its turns."""
+    """Play one episode for every action of `actions` (default: those of `script`), and return what was found.
+
+    An episode repeats its action until the environment is done or has no turns left. The episodes use the
+    given tasks in turn (default: one fixed task).
+    """
     found = Found()
     try:
         choose.check(section)
@@ -62,7 +65,7 @@ def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Seque
 
 
 def script(task: Task, stops: Sequence[str]) -> list[str]:
-    """What a policy might write: nothing, prose, the right answer, a search, special tokens, a long text."""
+    """Return what a policy may write: nothing, prose, the answer, a search, special tokens, long text."""
     right = task.targets[0]
     endings = [f"a guess{stop}" for stop in stops]
     tags = [f"<answer>{right}</answer>", f"<search>{right}</search>", "<answer>unclosed"]
@@ -99,7 +102,7 @@ async def _check(
 
 
 class _Player:
-    """Calls environments as a rollout does, one call at a time, and notes what is wrong."""
+    """Calls environments as a rollout does, one call at a time, and records what is wrong."""
 
     def __init__(self, section: EnvironmentConfig, found: Found) -> None:
         self._section, self._found = section, found
@@ -108,7 +111,7 @@ class _Player:
     def make(self, make: Callable[[], Environment]) -> Environment | None:
         try:
             return make()
-        except Exception as error:  # code of the user's may raise anything
+        except Exception as error:  # the user's code may raise any exception
             self._found.add(
                 f"environment.kind={self._section.kind}: making an episode's environment raised "
                 f"{type(error).__name__}: {error}; correct its __init__"
@@ -118,7 +121,7 @@ class _Player:
     async def play(
         self, environment: Environment | None, task: Task, actions: Sequence[str], after: Any = None
     ) -> Episode | None:
-        """What reset and every step returned; None where a call failed. `after` is awaited between calls."""
+        """Return the results of reset and steps, or None if a call failed. Awaits `after` between calls."""
         if environment is None:
             return None
         self._found.episodes += 1
@@ -152,7 +155,7 @@ class _Player:
     async def beside(
         self, one: Environment | None, other: Environment | None, task: Task, second: Task, action: str
     ) -> Episode | None:
-        """What `one` returns while `other` plays an episode of its own between its calls."""
+        """Return the results of `one` while `other` plays a different episode between its calls."""
         if one is None or other is None:
             return None
 
@@ -192,7 +195,7 @@ class _Player:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if time.monotonic() - started > STALL:
-                await asyncio.sleep(2 * TICK)  # the clock's turn, where the call has kept it waiting
+                await asyncio.sleep(2 * TICK)  # lets _tick record a call that blocked the event loop
             ticking.cancel()
             if max(stalls, default=0.0) > STALL:
                 self._found.add(
@@ -203,7 +206,7 @@ class _Player:
 
 
 class _Blocked(Exception):
-    """A call neither awaited nor ended."""
+    """A call neither awaited nor returned in time."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -211,7 +214,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 async def _tick(stalls: list[float]) -> None:
-    """Notes the times between two turns of the event loop, in seconds."""
+    """Record the seconds between two iterations of the event loop in `stalls`."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(TICK)

@@ -1,8 +1,9 @@
-"""Cold start: language modelling on whole scripted trajectories, so that reinforcement learning has skills
-to select from.
+"""The command `cold-start`: train a language model on scripted trajectories before reinforcement learning.
 
-Loss on every token but the first, observations included: a small model learns to copy names from documents
-only if it also learns what documents look like. (Reinforcement learning's own loss stays on action tokens.)
+Reinforcement learning can only select among skills that the model has; the cold start teaches these skills.
+The loss is on every token but the first, observations included: a small model learns to copy names from
+documents only if it also learns what documents look like. (The loss of reinforcement learning is on action
+tokens only.)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SCRIPT = Task("demonstrations", (), ("",), "train", 0)
 
 
 def cold_start(config: Config) -> None:
-    """Trains model.path on data.demonstrations and writes a Hugging Face folder to cold_start.output."""
+    """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output."""
     if config.cold_start.output is None or config.data.demonstrations is None:
         raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
     settings = config.cold_start
@@ -77,7 +78,7 @@ def cold_start(config: Config) -> None:
 
 
 def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Iterator[Batch]:
-    """Scripts in order, about `budget` tokens a step and at least one script per data-parallel rank."""
+    """Yield a batch per step: scripts in order, about `budget` tokens, at least one script per rank."""
     remaining = iter(scripts)
     while step := list(itertools.islice(remaining, ranks)):
         tokens = sum(map(len, step))
@@ -91,7 +92,7 @@ def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Itera
 
 
 def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
-    """Everything after the first token is predicted: one long turn, in the terms of a Batch."""
+    """Return a batch in which each script is one long turn after a prompt of one token."""
     return to_batch(
         [Trajectory(SCRIPT, s[:1], (Turn(s[1:], (0.0,) * (len(s) - 1), (), 0.0, 0),), "ok") for s in scripts]
     )
@@ -116,7 +117,7 @@ def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int)
 
 
 def _cosine(step: int, steps: int, warmup_fraction: float) -> float:
-    """Linear warm-up, then a cosine to a tenth."""
+    """Return the factor of the learning rate: linear warm-up, then a cosine from 1 to 0.1."""
     warmup = max(1, math.ceil(warmup_fraction * steps))
     if step < warmup:
         return (step + 1) / warmup

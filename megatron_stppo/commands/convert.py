@@ -1,6 +1,6 @@
-"""Writes a trained model as a Hugging Face folder. (The way in is sharding/hf_checkpoint.py: load_hf.)
+"""Write a trained model as a Hugging Face folder. (sharding/hf_checkpoint.py: load_hf reads such a folder.)
 
-The reshard's own planner does it: the target is the checkpoint itself, on rank 0, a file's worth at a time.
+The reshard moves the weights: its target is the whole tensors on rank 0, for one file at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_stppo.sharding.spans import hf_spans, row_widths, training_layouts
 from megatron_stppo.sharding.tiles import Spans
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-FILE_BYTES = 5 * 10**9  # about what a file of weights holds
+FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
 def export_hf(
@@ -44,12 +44,12 @@ def export_hf(
     file_bytes: int = FILE_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gathers this rank's `parameters` with all others' into `folder`. Collective over `group`.
+    """Write the `parameters` of all ranks to `folder`. Collective over `group`.
 
-    config.json and the tokenizer come from `template`; the weights keep the parameters' type, which
-    config.json then names. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
-    appears whole or not at all. Raises ConfigError, on all ranks, if it exists and `overwrite` is not given,
-    or if it cannot be written; ReshardError if rows were lost on the way.
+    config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which
+    is written to config.json. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
+    is renamed into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is
+    False, or if it cannot be written. Raises ReshardError if rows were lost in the transfer.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -69,9 +69,10 @@ def gather(
     keys: Sequence[str],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """{hf_key: whole tensor} on the host of rank 0, nothing elsewhere; of the parameters' type. Collective.
+    """Return {hf_key: whole tensor} in host memory on rank 0, and {} on other ranks. Collective.
 
-    They are put together on the parameters' device, which must have room for all of `keys`.
+    The tensors have the parameters' dtype. They are assembled on the parameters' device, which must have
+    memory for all of `keys`.
     """
     some, spans, shapes = next(iter(parameters.values())), hf_spans(shape), hf_shapes(shape)
     mine = keys if dist.get_rank(group) == 0 else ()
@@ -82,7 +83,7 @@ def gather(
 
 
 def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """{file name: its tensors}, filled in checkpoint order up to `limit` bytes each."""
+    """Return {file name: its tensors}, in checkpoint order, with up to `limit` bytes per file."""
     groups: list[list[str]] = [[]]
     size = 0
     for key, dims in hf_shapes(shape).items():
@@ -100,7 +101,7 @@ def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[s
 def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
         raise ConfigError(f"output={folder}: exists; name a new folder, or remove it")
-    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted export left
+    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)
     for path in sorted(template.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
@@ -111,7 +112,7 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write one file of weights. safetensors gives it mode 0600; config.json beside it has the umask's."""
+    """Write one file of weights with the mode of config.json; safetensors would give it mode 0600."""
     save_file(tensors, path, {"format": "pt"})
     path.chmod(path.with_name("config.json").stat().st_mode & 0o777)
 
@@ -135,12 +136,12 @@ def _finish(
 
 
 def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
-    """Runs `write` on rank 0; what it cannot write is a ConfigError on all ranks."""
+    """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
     problem = b""
     if dist.get_rank(group) == 0:
         try:
             write()
-        except (OSError, ValueError) as error:  # the other ranks must hear of it, or they would wait
+        except (OSError, ValueError) as error:  # broadcast below, or the other ranks would wait for ever
             problem = str(error).encode()
     problem = broadcast_bytes(problem, 0, group)
     if problem:
@@ -164,14 +165,14 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
 
 
 def _size(shape: ModelShape, dtype: torch.dtype) -> str:
-    """Example: "0.9 M parameters, float32, 3.6 MB"."""
+    """Return the size as text. Example: "0.9 M parameters, float32, 3.6 MB"."""
     count = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values())
     name = str(dtype).removeprefix("torch.")
     return f"{count / 1e6:,.1f} M parameters, {name}, {count * dtype.itemsize / 1e6:,.1f} MB"
 
 
 def to_megatron(config: Config, output: Path) -> None:
-    """Write model.path as step_0 of a new checkpoints folder, with fresh optimizers: a run resumes from it.
+    """Write model.path as step_0 of a new checkpoints folder, with new optimizers, for a run to resume from.
     Print one line that says what was written. Collective.
 
     Raises ConfigError if the folder holds anything.

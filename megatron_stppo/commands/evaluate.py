@@ -1,4 +1,4 @@
-"""Exact match on held-out tasks, of a checkpoint or of the policy in training."""
+"""Evaluate a checkpoint, or the policy during training, on held-out tasks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.types import Task
 from megatron_stppo.worker import Worker, assemble, rollout_settings
 
-HELD_OUT_SEED = 1_000_000_007  # the same episodes whatever the iteration
+HELD_OUT_SEED = 1_000_000_007  # the same tasks and random seeds in every iteration
 
 
 def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
-    """Plays data.evaluate with model.path itself, or with checkpoint "step_N" or "latest"; prints a table.
+    """Evaluate model.path, or the checkpoint "step_N" or "latest", on data.evaluate, and print a table.
 
-    The numbers (result.json) and the episodes (trajectories/) go to a new folder of the run: evaluate/step_N
-    or evaluate/model, or step_N-2 and so on where there is one. `output` names one more JSON file for the
+    Writes the numbers (result.json) and the episodes (trajectories/) to a new folder of the run:
+    evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`: another JSON file for the
     numbers. Raises ConfigError.
     """
     worker = assemble(config, training=False)
@@ -66,7 +66,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
 
 
 def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
-    """`count` of them, always the same ones, in their order: files are often sorted by data set."""
+    """Return `count` random tasks, always the same, in file order: files are often sorted by data set."""
     if count is None or count >= len(given):
         return given
     chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(given)), count))
@@ -76,7 +76,7 @@ def sample(given: Sequence[Task], count: int | None) -> Sequence[Task]:
 def held_out(
     worker: Worker, log: TrajectoryLog | None = None, iteration: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """evaluate/* of the weights that the engine serves. Collective; equal on all ranks but for the clock."""
+    """Return evaluate/* of the engine's weights. Collective. Equal on all ranks, except for the times."""
     config = worker.config
     chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)

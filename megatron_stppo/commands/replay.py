@@ -1,9 +1,9 @@
-"""Score, advantage and update again, of what a run recorded: training without an engine.
+"""The command `replay`: train again from what a run recorded, without an engine.
 
-rollouts: from trajectories/, which every run writes. On a CPU the numbers and weights are the run's, bit for
-bit, as long as the run did not roll back.
-batches: from the scored batches in dumps/; log-probs and values are those of then, advantage and update are
-computed.
+rollouts: read trajectories/, which every run writes, and compute score, advantage and update. On a CPU,
+metrics and weights are bit for bit those of the run, unless the run rolled back.
+batches: read the scored batches in dumps/, which contain log-probs and values, and compute advantage and
+update.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ Read = Callable[[Learner, Path, int], tuple[Batch, Tensor, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where the scored batches come from."""
+    """A source of scored batches."""
 
-    recorded: Callable[[Path], list[int]]  # iterations that a run's folder holds
-    read: Read  # (scored batch, group_N, what only the trajectories tell) of one of them; collective
+    recorded: Callable[[Path], list[int]]  # from a run's folder to its recorded iterations
+    read: Read  # returns (scored batch, group_N, metrics of the rollouts); collective
 
 
 def replay(config: Config, what: str, run: Path, start: str | None = None) -> None:
-    """Replays every recorded iteration of the folder `run` up to run.iterations, with the models of
-    model.path, or after its checkpoint `start`, "step_N" or "latest". Collective.
+    """Replay the recorded iterations of the folder `run` up to run.iterations. Collective.
+
+    Starts from model.path, or from the run's checkpoint `start`, "step_N" or "latest".
 
     Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
     Raises ConfigError for records that are missing, damaged or do not fit the layout.
@@ -69,7 +70,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     name = f"replay of {what}"
     metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
     saver = saving.Saver(folder / "checkpoints", config, learner.mesh.layout)
-    # no rollback: the checkpoints it would take are the replayed run's
+    # no rollback: the checkpoints for it are in the replayed run's folder
     kept = config.run.model_copy(update={"rollback": False})
     guard = Guard(kept, learner.mesh, learner.trainers, saver)
     guard.restore(state)
@@ -95,7 +96,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
 
 
 def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
-    """The loop's state of the checkpoint that the models now are."""
+    """Load the checkpoint `start` into the models, and return the loop's state in it."""
     state = saving.load(run / "checkpoints", learner.trainers, saving.step_of(start))
     if state is None:
         raise ConfigError(f"--start={start}: {run} holds no checkpoint; leave it out")

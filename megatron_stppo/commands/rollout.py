@@ -1,4 +1,4 @@
-"""Episodes without a trainer: the engine plays data.train and writes the trajectories; nothing is learnt."""
+"""The command `rollout`: play data.train and write the trajectories, without training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_stppo.worker import assemble, rollout_settings, seed_of
 
 
 def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
-    """Plays the iterations up to run.iterations with model.path, or after checkpoint `start`, "step_N" or
-    "latest", of the run in folder `source`.
+    """Play the iterations up to run.iterations, with model.path or with a checkpoint of another run.
 
-    Tasks, seeds and sampling are those of a training run, whose next iteration the first one therefore is.
-    Neither optimizer nor critic is built. Collective. Raises ConfigError.
+    `source`: that run's folder. `start`: its checkpoint, "step_N" or "latest". Tasks, seeds and sampling are
+    those of a training run, so that the first iteration is the one that training would play next. Builds
+    neither optimizer nor critic. Collective. Raises ConfigError.
     """
     run, cursor = config.run, tasks.TaskCursor(tasks.read(config.data.train), config.run.seed)
     worker, version = assemble(config, training=False), 0
@@ -30,7 +30,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         folder, step = source / "checkpoints", saving.step_of(start)
         state = saving.load_weights(folder, "actor", worker.policy, step)
         version = int(state["iteration"])
-        if "cursor" in state:  # a converted model has none
+        if "cursor" in state:  # a converted checkpoint has no cursor
             cursor.restore(state["cursor"])
     rank = worker.mesh.rank
     process.log_to(run.folder, rank)

@@ -1,4 +1,4 @@
-"""What is installed, what is missing, and what that costs."""
+"""The command `doctor`: report what is installed, what is missing, and what the run loses without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 State = Literal["ok", "optional", "broken"]
 COLOUR = {"ok": "green", "optional": "yellow", "broken": "red"}
-# Without these not even the CPU quickstart runs; versions are what was tested (tools/lock-cpu.txt).
+# Packages that the CPU quickstart cannot run without, and the tested versions (tools/lock-cpu.txt).
 NEEDED = {
     "torch": "2.13",
     "megatron-core": "0.16",
@@ -38,7 +38,10 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Example: Finding("apex", "missing", "optional", "unfused optimizer")."""
+    """One line of the report: a package or device, its version and its state.
+
+    Example: Finding("apex", "missing", "optional", "unfused optimizer").
+    """
 
     name: str
     version: str
@@ -47,7 +50,7 @@ class Finding:
 
 
 def doctor(console: Console | None = None) -> int:
-    """Prints a table; 0 if the CPU quickstart can run, else 1."""
+    """Print a table of all findings. Return 0 if the CPU quickstart can run, else 1."""
     findings = [*_machine(), *_needed(), _engine(), *_extension(), *_optional(), *_known_bad(), *_devices()]
     table = Table("", "version", "state", "remark", title="megatron-stppo doctor", title_justify="left")
     for finding in findings:
@@ -63,6 +66,7 @@ def doctor(console: Console | None = None) -> int:
 
 
 def version(package: str) -> str | None:
+    """Return the installed version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -92,7 +96,7 @@ def _needed() -> list[Finding]:
 
 
 def _build(torch_version: str) -> str:
-    """Which build of torch is in, from its version alone: importing it takes seconds."""
+    """Return which build of torch is installed, read from its version: importing torch takes seconds."""
     local = torch_version.partition("+")[2]
     if local == "cpu":
         return "CPU build"
@@ -115,7 +119,10 @@ def _engine() -> Finding:
 
 
 def _extension() -> list[Finding]:
-    """What of csrc/ was built. The module is loaded on its own: megatron_stppo.ops would load torch."""
+    """Return which parts of csrc/ were built.
+
+    Imports the extension module alone, because megatron_stppo.ops would import torch.
+    """
     name = "megatron_stppo._csrc"
     found = importlib.util.find_spec(name)
     if found is None:
@@ -135,7 +142,7 @@ def _extension() -> list[Finding]:
 
 
 def missing() -> list[tuple[str, str]]:
-    """Optional packages that are not there, and what a GPU run loses without each."""
+    """Return the optional packages that are not installed, and what a GPU run loses without each of them."""
     return [(name, cost) for name, cost in OPTIONAL.items() if version(name) is None]
 
 
@@ -150,7 +157,7 @@ def _optional() -> list[Finding]:
 
 
 def _known_bad() -> list[Finding]:
-    """Packages that install well and break something else."""
+    """Return the packages that install without an error but break another package."""
     found = []
     torch, vision, apex = version("torch") or "", version("torchvision"), version("apex")
     if version("pynvml"):
@@ -169,12 +176,12 @@ def _known_bad() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    if importlib.util.find_spec("pynvml") is None:  # the module's name in nvidia-ml-py
+    if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
         return [Finding("nvidia-ml-py", "missing", "optional", "without it nothing is known about GPUs")]
     pynvml = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver is what a laptop looks like
+    except pynvml.NVMLError:  # there is no driver, for example on a laptop
         return [Finding("gpu", "none", "optional", "everything runs on the CPU, over gloo")]
     driver = pynvml.nvmlSystemGetDriverVersion()
     found = [Finding("gpu driver", str(driver), "ok")]
@@ -189,7 +196,7 @@ def _devices() -> list[Finding]:
 
 
 def _kernels(major: int, minor: int) -> Finding:
-    """Whether what was built of csrc/ runs on a GPU of this capability."""
+    """Return whether the extension's CUDA build runs on a GPU of this compute capability."""
     extension = importlib.import_module("megatron_stppo.ops.extension")
     built, own = extension.parts().get("cuda", ""), f"sm_{major}{minor}"
     if built and extension.fits(built.removeprefix("sm_"), major, minor):

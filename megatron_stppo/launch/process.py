@@ -1,7 +1,7 @@
-"""From a bare process to a rank: environment, import order, process group, megatron's groups.
+"""Start this process as a rank: set the environment, import in the right order, create the process groups.
 
-The imports here are lazy on purpose: vLLM must be imported before torch.cuda is substituted on a CPU, and
-megatron after.
+The imports in this file are inside functions on purpose. On a CPU, vLLM must be imported before torch.cuda is
+replaced, and megatron after that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def discover() -> None:
-    """Under srun, the rank in torchrun's variables; once per process, first of all. Raises ConfigError."""
+    """Set torchrun's environment variables from those of srun, if srun started this process.
+
+    Call it once per process, before everything else. Raises ConfigError.
+    """
     os.environ.update(slurm.torchrun_variables(os.environ))
 
 
@@ -39,14 +42,17 @@ def rank() -> int:
 
 @functools.cache
 def prepare(engine: bool = True, device: str = "cpu") -> None:
-    """Sets what must be set before megatron is imported. A second call like the first does nothing.
-    `engine=False` leaves vLLM out; device="meta" is for a dry run, where no GPU may be seen."""
+    """Set up what must be in place before megatron is imported.
+
+    A second call with the same arguments does nothing. `engine=False` does not import vLLM. device="meta" is
+    for a dry run, in which no GPU may be visible.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no triton is known
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that triton is missing
     if engine:
         from megatron_stppo.launch.vllm_environment import prepare_environment
 
@@ -62,7 +68,10 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
 
 
 def check(config: Config) -> None:
-    """What only an imported torch and megatron can tell, alike on every rank. Raises ConfigError."""
+    """Check the parts of the configuration that need torch and megatron to be imported.
+
+    All ranks get the same result. Raises ConfigError.
+    """
     from megatron_stppo.model.layers import layer_spec
 
     layer_spec(config)
@@ -78,7 +87,10 @@ def _has_gpu() -> bool:
 
 
 def start(config: Config) -> MeshRank:
-    """Joins the default process group (one process counts as a world of one) and builds megatron's groups."""
+    """Join the default process group, build megatron's process groups, and return this rank's place in them.
+
+    A process without a launcher becomes a world of one rank.
+    """
     import torch
     import torch.distributed as dist
 
@@ -91,7 +103,7 @@ def start(config: Config) -> MeshRank:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
         )
     cuda = torch.cuda.is_available()
-    if slurm.started_by_srun(os.environ):  # which keeps a log per rank
+    if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         print(f"megatron-stppo: {slurm.told(os.environ)}", file=sys.stderr)
     if cuda:
         torch.cuda.set_device(_device())
@@ -99,8 +111,8 @@ def start(config: Config) -> MeshRank:
         torch.set_num_threads(
             max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
         )
-    # megatron exchanges tensors, the engine and checkpoints exchange host data: both backends where there is
-    # a GPU
+    # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
+    # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backends, **meeting(config.timeout))
     mesh = groups.initialize(config.parallel, config.timeout)
@@ -110,7 +122,7 @@ def start(config: Config) -> MeshRank:
 
 
 def _opening(config: Config, mesh: MeshRank) -> str:
-    """One line: the layout, the arithmetic, and what the run does without."""
+    """Return one line: the layout, the device, the dtype, the kernels, and the missing optional packages."""
     import torch
 
     from megatron_stppo.launch import doctor
@@ -134,7 +146,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Warnings and errors of every rank also go to folder/logs/rank-N.log."""
+    """Write this rank's warnings and errors to folder/logs/rank-N.log too."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
@@ -142,6 +154,10 @@ def log_to(folder: Path, rank: int) -> None:
 
 
 def dtype(config: Config) -> torch.dtype:
+    """Return the dtype of the model: model.dtype, or for "auto" bfloat16 on a GPU and float32 on a CPU.
+
+    Raises ConfigError for float32 on a GPU.
+    """
     import torch
 
     name = config.model.dtype
@@ -153,9 +169,10 @@ def dtype(config: Config) -> torch.dtype:
 
 
 def stop() -> None:
+    """Wait for all ranks and destroy the process groups, if they still exist."""
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the engine's end takes the groups with it
+    if dist.is_initialized():  # closing the engine destroys the groups too
         dist.barrier()
         dist.destroy_process_group()
 
@@ -165,7 +182,7 @@ def _device() -> int:
 
     local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if ranks > seen:  # on every rank of the node: its first one tells
+    if ranks > seen:  # raised on every rank of the node; the first one prints it
         raise ConfigError(
             f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start no more ranks on a node "
             "than that, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"

@@ -1,7 +1,7 @@
-"""Where ranks meet, and on which interfaces they listen.
+"""The rendezvous of the ranks: the store they connect to, and the network interfaces they listen on.
 
-torch's store listens on every interface unless it is handed a socket, and neither it nor gloo and NCCL ask
-who is calling. The store that torchrun opens is not in our hands (SECURITY.md).
+torch's store listens on every interface unless it is given a socket. The store, gloo and NCCL accept
+connections without authentication. This module cannot restrict the store that torchrun opens (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-LOOPBACK = "lo"  # Linux's name of it
+LOOPBACK = "lo"  # its name on Linux
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def meeting(timeout: timedelta) -> dict[str, Any]:
-    """What init_process_group is given so that the ranks meet on MASTER_ADDR's interface alone; reads RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Return arguments of init_process_group with which the store listens only on MASTER_ADDR's interface.
 
-    A single rank meets nobody and opens no port. Ranks that all are on this host also talk over the loopback
-    only, unless the user has named an interface.
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single rank opens no port. If all ranks are on this
+    host, gloo and NCCL also use the loopback interface only, unless the user has set an interface.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_local = world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -42,8 +41,11 @@ def meeting(timeout: timedelta) -> dict[str, Any]:
 
 
 def _listen(address: str, port: int, is_local: bool) -> int | None:
-    """The descriptor of a socket that listens on this address; None: torch is to listen everywhere, because
-    this host knows its own name as a loopback address, where the others would not find it."""
+    """Return the file descriptor of a socket that listens on this address.
+
+    Returns None if torch must listen on all interfaces: there are several hosts, and this host resolves its
+    own name to a loopback address, which the other hosts could not reach.
+    """
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(found[0]).is_loopback and not is_local:
         return None

@@ -1,6 +1,6 @@
-"""What Slurm tells a task of srun, in the variables of torchrun, which torch, megatron and vLLM read.
+"""Translate srun's environment variables to those of torchrun, which torch, megatron and vLLM read.
 
-Nothing here asks Slurm: a task finds its rank and the first rank's address in its environment alone.
+No command of Slurm is run: the rank and the first rank's address come from the environment alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from megatron_stppo.config import ConfigError
 
-# Below the ports that Linux gives to outgoing connections.
+# Below the range of ports that Linux uses for outgoing connections.
 FIRST_PORT, PORTS = 20_000, 10_000
-LOOPBACK = "127.0.0.1"  # where the ranks of a single node meet
+LOOPBACK = "127.0.0.1"  # address of the store when all ranks are on one node
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What a log may say of the environment, which holds secrets too.
+# The only variables that a log may contain: the environment also holds secrets.
 LOGGED = (
     *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
     *("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -26,12 +26,14 @@ LOGGED = (
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What `environment` lacks of torchrun's variables, from srun's; empty under torchrun, and for a process
-    on its own. Raises ConfigError for variables that are incomplete or contradict each other.
+    """Return the variables of torchrun that `environment` lacks, computed from those of srun.
+
+    The result is empty under torchrun, and for a process without a launcher. Raises ConfigError for variables
+    that are incomplete or contradict each other.
 
     Example: {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711",
     "SLURM_GTIDS": "8,9,10,11,12,13,14,15", "SLURM_JOB_NODELIST": "gpu[07-08]"} gives rank 9 of 16, the second
-    of 8 on its node, that meets the others at gpu07:24711.
+    of 8 on its node, with the store at gpu07:24711.
     """
     if "RANK" in environment or "SLURM_PROCID" not in environment or _in_batch_script(environment):
         _check_torchrun(environment)
@@ -64,7 +66,9 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(name: str, nodes: str) -> str:
-    """The first host of a list in Slurm's notation; `name` is the variable it stands in. Raises ConfigError.
+    """Return the first host of `nodes`, a list in Slurm's notation.
+
+    Raises ConfigError with `name`, the name of the environment variable.
 
     Examples: "gpu[007-012,020]" -> "gpu007", "login,gpu1" -> "login", "r[2,4]n[1-8]-ib" -> "r2n1-ib".
     """
@@ -76,17 +80,21 @@ def first_host(name: str, nodes: str) -> str:
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Return whether this process is a task of srun, and not the batch script itself."""
     return "SLURM_PROCID" in environment and not _in_batch_script(environment)
 
 
 def told(environment: Mapping[str, str]) -> str:
-    """The variables that a log may hold, as JSON."""
+    """Return the variables of LOGGED that are set, as JSON."""
     return json.dumps({name: environment[name] for name in LOGGED if name in environment})
 
 
 def _in_batch_script(environment: Mapping[str, str]) -> bool:
-    """A batch script counts as task 0 of a step that has no number; SLURM_NTASKS there is what srun will
-    start."""
+    """Return whether this process is the batch script itself.
+
+    Slurm sets the variables of task 0 there too, but no SLURM_STEP_ID. SLURM_NTASKS is then the number of
+    tasks that srun will start.
+    """
     return "SLURM_GTIDS" in environment and "SLURM_STEP_ID" not in environment
 
 

@@ -1,7 +1,7 @@
-"""What vLLM reads from the environment when it is imported, set in one place, before the import.
+"""The environment variables that vLLM reads when it is imported.
 
-Free of vLLM on purpose: whoever imports vLLM first calls this before.
-A value that the user has set is left alone, except the one without which the engine cannot run in process.
+This module does not import vLLM: call `prepare_environment` before the first import of vLLM. A value that
+the user has set is kept, except that of VLLM_ENABLE_V1_MULTIPROCESSING: the engine must run in this process.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from pathlib import Path
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
-# vLLM names its CPU all-reduce buffers "...-cpushm"; a killed run leaves them behind, 100 MB and more a rank.
+# vLLM names its CPU all-reduce buffers "...-cpushm". A killed run leaves them behind, over 100 MB per rank.
 STALE_PATTERN = "*cpushm*"
-# A file younger than this may belong to an engine that has created it but not mapped it yet.
+# A younger file may belong to an engine that has created it but has not mapped it yet.
 STALE_AFTER_SECONDS = 60.0
 
 
 def prepare_environment() -> None:
-    """Sets vLLM's switches; on a CPU also removes the shared memory that dead runs left behind.
+    """Set vLLM's environment variables. On a CPU, also remove the shared memory that killed runs left behind.
 
-    - VLLM_ENABLE_V1_MULTIPROCESSING=0: in this process, where the reshard can reach the weights.
-    - VLLM_CPU_OMP_THREADS_BIND=nobind: engine and trainer share cores; binding would pin both to one.
-    - TORCHDYNAMO_DISABLE=1 (CPU only): compiling the sampler's helpers costs seconds, gains nothing.
+    - VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine runs in this process, so the reshard reaches its weights.
+    - VLLM_CPU_OMP_THREADS_BIND=nobind (CPU only): engine and trainer share cores, and binding would pin both
+      to one core.
+    - TORCHDYNAMO_DISABLE=1 (CPU only): compiling the sampler's helpers takes seconds and gains nothing.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Applies while vLLM is being imported, before it sets up its own logging at the same level.
+    # For the time of the import, before vLLM sets up its own logging at the same level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -41,7 +42,7 @@ def prepare_environment() -> None:
 def remove_stale_shared_memory(
     folder: Path = SHARED_MEMORY, older_than: float = STALE_AFTER_SECONDS
 ) -> list[Path]:
-    """Deletes vLLM's shared-memory files that no living process maps; returns what was deleted."""
+    """Delete vLLM's shared-memory files that no running process maps. Return the deleted files."""
     now = time.time()
     old = [path for path in folder.glob(STALE_PATTERN) if now - _modified(path, now) >= older_than]
     mapped = _mapped_files(STALE_PATTERN.strip("*")) if old else set()
@@ -54,12 +55,12 @@ def remove_stale_shared_memory(
 def _modified(path: Path, default: float) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # another rank's clean-up was faster
+    except FileNotFoundError:  # another rank has deleted it already
         return default
 
 
 def _mapped_files(part: str) -> set[str]:
-    """Paths containing `part` that some process of this machine maps (of those we may look into)."""
+    """Return the paths containing `part` that any process of this machine maps, if its maps are readable."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

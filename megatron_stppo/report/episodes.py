@@ -1,4 +1,4 @@
-"""trajectories/ as what a page shows: episodes of every iteration, what the update made of their turns."""
+"""Read trajectories/ for the report: episodes, and the update's values for their turns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_stppo.report.lines import Lines, damaged, number, short
 from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
-MAX_SAID = 8  # stretches of iterations told one by one
-MAX_BYTES = 12 * 2**20  # of the episodes on a page, all runs together
-TOLD = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of update/turns.py
+MAX_SAID = 8  # ranges of iterations listed one by one
+MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
+TOLD = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # columns of update/turns.py
 
 
 class TurnRow(msgspec.Struct):
@@ -26,7 +26,7 @@ class TurnRow(msgspec.Struct):
 
 
 class EpisodeRow(msgspec.Struct):
-    """A line of trajectories/, as far as it is shown; what is missing is told as such."""
+    """The fields of a line of trajectories/ that the report shows, with defaults for missing ones."""
 
     turns: list[TurnRow]
     data_source: str = ""
@@ -48,8 +48,11 @@ class Told(msgspec.Struct):
 
 
 def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, Any]:
-    """{"episodes": [...], "left_out": a sentence}: at most `most` episodes, in at most `budget` bytes, the
-    first ones of every iteration, or of iterations at even distances where there are more than `most`."""
+    """Return {"episodes": [...], "left_out": a sentence}, with at most `most` episodes and `budget` bytes.
+
+    The episodes are the first ones of every iteration. If there are more than `most` iterations, they come
+    from evenly spaced ones.
+    """
     there = recorded(folder)
     chosen = _spread(there, most)
     shown: list[dict[str, Any]] = []
@@ -65,7 +68,9 @@ def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, An
 
 
 def left_out(counts: dict[int, tuple[int, bool]]) -> str:
-    """From (episodes shown, whether there are more) by iteration.
+    """Return a sentence that says which episodes are shown.
+
+    `counts`: (episodes shown, whether there are more) by iteration.
 
     Example: {1: (2, True), 2: (2, True), 3: (0, True)} gives "Episodes shown: the first 2 of iterations 1 to
     2; none of iteration 3."
@@ -96,7 +101,7 @@ def _spread(there: Sequence[int], most: int) -> list[int]:
 def _of_iteration(
     folder: Path, iteration: int, most: int, budget: int, notes: list[str]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """(episodes, whether the file has more)."""
+    """Return (episodes, whether the file has more)."""
     path = played_path(folder, iteration)
     told, lines = _told(turns_path(folder, iteration), most, notes), Lines(path)
     found: list[dict[str, Any]] = []
@@ -123,11 +128,11 @@ def _of_iteration(
 
 
 def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
-    """By line; empty where the update told nothing."""
+    """Return the update's values by line number; empty if the file does not exist."""
     lines, told = Lines(path), {}
     try:
         for line, record in lines:
-            if line > 2 * most:  # beyond what is shown, but for many damaged lines
+            if line > 2 * most:  # later lines are not shown, unless many lines are damaged
                 break
             try:
                 told[line] = msgspec.convert(record, Told)

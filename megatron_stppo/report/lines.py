@@ -1,4 +1,4 @@
-"""JSON lines as they are found: half written, cut off by a full disk, or made by somebody who means harm."""
+"""Read JSON lines that may be incomplete, damaged or malicious."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_LINE = 2**24  # bytes; a longer one is passed over without being held
-LARGEST = 1e300  # of a number; sums of larger ones are infinite, which JSON cannot say
+MAX_LINE = 2**24  # bytes; a longer line is skipped without keeping it in memory
+LARGEST = 1e300  # largest number; sums of larger ones may be infinite, which JSON lacks
 
 
 class Lines:
-    """The objects of a file, with the numbers of their lines, from 0. `damaged` counts the other lines.
+    """Iterates over (line number from 0, object) of a file. `damaged` counts the other non-empty lines.
 
     Example: the lines {"a": 1}, [2] and {"a" give (0, {"a": 1}), and damaged is 2.
     """
@@ -21,7 +21,7 @@ class Lines:
         self._path, self.damaged = path, 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Raises OSError for a file that cannot be read."""
+        """Yield (line number, object). Raises OSError if the file cannot be read."""
         with self._path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE):
@@ -34,24 +34,27 @@ class Lines:
 
 
 def number(value: Any) -> float | None:
-    """A number that others can be added to, or None. Example: number(True) and number("1") are None."""
+    """Return `value` as a float, or None if it is not a usable number.
+
+    Example: number(True) and number("1") are None.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= LARGEST else None
 
 
 def damaged(lines: Lines) -> str:
-    """Example: "1 damaged line left out"."""
+    """Return a note for the report. Example: "1 damaged line left out"."""
     return f"{lines.damaged} damaged line{'' if lines.damaged == 1 else 's'} left out"
 
 
 def short(value: float) -> float:
-    """Six digits: what a curve or a person can tell apart."""
+    """Return `value` rounded to six significant digits, enough for a curve or a table."""
     return float(f"{value:.6g}")
 
 
 def _skip_rest(file: Any, line: bytes) -> bool:
-    """Whether the line was whole; if not, what follows of it is read away."""
+    """Return whether `line` is complete; if not, read and discard the rest of it."""
     whole = True
     while len(line) == MAX_LINE and not line.endswith(b"\n"):
         line, whole = file.readline(MAX_LINE), False
@@ -61,6 +64,6 @@ def _skip_rest(file: Any, line: bytes) -> bool:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError):  # also what is not UTF-8, and brackets by the thousand
+    except (ValueError, RecursionError):  # also for text that is not UTF-8, and for deeply nested brackets
         return None
     return value if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""metrics.jsonl as what a page draws: columns of points, the share of every phase, and a few headlines."""
+"""Read metrics.jsonl for the report: columns of points, the time of every phase, and summary numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megatron_stppo.report.lines import Lines, damaged, number, short
 
 Rows = dict[int, dict[str, float | None]]  # by iteration; None where the run wrote null or NaN
 Points = tuple[list[int], list[float | None]]  # iterations, values
-POINTS, BUCKETS = 1000, 200  # at most, of a column and of the phases
+POINTS, BUCKETS = 1000, 200  # most points of a column, most buckets of the phases
 PHASE = "seconds/"
-NO_RANK = "straggler/rank"  # null means that none is slow
+NO_RANK = "straggler/rank"  # null means that no rank is slow
 
 
 def read(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """{"columns": {name: [iterations, values]}, "phases": ..., "overview": ...}; adds to `notes` what was
-    damaged or is missing."""
+    """Return {"columns": {name: [iterations, values]}, "phases": ..., "overview": ...}.
+
+    Adds to `notes` what is damaged or missing.
+    """
     lines, rows = Lines(folder / "metrics.jsonl"), Rows()
     try:
         for _, record in lines:
@@ -54,7 +56,7 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def not_numbers(columns: Mapping[str, Points]) -> list[str]:
-    """What was not a number, and since when: a sentence for all columns with the same gaps.
+    """Return a sentence for each set of columns whose values are missing or NaN in the same iterations.
 
     Example: "not a number in 2 rows from iteration 91 on: actor/entropy, actor/kl_to_old".
     """
@@ -72,14 +74,15 @@ def not_numbers(columns: Mapping[str, Points]) -> list[str]:
 
 
 def column(rows: Rows, name: str) -> Points:
-    """(iterations, values) of the rows that have it."""
+    """Return (iterations, values) of the rows that have the column."""
     found = [(iteration, row[name]) for iteration, row in rows.items() if name in row]
     return [iteration for iteration, _ in found], [value for _, value in found]
 
 
 def thin(iterations: list[int], values: list[float | None], most: int = POINTS) -> Points:
-    """About `most` points: of every stretch its lowest, its highest, and the first that is no number, so that
-    neither a spike nor a gap is lost; and the last.
+    """Return about `most` points, so that neither a spike nor a gap is lost.
+
+    Keeps the lowest, the highest and the first None of every range of points, and the last point.
 
     Example: values 0 5 1 1 9 0 2 of iterations 1 to 7, at most 4, give 0 5 9 0 2.
     """
@@ -103,7 +106,10 @@ def _short(value: float | None) -> float | None:
 
 
 def phases(rows: Rows) -> dict[str, Any]:
-    """{"names": the dearest first, "iterations": the last one of each bucket, "seconds": [bucket][phase]}."""
+    """Return the seconds of all phases, summed over buckets of iterations.
+
+    {"names": phases, longest first, "iterations": last of each bucket, "seconds": [bucket][phase]}.
+    """
     timed = [
         (iteration, row) for iteration, row in rows.items() if any(name.startswith(PHASE) for name in row)
     ]
@@ -124,8 +130,11 @@ def _sum(rows: list[tuple[int, dict[str, float | None]]], name: str) -> float:
 
 
 def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
-    """Headlines, in the order they are shown, a number or (first, last, best); None without. What is not a
-    number is not counted, but may be the first or the last."""
+    """Return the summary numbers in the order in which they are shown.
+
+    Each is a number, or (first, last, best), or None without data. None values are ignored, but the first or
+    last one may be None.
+    """
     found: dict[str, Any] = {"iterations": max(rows, default=None)}
     for name, label in (
         ("evaluate/exact_match", "held-out exact match"),

@@ -1,9 +1,9 @@
-"""report.html: one page that shows a run, or compares several, and needs nothing but itself.
+"""Write report.html: one page without external files that shows a run, or compares several.
 
-Curves are drawn by the page's own code, a few kilobytes: a plotting library would add megabytes to every
-page, and would have to be trusted with what models and tools wrote. That text reaches the page as JSON
-without "<", and the document as text nodes. The Content-Security-Policy lets run what is in curves.js and its
-neighbours, by its hash, and forbids all requests.
+The page's own code, a few kilobytes, draws the curves. A plotting library would add megabytes to every page,
+and would handle untrusted text of models and tools. That text is stored in the page as JSON without "<", and
+added to the document as text nodes. The Content-Security-Policy allows only the scripts of SCRIPTS, by their
+hash, and forbids all requests.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_stppo.report import episodes, numbers
 log = logging.getLogger(__name__)
 FILE, TRAJECTORIES = "report.html", 400
 SCRIPTS = ("text.js", "series.js", "panels.js", "curves.js", "table.js", "episodes.js", "page.js")
-MAX_TREE = 2**20  # bytes of a configuration or a summary
+MAX_TREE = 2**20  # bytes read of a configuration or a summary
 OF_A_RUN = ("metrics.jsonl", "config.yaml", "trajectories")
 
 
 def draw(folders: Sequence[Path], output: Path, trajectories: int = TRAJECTORIES) -> list[str]:
-    """Writes the page of these runs; what was damaged, missing or left out. The file appears whole.
+    """Write the page of these runs. Return notes on what is damaged, missing or left out.
 
-    Raises ConfigError for a folder that is no run's, and for an output that cannot be written.
+    Raises ConfigError for a folder without a run, and for an output that cannot be written.
     """
     for folder in folders:
         if not any((folder / name).exists() for name in OF_A_RUN):
@@ -64,13 +64,13 @@ def draw_at_the_end(folder: Path) -> bool:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """What tells the runs apart: the names of their folders, or where two are equal their paths."""
+    """Return unique names of the runs: the names of their folders, or their paths if two names are equal."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
 
 
 def read(folder: Path, name: str, trajectories: int, budget: int) -> dict[str, Any]:
-    """All that the page shows of a run, as what JSON can say."""
+    """Return all data of a run that the page shows, as JSON types."""
     notes: list[str] = []
     return {
         "name": name,
@@ -83,7 +83,7 @@ def read(folder: Path, name: str, trajectories: int, budget: int) -> dict[str, A
 
 
 def page(data: dict[str, Any]) -> str:
-    """The document. `data` is not looked at for placeholders."""
+    """Return the document. Placeholders inside `data` are not replaced."""
     folder = resources.files(__package__)
     style, script = (
         "".join((folder / name).read_text(encoding="utf-8") for name in files)
@@ -104,7 +104,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def in_html(data: Any) -> str:
-    """JSON that no parser of HTML takes for anything but text, and that is ASCII.
+    """Return `data` as ASCII JSON that every HTML parser reads as text.
 
     Example: {"a": "</script>\\u202e"} becomes {"a":"\\\\u003c/script\\\\u003e\\\\u202e"}.
     """
@@ -117,7 +117,7 @@ def _hash(text: str) -> str:
 
 
 def _tree(path: Path, read: Any, notes: list[str]) -> dict[str, str]:
-    """A file's leaves by dotted name, as JSON; empty, and noted, without a file of that kind."""
+    """Return a file's leaves as JSON, by dotted name. If it cannot be read, add a note and return {}."""
     try:
         with path.open("rb") as file:
             return dict(_leaves("", read(file.read(MAX_TREE))))

@@ -1,17 +1,18 @@
-"""Every phase of a run has a deadline. A rank that passes it says where all ranks stand, and ends.
+"""The watchdog: a deadline for every phase of a run.
 
-A rank has two threads besides its main one, and a timer below Python, since each sees what the others cannot:
+A rank that exceeds the deadline of its phase reports what all ranks are doing, and ends. It has two threads
+beside the main one, and a timer outside Python. Each covers cases that the others cannot detect:
 
-- one writes a sign of life every BEAT seconds to heartbeats/rank-N.json of the run: the phase, and where the
-  main thread stands. A stopped or dead rank gives none, and that is how the others know it: a file, because a
-  store lives in one of the processes that may be stopped;
-- one waits for the deadline, reports the stacks of this rank's threads, compares the signs of life of all
-  ranks, and ends the process. gloo lets go of the GIL while it waits, so that this thread runs;
-- faulthandler's timer ends the process GRACE seconds after that, with the stacks on stderr, where a thread
-  holds the GIL for ever or the file system of the run no longer answers.
+- One thread writes a heartbeat every BEAT seconds to heartbeats/rank-N.json of the run: the phase, and the
+  position of the main thread. A stopped or dead rank writes none, which the other ranks can detect. It is a
+  file because a store would live in one of the processes that may be stopped.
+- One thread waits for the deadline, reports the stacks of this rank's threads, compares the heartbeats of all
+  ranks, and ends the process. gloo releases the GIL while it waits, so that this thread can run.
+- faulthandler's timer ends the process GRACE seconds after the deadline, and prints the stacks on stderr. It
+  is for a thread that never releases the GIL, and for a file system of the run that no longer responds.
 
-The launcher ends what cannot end itself: torchrun sends SIGTERM, which a stopped process does not see, and
-30 s later SIGKILL, which it does.
+The launcher ends processes that cannot end themselves: torchrun sends SIGTERM, which has no effect on a
+stopped process, and 30 s later SIGKILL, which has.
 """
 
 from __future__ import annotations
@@ -34,34 +35,36 @@ from types import FrameType
 from megatron_stppo.resilience.phases import OTHER, START_UP
 
 log = logging.getLogger(__name__)
-BEAT = 2.0  # seconds between signs of life
-SILENT = 3 * BEAT  # without a new one in this time a rank counts as stopped or dead
-STDERR = 2  # as faulthandler wants it: a file descriptor
-GRACE = 20.0  # seconds from a deadline to the end by the timer; the report takes SILENT of them
-# Seconds from an error of the run to the end by the timer, which takes the exit code with it: more than a
-# checkpoint in flight may still take (checkpoint.LAST_SECONDS), less than srun waits (attempt.sh).
+BEAT = 2.0  # seconds between heartbeats
+SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank counts as stopped or dead
+STDERR = 2  # faulthandler takes a file descriptor
+GRACE = 20.0  # seconds from a deadline to the end by the timer; the report uses SILENT of them
+# Seconds from an error of the run until the timer ends the process, which loses the exit code. More than an
+# unfinished checkpoint may still take (checkpoint.LAST_SECONDS), less than srun waits (attempt.sh).
 END = 90.0
-# Files whose functions, where they are among the INNERMOST ones, wait for other ranks.
+# A thread waits for other ranks if one of its INNERMOST frames is in one of these files.
 WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4
 PACKAGE = f"/{__name__.partition('.')[0]}/"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life. Example: Beat(17, 4, "score", "model/pipeline.py:88 forward", False)."""
+    """A rank's heartbeat. Example: Beat(17, 4, "score", "model/pipeline.py:88 forward", False)."""
 
-    number: int  # grows with every sign of life
-    entered: int  # phases entered so far; equal on all ranks that are in step
+    number: int  # grows with every heartbeat
+    entered: int  # phases entered so far; equal on all ranks that are in the same phase
     phase: str
-    at: str  # where the main thread stands
-    waits: bool  # for other ranks
+    at: str  # position of the main thread
+    waits: bool  # whether it waits for other ranks
 
 
 class Watchdog:
-    """Use as a context manager around a run: from there on it is in phase start_up, between two phases in
-    phase other. Where the run raises, the process ends END seconds later even if its threads do not.
+    """Context manager around a run that ends the process when a phase exceeds its deadline.
 
-    deadlines: seconds by name of phase. folder: the run's, shared by all ranks.
+    The run starts in phase start_up. Between two phases it is in phase other. If the run raises, the process
+    ends END seconds later, even if some of its threads do not end.
+
+    deadlines: seconds by name of phase. folder: the run's folder, shared by all ranks.
     """
 
     def __init__(self, folder: Path, deadlines: Mapping[str, float], rank: int, world: int) -> None:
@@ -74,7 +77,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._rank == 0:  # what an earlier attempt left; the others write theirs anew
+        if self._rank == 0:  # heartbeats of an earlier attempt; every rank writes a new one
             for old in self._folder.glob("rank-*.json"):
                 old.unlink(missing_ok=True)
         for loop in (self._keep_beating, self._wait):
@@ -89,8 +92,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time inside counts against the deadline of `name`; after it, that of the phase around it runs
-        anew."""
+        """Apply the deadline of phase `name` to the block. After the block, the deadline of the enclosing
+        phase starts again."""
         outer = OTHER if self._now[0] == START_UP else self._now[0]
         self._begin(name)
         try:
@@ -101,7 +104,7 @@ class Watchdog:
     def _begin(self, phase: str) -> None:
         seconds = self._deadlines[phase]
         self._entered += 1
-        # one assignment: the other threads see the phase with its own deadline
+        # a single assignment, so that other threads never read a phase with another phase's deadline
         self._now = (phase, seconds, time.monotonic() + seconds)
         faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=STDERR)
 
@@ -112,7 +115,7 @@ class Watchdog:
             beat = Beat(self._number, self._entered, self._now[0], at, waits)
             path = self._folder / f"rank-{self._rank}.json"
             scratch = path.with_suffix(".tmp")
-            with contextlib.suppress(OSError):  # a full disk: this rank is silent until there is room
+            with contextlib.suppress(OSError):  # a full disk: this rank has no heartbeat until there is space
                 scratch.write_text(json.dumps(asdict(beat)), encoding="utf-8")
                 os.replace(scratch, path)
 
@@ -123,7 +126,7 @@ class Watchdog:
                 self._expire(phase, seconds)
 
     def _expire(self, phase: str, seconds: float) -> None:
-        """Ends the process with exit code 1."""
+        """Report which rank is late, and end the process with exit code 1."""
         said = f"rank {self._rank}: phase {phase} passed its deadline of {seconds:g} s (deadlines.{phase})"
         print(f"megatron-stppo: {said}", file=sys.stderr, flush=True)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
@@ -139,16 +142,18 @@ class Watchdog:
 
 
 def read(path: Path) -> Beat | None:
-    """None where there is none yet."""
+    """Return the heartbeat in the file, or None if there is none yet."""
     with contextlib.suppress(FileNotFoundError):
         return Beat(**json.loads(path.read_text(encoding="utf-8")))
     return None
 
 
 def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
-    """Who keeps the others waiting, from two looks at the signs of life of ranks 0, 1, ..: the silent ones;
-    if none is, those that entered fewer phases; if none did, those that do not wait for others themselves.
-    Then where every rank stands.
+    """Return which ranks the others wait for, and the position of every rank.
+
+    `before` and `after` are the heartbeats of ranks 0, 1, .. at two times. The ranks that are late are those
+    without a new heartbeat. If there are none, they are the ranks that have entered fewer phases than others.
+    If there are none either, they are the ranks that do not wait for other ranks.
 
     Example: "rank 1 is silent since phase score. rank 0: score, model/pipeline.py:9 score > ...; rank 1: .."
     """
@@ -175,8 +180,11 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
-    """(where a thread stands: the innermost frame of this package and the innermost of all, whether it waits
-    for other ranks). Example: ("update/actor_step.py:90 actor_step > torch/_ops.py:12 __call__", False)."""
+    """Return (position of a thread, whether it waits for other ranks).
+
+    The position is the innermost frame of this package, and the innermost frame of all.
+    Example: ("update/actor_step.py:90 actor_step > torch/_ops.py:12 __call__", False).
+    """
     if frame is None:
         return "no thread", False
     frames = [found for found, _ in traceback.walk_stack(frame)]
@@ -190,7 +198,7 @@ def place(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def stacks() -> str:
-    """Of all threads of this process that run Python."""
+    """Return the stacks of all Python threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

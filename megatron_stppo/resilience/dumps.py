@@ -1,8 +1,8 @@
-"""dumps/iteration-00012/: the scored batch of an iteration, to be looked at and to be replayed.
+"""Dumps of scored batches (dumps/iteration-00012/), for inspection and for `replay`.
 
-batch.json says why it was written and what it holds; stage-K.safetensors are the tensors, and group_N: which
-trajectories belong to one task. One stage holds all but under routing replay, where every pipeline stage has
-its own layers' routes.
+batch.json contains the reasons for the dump, and the pipeline layout if the batch has routes.
+stage-K.safetensors contains the batch's tensors and group_N, the task that each trajectory belongs to. There
+is one stage file, except under routing replay: then every pipeline stage writes the routes of its own layers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def write(
     reasons: Sequence[str],
     keep: int,
 ) -> None:
-    """Collective. The folder appears whole, replacing one of an interrupted attempt; the newest `keep` stay.
+    """Write a scored batch, and delete all but the newest `keep` dumps up to this iteration. Collective.
 
-    A disk that refuses it is a warning: the run does not need the dump.
+    The folder is renamed into place when it is complete. It replaces a dump of an interrupted attempt. An
+    error of the disk is logged as a warning only, because the run does not need the dump.
     """
     final = run / FOLDER / f"iteration-{iteration:05d}"
     scratch = final.with_suffix(".tmp")
@@ -67,7 +68,7 @@ def write(
     try:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(scratch, final)
-        # those of later iterations belong to a course that was left, which somebody may still look at
+        # dumps of later iterations are from an earlier attempt; a user may still inspect them
         for older in [n for n in recorded(run) if n <= iteration][:-keep]:
             shutil.rmtree(run / FOLDER / f"iteration-{older:05d}")
     except OSError as error:
@@ -75,9 +76,9 @@ def write(
 
 
 def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
-    """(batch, group_N) as they were written.
+    """Return (batch, group_N) as they were written.
 
-    Raises ConfigError if the dump is damaged, or holds the routes of other pipeline stages.
+    Raises ConfigError if the dump is damaged, or if its routes belong to another pipeline layout.
     """
     folder = run / FOLDER / f"iteration-{iteration:05d}"
     try:
@@ -94,7 +95,7 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
 
 
 def recorded(run: Path) -> list[int]:
-    """Iterations that have a dump, in order."""
+    """Return the iterations that have a dump, in ascending order."""
     found = (DUMP.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
     return sorted(int(match[1]) for match in found if match)
 
@@ -108,7 +109,7 @@ def _file(folder: Path, stage: int) -> Path:
 
 
 def _stages(mesh: MeshRank) -> str:
-    """What decides which layers a pipeline rank has, as fields of the configuration."""
+    """Return the configuration fields that determine which layers each pipeline rank has."""
     names = ("pipeline", "virtual", "first_stage_layers", "last_stage_layers")
     given = ((name, getattr(mesh.layout, name)) for name in names)
     return ", ".join(f"parallel.{name}={value}" for name, value in given if value is not None)

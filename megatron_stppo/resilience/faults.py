@@ -1,4 +1,4 @@
-"""Ends that a scheduler must tell apart, by exit code (see docs/cluster.md)."""
+"""Errors that end a run with an exit code of their own, for the scheduler (see docs/cluster.md)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ DO_NOT_RESTART = 93
 
 
 class Requeue(RuntimeError):
-    """The run has checkpointed and left before its end, because it was given notice; started again, it goes
-    on. The door turns it into exit code 85."""
+    """The run was preempted: it has written a checkpoint and left before its end. A new start resumes it.
+
+    The command line turns this error into exit code 85.
+    """
 
 
 class ToolsStayAway(Requeue):
-    """Tools did not answer for environment.tool_wait seconds. Equal on all ranks; a training run checkpoints
-    before it ends."""
+    """Tools did not respond for environment.tool_wait seconds.
+
+    All ranks raise the same error. A training run writes a checkpoint before it ends.
+    """
 
 
 class TooManyFailures(RuntimeError):
-    """More episodes failed than environment.max_failure_rate allows. The door turns it into exit code 1 and
-    one line: the reason is in the message, and a stack of this program says nothing about it."""
+    """More episodes failed than environment.max_failure_rate allows.
+
+    The command line turns this error into exit code 1 and one line. It prints no stack trace, because the
+    cause is outside this program, and the message contains it.
+    """
 
 
 class DoNotRestart(RuntimeError):
-    """Starting again would fail again, for example when the budget of non-finite steps is spent.
+    """A new start would fail again, for example when more steps than run.nonfinite_budget were not finite.
 
-    The door turns it into exit code 93, which a scheduler's requeue rule must leave alone.
+    The command line turns this error into exit code 93. A scheduler must not requeue a run that ends with it.
     """

@@ -1,9 +1,9 @@
-"""Looks at what every update reports, refused steps and spikes: warns, dumps, rolls back, ends the run.
+"""Check the metrics of every update for refused steps and spikes: warn, dump, roll back, or end the run.
 
-A rollback happens in place: the trainers take the newest checkpoint, the iteration keeps its number and the
-task cursor its position, so that the run goes on with the tasks after the offending ones. The same checkpoint
-is rolled back to once; a spike after that, before there is a newer one, is reported and otherwise left alone:
-it did not come from the data.
+A rollback happens in place. The trainers load the newest checkpoint. The iteration keeps its number and the
+task cursor its position, so that the run continues with the tasks after those that caused the spike. The run
+rolls back to the same checkpoint only once. A further spike before there is a newer checkpoint is only
+reported, because it did not come from the data.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ log = logging.getLogger(__name__)
 
 
 class UpdateGuard:
-    """Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12."""
+    """Checks every update, and warns, dumps, rolls back or ends the run as the configuration requires.
+
+    Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12.
+    """
 
     def __init__(
         self, run: RunConfig, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
     ) -> None:
         self._run, self._mesh, self._trainers, self._saver = run, mesh, dict(trainers), saver
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
-        self._taken: int | None = None  # the step that was rolled back to last
+        self._taken: int | None = None  # step of the last rollback's checkpoint
         self._held = 0  # iterations in a row whose rewards did not vary
 
     def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
-        """What it found, for the iteration's row. Collective, and of one mind on all ranks.
+        """Check an update; return the columns fault/* for the iteration's row.
 
-        Raises DoNotRestart when more steps than run.nonfinite_budget were refused.
+        Collective. All ranks return the same values. Raises DoNotRestart when more steps than
+        run.nonfinite_budget were refused.
         """
         self._count_held(iteration, bool(row.get("actor/held")))
         spikes = [str(spike) for spike in self._spikes.look(row)]
@@ -60,7 +64,7 @@ class UpdateGuard:
         return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; for the checkpoint."""
+        """Return the state for the checkpoint, which JSON can represent."""
         return {"spikes": self._spikes.state(), "held": self._held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -68,7 +72,10 @@ class UpdateGuard:
         self._held = state.get("held", 0)
 
     def _count_held(self, iteration: int, held: bool) -> None:
-        """Warns in iterations 1, 2, 4, 8, .. of a row, so that a long one does not fill the console."""
+        """Count the iterations in a row whose rewards did not vary.
+
+        Warns at the 1st, 2nd, 4th, 8th, .. of them, so that a long series does not fill the console.
+        """
         self._held = self._held + 1 if held else 0
         if self._held & (self._held - 1) == 0 and self._held:
             often = f", {self._held} iterations in a row" if self._held > 1 else ""
@@ -79,7 +86,10 @@ class UpdateGuard:
             )
 
     def _spend_budget(self, where: list[str]) -> None:
-        """`where` says which of the last batch's numbers are not finite."""
+        """Raise DoNotRestart if more steps than run.nonfinite_budget were not finite.
+
+        `where`: which columns of the last batch are not finite.
+        """
         skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
         if skipped > budget:
             cause = f"; the last batch: {where[0]}" if where else ""
@@ -98,7 +108,7 @@ class UpdateGuard:
             self._warn(iteration, "no rollback: there is no checkpoint yet")
             return {}
         for role, trainer in self._trainers.items():
-            trainer.skipped = skipped[role]  # what was spent of the budget stays spent
+            trainer.skipped = skipped[role]  # a rollback does not refill the budget
         self._taken = newest
         self._warn(iteration, f"rolled back to step_{state['iteration']}, on with the tasks that follow")
         return {"fault/rolled_back_to": float(state["iteration"])}
@@ -109,14 +119,20 @@ class UpdateGuard:
 
 
 def remedy(where: list[str]) -> str:
-    """What a user changes, by what is not finite in the batch. Example: remedy(["reward_T: 1 of 40 .."])."""
+    """Return what the user can change. It depends on which columns of the batch are not finite.
+
+    Example: remedy(["reward_T: 1 of 40 .."]).
+    """
     if any(text.startswith("reward_T") for text in where):
         return "the environment returned these rewards, correct it to return finite numbers"
     return "lower update.actor.lr and update.critic.lr"
 
 
 def _where_not_finite(batch: Batch) -> list[str]:
-    """Collective. Example: ["value_T: 3 of 40 not finite on ranks [1]"], where all should hold the same."""
+    """Return which columns of the batch are not finite, and on which ranks if not on all. Collective.
+
+    Example: ["value_T: 3 of 40 not finite on ranks [1]"], although all ranks should hold the same values.
+    """
     of_rank = gather_records(not_finite(batch), str)
     every = list(range(len(of_rank)))
     ranks = {text: [rank for rank in every if text in of_rank[rank]] for said in of_rank for text in said}

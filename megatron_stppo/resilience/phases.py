@@ -1,4 +1,4 @@
-"""What surrounds every phase of the loop: its deadline, its clock, and whatever else watches it."""
+"""Context managers around every phase of the loop: its deadline, its clock, and other observers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OTHER = "other"  # between two phases
 
 
 class Phases:
-    """`with phases("rollout"):` enters each of `around` with the phase's name, the first one outermost.
+    """`with phases("rollout"):` enters all of `around` with this name, the first one outermost.
 
     Example: Phases(watch.phase, metrics.phase).
     """

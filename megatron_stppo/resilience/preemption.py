@@ -1,4 +1,4 @@
-"""Notice to leave: a signal, or the end of the allocation. Nothing is interrupted; the loop asks."""
+"""Preemption by a signal or by the end of the allocation. The loop checks for it between iterations."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from types import FrameType
 from megatron_stppo.config import ConfigError
 
 OF_A_SCHEDULER = (signal.SIGUSR1, signal.SIGTERM)
-OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the session
+OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and a closed terminal
 SIGNALS = OF_A_SCHEDULER + OF_A_TERMINAL
 OUTPUTS = (1, 2)
-DYING = 0.2  # seconds that a `| tee` takes to end of the same Ctrl-C
+DYING = 0.2  # seconds that a `| tee` takes to end after the same Ctrl-C
 END = "SLURM_JOB_END_TIME"
 
 
 class PreemptionNotice:
-    """Tells the loop, at the end of an iteration, to checkpoint and leave.
+    """Whether the loop must write a checkpoint and leave at the end of an iteration.
 
     Slurm sends SIGUSR1 some time before the end (#SBATCH --signal) and SIGTERM when it takes the nodes away.
-    A terminal sends SIGINT at Ctrl-C and SIGHUP when it closes. The handler sets a flag, read between
-    iterations. After a SIGINT the next SIGINT or SIGTERM ends the process at once (torchrun answers a second
-    Ctrl-C with SIGTERM). Signals of a terminal that the process was started to ignore (nohup, a script's
-    background job) stay ignored.
+    A terminal sends SIGINT at Ctrl-C and SIGHUP when it closes. The handler sets a flag, which the loop reads
+    between iterations. After a SIGINT, the next SIGINT or SIGTERM ends the process at once (torchrun sends
+    SIGTERM at a second Ctrl-C). A terminal's signals that the process ignored at its start (nohup, background
+    job of a script) stay ignored.
 
-    Before SLURM_JOB_END_TIME the notice comes by itself, as soon as another iteration as long as the last
-    would end within `margin` seconds of it: an iteration may be longer than Slurm's warning.
+    An iteration may be longer than the time between Slurm's signal and the end. Therefore the run also leaves
+    without a signal, if another iteration as long as the last one would end less than `margin` seconds before
+    SLURM_JOB_END_TIME, or after it.
     """
 
     def __init__(self, margin: float) -> None:
-        """Handles SIGNALS from here on. Raises ConfigError if SLURM_JOB_END_TIME is not a number."""
+        """Install the handlers of SIGNALS. Raises ConfigError if SLURM_JOB_END_TIME is not a number."""
         self.reason = ""
         self._end = _end_of_allocation()
         self._margin, self._asked = margin, time.time()
@@ -43,9 +44,10 @@ class PreemptionNotice:
                 signal.signal(number, self._note)
 
     def due(self, agree: Callable[[bool], bool]) -> bool:
-        """Whether to leave now; asked once per iteration. `agree` makes one rank's True everyone's.
+        """Return whether to leave now. Call it once per iteration.
 
-        Once the answer is yes, further signals are ignored, except for a second Ctrl-C.
+        `agree` returns True on all ranks if its argument is True on any rank. After the first True, further
+        signals are ignored, except a second Ctrl-C.
         """
         now = time.time()
         spent, self._asked = now - self._asked, now
@@ -61,7 +63,7 @@ class PreemptionNotice:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
-        if number == signal.SIGINT:  # the kernel ends the process, whatever it is doing
+        if number == signal.SIGINT:  # a second signal ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if number in OF_A_TERMINAL:
@@ -69,12 +71,14 @@ class PreemptionNotice:
         if os.environ.get("RANK", "0") == "0":
             then = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
             text = f"megatron-stppo: {self.reason}: checkpoints after this iteration and ends{then}\n"
-            os.write(OUTPUTS[1], text.encode())  # print() may be what was interrupted
+            os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
 
 
 def _drop_dead_outputs() -> None:
-    """Sends to nowhere what would be printed to a terminal that is closed or to a pipe that nobody reads: the
-    error of the next print would end the run."""
+    """Redirect stdout and stderr to /dev/null if their terminal is closed or their pipe has no reader.
+
+    Otherwise the next print would raise an error, and end the run.
+    """
     time.sleep(DYING)
     outputs = select.poll()
     for output in OUTPUTS:
@@ -88,7 +92,7 @@ def _drop_dead_outputs() -> None:
 
 
 def _end_of_allocation() -> float | None:
-    """Seconds since 1970; None where Slurm names no end."""
+    """Return the end of the allocation in seconds since 1970, or None if Slurm does not give one."""
     text = os.environ.get(END)
     if text is None:
         return None

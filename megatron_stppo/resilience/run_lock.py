@@ -1,15 +1,15 @@
-"""One process at a time may write a run's folder: two would remove each other's checkpoints.
+"""The lock of a run's folder: only one process may write to it, or two would delete each other's checkpoints.
 
-The lock is the file `lock` in the run's folder. Its text names the holder: host, process and the time of its
-start. Three signs tell whether the holder lives, because none of them works everywhere:
+The lock is the file `lock` in the run's folder. Its text names the holder: host, process id and start time.
+Three checks show whether the holder is alive, because none of them works on every system:
 
-- the kernel's lock on the file, which ends with the process; some network file systems have none;
-- on the holder's own host, the process and its start (process ids are used again);
-- on another host, the file's modification time, which the holder renews every BEAT seconds. A machine that
-  lost power leaves the text and, for a while, the file server's lock. A run that is requeued on another host
-  watches the time for SILENT seconds, and takes the folder if it stands still.
+- The kernel's lock on the file, which ends with the process. Some network file systems have no such lock.
+- On the holder's host: whether a process with this id and start time exists (process ids are reused).
+- On another host: the file's modification time, which the holder renews every BEAT seconds. A machine that
+  lost power leaves the text and, for some time, the file server's lock. A run that is requeued on another
+  host checks the modification time for SILENT seconds, and takes the folder if it does not change.
 
-The process holds the lock until its end: a thread may still write a checkpoint while Python shuts down.
+The process holds the lock until it ends, because a thread may still write a checkpoint while Python exits.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from megatron_stppo.config import Config, ConfigError
 
 LOCK = "lock"
 BEAT = 2.0  # seconds between renewals of the file's time
-SILENT = 60.0  # seconds without one after which a holder on another host is dead; slow imports delay it
-LEASE = 120.0  # seconds that a file server may keep the lock of a machine that is gone
-LOOK = 1.0  # seconds between two looks at it
+SILENT = 60.0  # seconds without a renewal after which a holder on another host is dead; slow imports delay it
+LEASE = 120.0  # seconds that a file server may keep the lock of a dead machine
+LOOK = 1.0  # seconds between two checks of the lock
 MOST_BYTES = 4096
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by the folder's file system
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Example: Holder("node7", 4711, "8c1b..-6e2a 81264")."""
+    """The process that holds the lock. Example: Holder("node7", 4711, "8c1b..-6e2a 81264")."""
 
     host: str
     process: int
-    start: str  # the machine's boot and the process's start after it, clock ticks
+    start: str  # the boot id, and the process's start in clock ticks after boot
 
     @staticmethod
     def this() -> Holder:
@@ -59,14 +59,14 @@ class Holder:
 
     @property
     def is_dead(self) -> bool:
-        """For a holder of this host."""
+        """Whether the process has ended. Only valid for a holder on this host."""
         return _start_of(self.process) != self.start
 
 
 def take(config: Config) -> None:
-    """Make this process the only writer of the run's folder until it ends; for the first rank only.
+    """Make this process the only writer of the run's folder until it ends. Call it on the first rank only.
 
-    Raises ConfigError, which names the holder, if another process has the folder.
+    Raises ConfigError, which names the holder, if another process holds the lock.
     """
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def take(config: Config) -> None:
         time.sleep(LOOK)
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(asdict(Holder.this())).encode() + b"\n", 0)
-    atexit.register(_release, file, os.getpid())  # runs after what is registered later, such as Saver's wait
+    atexit.register(_release, file, os.getpid())  # runs after handlers registered later, such as Saver's wait
     threading.Thread(target=_keep_renewing, args=(file,), name="run lock", daemon=True).start()
 
 
@@ -106,7 +106,10 @@ def _in_use(config: Config, holder: Holder | None) -> str:
 
 
 def _is_free(file: int) -> bool:
-    """Takes the kernel's lock, which forked children do not inherit. True also where there are none."""
+    """Try to take the kernel's lock; return False if another process holds it.
+
+    Returns True on file systems without locks too. Forked children do not inherit the lock.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -118,7 +121,7 @@ def _is_free(file: int) -> bool:
 
 
 def _holder(file: int) -> Holder | None:
-    """None where the last holder ended by itself, or was cut off while it wrote its name."""
+    """Return the holder, or None if the last one ended normally, or was killed while it wrote its name."""
     try:
         return msgspec.json.decode(os.pread(file, MOST_BYTES, 0), type=Holder)
     except msgspec.MsgspecError:
@@ -126,7 +129,7 @@ def _holder(file: int) -> Holder | None:
 
 
 def _start_of(process: int) -> str:
-    """Empty if there is no such process."""
+    """Return the boot id and start time of a process, or "" if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -139,5 +142,5 @@ def _start_of(process: int) -> str:
 def _keep_renewing(file: int) -> None:
     while True:
         time.sleep(BEAT)
-        with contextlib.suppress(OSError):  # a disk that is away for a while: only another host may notice
+        with contextlib.suppress(OSError):  # a disk that is unavailable for a short time does no harm
             os.utime(file)

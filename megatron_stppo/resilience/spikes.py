@@ -1,4 +1,7 @@
-"""Numbers of an update that leap out of their recent past, found by median and median absolute deviation."""
+"""Detect spikes: metrics of an update that are far from their recent values.
+
+The recent values are described by their median and their median absolute deviation.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What is watched, and the size below which nothing is a spike: rewards that set in after a time without any
-# move all of these from 0 to a little.
+# The metrics that are checked. A magnitude up to this floor is never a spike: when the first rewards appear
+# after a time without any, all these metrics rise from 0 to a small value.
 FLOORS = {
     "actor/objective": 1.0,
     "actor/gradient_norm": 1.0,
@@ -18,12 +21,15 @@ FLOORS = {
     "critic/loss": 1.0,
 }
 TO_DEVIATION = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
-LEAST = 0.1  # a deviation is at least this share of the median
+LEAST = 0.1  # the deviation is at least this fraction of the median
 
 
 @dataclass(frozen=True)
 class Spike:
-    """Example: str(Spike("critic/loss", 30.0, 2.5)) is "critic/loss=30 exceeds 2.5"."""
+    """A metric above its bound.
+
+    Example: str(Spike("critic/loss", 30.0, 2.5)) is "critic/loss=30 exceeds 2.5".
+    """
 
     metric: str
     value: float  # magnitude
@@ -34,7 +40,7 @@ class Spike:
 
 
 class Spikes:
-    """Keeps the magnitudes of the last `window` iterations; judges once it has half as many.
+    """Detects spikes relative to the last `window` iterations, as soon as half as many have been recorded.
 
     Example: window 4, deviations 10, past 2, 2, 3, 2: the median is 2, the deviation LEAST * 2, the bound 4.
     """
@@ -44,8 +50,8 @@ class Spikes:
         self._past: dict[str, deque[float]] = {name: deque(maxlen=window) for name in FLOORS}
 
     def look(self, row: Mapping[str, Any]) -> list[Spike]:
-        """The spikes of an iteration's numbers, which then belong to the past. What is missing or not finite
-        is passed over."""
+        """Return the spikes of an iteration, and record its values. Ignores values that are missing or not
+        finite."""
         found = []
         for name, past in self._past.items():
             value = abs(row.get(name, math.nan))
@@ -63,7 +69,7 @@ class Spikes:
         return max(FLOORS[name], median + self._deviations * max(deviation, LEAST * median))
 
     def state(self) -> dict[str, list[float]]:
-        """JSON-able; restore() of it goes on as if there had been no break."""
+        """Return the recorded values, which JSON can represent; restore() continues from them exactly."""
         return {name: list(past) for name, past in self._past.items()}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:

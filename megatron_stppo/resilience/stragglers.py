@@ -1,13 +1,13 @@
-"""Which rank computes slower than the others, and for how long already.
+"""Detect stragglers: ranks that compute slower than the others for several iterations.
 
-A program of collectives hides its slow rank: the others wait for it, and all show the same time. What is
-compared is therefore each rank's own busy seconds in the watched phases:
+Collectives hide a slow rank: the others wait for it, and all ranks take the same time. Therefore each rank's
+own busy seconds in the phases of WATCHED are compared:
 
-- on a CPU, the time on the clock less the time waited for messages (Work.wait of torch.distributed, which
-  every gloo operation ends in): computing, sleeping, reading files, and waiting for a core all count;
-- on a GPU collectives are queued, and the host sees nothing of their waiting. There it is the time of a fixed
-  product of matrices, done on the device after the phases: a throttled or shared device shows, more work than
-  the others' does not.
+- On a CPU, they are the elapsed time minus the time spent in Work.wait of torch.distributed, which every gloo
+  operation calls. Computing, sleeping, reading files, and waiting for a core all count as busy.
+- On a GPU, collectives are queued, and the host cannot measure how long they wait. Instead, each rank
+  measures the time of a fixed matrix product on its device after the phases. This detects a throttled or
+  shared device, but not a rank that has more work than the others.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ log = logging.getLogger(__name__)
 WATCHED = ("score", "update")
 RATIO = 1.5  # to the median of the other ranks
 PATIENCE = 3  # iterations in a row
-SIDE, PRODUCTS = 4096, 20  # of the square matrices: 3 TFLOP, a few ms of a data-centre GPU
+SIDE, PRODUCTS = 4096, 20  # of the square matrices: 3 TFLOP, a few ms on a data-centre GPU
 
 
 class Stragglers:
-    """Example: busy seconds 1, 1, 1.6 in three iterations in a row: straggler/rank is 2 in the third."""
+    """Compares the busy seconds of all ranks.
+
+    Example: busy seconds 1, 1, 1.6 in three iterations in a row: straggler/rank is 2 in the third.
+    """
 
     def __init__(self, ratio: float = RATIO, patience: int = PATIENCE) -> None:
         self._ratio, self._patience = ratio, patience
         self._busy = 0.0
-        self._slow: tuple[int, int] = (-1, 0)  # a rank, and the iterations in a row that it has been slow
+        self._slow: tuple[int, int] = (-1, 0)  # (rank, iterations in a row in which it was slow)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts this rank's busy seconds where `name` is a watched phase."""
+        """Add the block's busy seconds on this rank, if `name` is in WATCHED."""
         if name not in WATCHED:
             yield
             return
@@ -52,8 +55,10 @@ class Stragglers:
         self._busy += time.perf_counter() - started - sum(waited)
 
     def compare(self) -> dict[str, Any]:
-        """The slowest rank's busy seconds since the last call over the median of the other ranks', and the
-        rank once it has been slow for `patience` calls in a row, else None. Collective; equal on all ranks.
+        """Return straggler/ratio and straggler/rank. Collective. All ranks return the same values.
+
+        The ratio is the slowest rank's busy seconds since the last call / the median of the other ranks'. The
+        rank is given once it has been slow for `patience` calls in a row, else it is None.
         """
         gpu = torch.cuda.is_available()
         busy = product_seconds(torch.device("cuda"), SIDE, PRODUCTS) if gpu else self._busy
@@ -68,7 +73,7 @@ class Stragglers:
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
-    """(rank, its seconds over the median of the others'). Example: [1, 3, 2] gives (1, 2.0)."""
+    """Return (slowest rank, its seconds / the median of the others). Example: [1, 3, 2] gives (1, 2.0)."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     others = [*seconds[:rank], *seconds[rank + 1 :]]
     usual = statistics.median(others) if others else seconds[rank]
@@ -77,7 +82,10 @@ def slowest(seconds: Sequence[float]) -> tuple[int, float]:
 
 @contextmanager
 def waiting() -> Iterator[list[float]]:
-    """The seconds of each wait for a message by this thread; a checkpoint's writer waits in its own."""
+    """Yield a list that receives the seconds of each Work.wait of this thread.
+
+    Other threads, such as a checkpoint's writer, are not measured.
+    """
     wait, waits, own = dist.Work.wait, [], threading.get_ident()
 
     def timed(work: dist.Work, *timeout: Any) -> Any:
@@ -96,7 +104,7 @@ def waiting() -> Iterator[list[float]]:
 
 
 def product_seconds(device: torch.device, side: int, products: int) -> float:
-    """Seconds of `products` products of bfloat16 matrices [side, side], after one that is not counted."""
+    """Return the seconds of `products` bfloat16 matrix products [side, side], after one warm-up product."""
     a = torch.ones(side, side, dtype=torch.bfloat16, device=device)
     out = a @ a
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a person reads on stderr while a command runs: the seconds of start-up, and one line per iteration."""
+"""Lines on stderr while a command runs: the seconds of each step of start-up, and one line per iteration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# Columns of metrics.jsonl in the order of the line, and how each is written.
+# Columns of metrics.jsonl in the order in which a line shows them, and their formats.
 COLUMNS = {
     "reward/mean": "reward {:.3f}",
     "rollout/exact_match": "exact match {:.3f}",
@@ -41,7 +41,7 @@ class RowLines:
     """
 
     def __init__(self, name: str, iterations: int) -> None:
-        """`iterations`: the number of the last one."""
+        """`iterations`: the number of the last iteration."""
         self._name, self._iterations = name, iterations
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RowLines:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """The COLUMNS that a row has, in their order. None, a number that was not finite, is shown as nan."""
+    """Return the row's COLUMNS in their order. None (a value that is not finite) becomes nan."""
     given = dict(row)
     if FAILED[0] in row:
         given["failed"] = sum(row[name] for name in FAILED)

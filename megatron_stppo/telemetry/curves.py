@@ -1,6 +1,6 @@
-"""curves.png from metrics.jsonl: did it learn, did it stay stable, where did the time go.
+"""Draw curves.png from metrics.jsonl: rewards, stability, and the time of each phase.
 
-Again by hand: `python -m megatron_stppo.telemetry.curves RUN_FOLDER`.
+To draw it again: `python -m megatron_stppo.telemetry.curves RUN_FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron_stppo.telemetry.rows import column, read
 
 Rows = list[dict[str, Any]]
-# A panel: its title, then the columns of metrics.jsonl that it draws and their labels.
+# (title of a panel, {column of metrics.jsonl: label}).
 PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     (
         "exact match",
@@ -48,7 +48,7 @@ PREFIX = "seconds/"
 
 
 def plot(metrics: Path, output: Path) -> None:
-    """Draws the panels that have numbers. Raises FileNotFoundError without metrics."""
+    """Draw the panels that have values. Raises FileNotFoundError if `metrics` does not exist."""
     rows = read(metrics)
     panels = [(title, names) for title, names in PANELS if any(column(rows, name)[0] for name in names)]
     figure = Figure(figsize=(16, 8), layout="constrained")
@@ -75,7 +75,7 @@ def _lines(axis: Axes, title: str, names: dict[str, str], rows: Rows) -> None:
 
 
 def _phases(axis: Axes, rows: Rows) -> None:
-    """Seconds of each phase, one on the other; phases under 1 % of the time share one area."""
+    """Draw the seconds of each phase as stacked areas. Phases under 1 % of the time share one area."""
     timed = [row for row in rows if "seconds" in row]
     total = sum(row["seconds"] for row in timed) or 1.0
     names = sorted({name for row in timed for name in row if name.startswith(PREFIX)})

@@ -1,4 +1,4 @@
-"""gpu/*: what NVML says of all GPUs of a run. Without a GPU there is nothing to say, and nothing is asked."""
+"""The columns gpu/*: NVML's measurements over all GPUs of a run. There are none without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.telemetry.nvml import Sampler
 
 logger = logging.getLogger(__name__)
-# Over the GPUs: the fullest, the slowest, all errors, and the mean of the rest.
+# How the values of all GPUs are combined: largest memory, lowest clock, sum of errors, mean of the rest.
 OVER_GPUS: dict[str, Callable[[Sequence[float]], float]] = {
     "memory_gib": max,
     "watts": statistics.fmean,
@@ -26,7 +26,7 @@ OVER_GPUS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class Gauges:
-    """Every rank watches the GPU it uses: which of a node's GPUs a process sees depends on the launcher."""
+    """Reads gpu/*. Every rank samples its own GPU, because a launcher may hide the node's other GPUs."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
@@ -37,7 +37,7 @@ class Gauges:
                 logger.warning("no GPU gauges: NVML says %s", error)
 
     def read(self) -> dict[str, float]:
-        """gpu/* since the last reading, over all ranks and equal on them. Collective where there are GPUs."""
+        """Return gpu/* since the last call, equal on all ranks. Collective if there are GPUs."""
         if not torch.cuda.is_available():
             return {}
         mine = self._sampler.read() if self._sampler else {}
@@ -49,6 +49,9 @@ class Gauges:
 
 
 def over_gpus(readings: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Example: [{"watts": 600.0}, {"watts": 700.0}, {}] gives {"gpu/watts": 650.0}."""
+    """Combine all ranks' values.
+
+    Example: [{"watts": 600.0}, {"watts": 700.0}, {}] gives {"gpu/watts": 650.0}.
+    """
     found = {name: [one[name] for one in readings if name in one] for name in OVER_GPUS}
     return {f"gpu/{name}": OVER_GPUS[name](values) for name, values in found.items() if values}

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, tensorboard/, time per phase, and progress for whoever watches."""
+"""The metrics of a run: metrics.jsonl, tensorboard/, the time per phase, and progress bars."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron_stppo.telemetry.reporters import Reporter
 from megatron_stppo.telemetry.rows import truncate
 
 Item = TypeVar("Item")
-QUIET_SECONDS = 5.0  # between the plain lines that stand in for a progress bar
+QUIET_SECONDS = 5.0  # between the plain lines that replace a progress bar
 
 
 class Metrics:
-    """One row per iteration, written by rank 0; the other ranks only measure.
+    """Writes one row per iteration on rank 0. The other ranks only measure.
 
-    Every second belongs to exactly one phase, an inner phase interrupting the outer one and "other" taking
-    what is between phases, so the shares of a row sum to 1. On a GPU work is queued: a phase is charged up
-    to where the host waits for its results, which every phase of the loop does at its end.
+    Every second is counted in exactly one phase, so the shares of a row sum to 1: an inner phase interrupts
+    the outer one, and "other" is the time between phases. On a GPU, work is queued: a phase lasts until the
+    host waits for its results, which every phase of the loop does at its end.
 
     Example: 3 s in phase("rollout") and 1 s outside give {"iteration": 7, ..., "seconds": 4.0,
     "seconds/rollout": 3.0, "seconds/other": 1.0, "share/rollout": 0.75, "share/other": 0.25}.
@@ -45,9 +45,9 @@ class Metrics:
         reporters: Sequence[Reporter] = (),
         nvtx: bool = False,
     ) -> None:
-        """Continues after iteration `resumed_at`, whose later rows are dropped; None starts empty files.
+        """Open the files. Delete the rows after iteration `resumed_at`; None starts empty files.
 
-        `reporters` are given every row too; `nvtx` makes each phase a range of that name.
+        `reporters` get every row too. `nvtx`: make each phase an NVTX range of that name.
         """
         self._reporters, self._nvtx = reporters, nvtx
         self._file: TextIO | None = None
@@ -60,14 +60,14 @@ class Metrics:
             path = folder / "metrics.jsonl"
             truncate(path, -1 if resumed_at is None else resumed_at)
             self._file = path.open("a", encoding="utf-8")
-            # purge_step hides the points of iterations that are done again
+            # purge_step hides the points of iterations that are repeated
             self._board = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=None if resumed_at is None else resumed_at + 1
             )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the time inside to `name`, and names it in a trace."""
+        """Count the time of the block as phase `name`, and name the block in traces."""
         outer = self._phase
         self._switch(name)
         try:
@@ -77,11 +77,11 @@ class Metrics:
             self._switch(outer)
 
     def seconds(self, phase: str) -> float:
-        """Charged to a phase since the last row."""
+        """Return the seconds of a phase since the last row."""
         return self._seconds[phase]
 
     def log(self, iteration: int, values: Mapping[str, float | int | str | bool | None]) -> dict[str, Any]:
-        """Writes the iteration's row and starts the next one's clock; returns the row (on every rank)."""
+        """Write the iteration's row and set the clocks to 0. Returns the row on every rank."""
         self._switch(self._phase)
         row = {"iteration": iteration, **values, **self._times()}
         self._seconds.clear()
@@ -117,14 +117,14 @@ class Metrics:
 
 
 def peak_gib() -> float:
-    """Most memory this process has held so far: on the GPU where there is one, else resident on the host."""
+    """Return this process's peak memory in GiB: allocated on the GPU, or resident on a host without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null says that the number is missing without breaking readers."""
+    """Return a value that JSON can represent: None, which is written as null, for NaN and infinity."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     number = float(value)
@@ -134,7 +134,7 @@ def _json_number(value: Any) -> Any:
 def progress(
     items: Sequence[Item], description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
 ) -> Iterator[Item]:
-    """Yields the items and shows how many are done; ranks > 0 pass enabled=False. `every`: see counting()."""
+    """Yield the items and show how many are done. Ranks > 0 pass enabled=False. `every`: see counting()."""
     with counting(description, enabled, every) as show:
         for done, item in enumerate(items, 1):
             yield item
@@ -145,8 +145,11 @@ def progress(
 def counting(
     description: str, enabled: bool = True, every: float | None = QUIET_SECONDS
 ) -> Iterator[Callable[[int, int], None]]:
-    """A function to be called with (done, total): a bar on a terminal, else a plain line at most once in
-    `every` seconds. None: no such line, for a caller that prints its own (console.RowLines)."""
+    """Yield a function that shows progress; call it with (done, total).
+
+    It shows a bar on a terminal, else it prints a line at most once in `every` seconds. With every=None it
+    prints no line, for callers that print their own (console.RowLines).
+    """
     console = Console(stderr=True)
     if not enabled or (every is None and not console.is_terminal):
         yield lambda done, total: None

@@ -1,6 +1,7 @@
-"""One GPU between two readings, through NVML: memory, power, clock, ECC errors, NVLink traffic.
+"""Measure one GPU with NVML between two readings: memory, power, clock, ECC errors, NVLink traffic.
 
-Free of torch. A thread samples what has no counter; what a GPU does not support is left out.
+Does not import torch. A thread samples values for which NVML has no counter. Values that the GPU does not
+support are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pynvml
 
 logger = logging.getLogger(__name__)
 EVERY = 1.0  # seconds between samples
-ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink field that stands for the sum over links
+ALL_LINKS = 0xFFFFFFFF  # scope of an NVLink field: the sum over all links
 
 
 def _ecc(kind: int) -> Callable[[Any], float]:
@@ -34,18 +35,18 @@ def _nvlink(field: int) -> Callable[[Any], float]:
     return gigabytes
 
 
-# Samples, and what becomes of an interval's.
+# (function that takes a sample, function that combines the samples of an interval).
 SAMPLED: dict[str, tuple[Callable[[Any], float], Callable[[list[float]], float]]] = {
     "memory_gib": (lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30, max),
     "watts": (lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000, statistics.fmean),
     "sm_mhz": (lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM), statistics.fmean),
 }
-# Counters that only rise.
+# Counters that only increase; reported as the increase.
 COUNTED = {
     "ecc_corrected": _ecc(pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
     "ecc_uncorrected": _ecc(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
 }
-# Counters in GB, reported per second.
+# Counters in GB; reported in GB per second.
 RATES = {
     "nvlink_sent_gb_per_second": _nvlink(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
     "nvlink_received_gb_per_second": _nvlink(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
@@ -53,10 +54,13 @@ RATES = {
 
 
 class Sampler:
-    """Example: Sampler("GPU-5f0c..").read(), after a while, gives {"watts": 612.3, "sm_mhz": 1980.0, ..}."""
+    """Samples one GPU.
+
+    Example: Sampler("GPU-5f0c..").read(), after a while, gives {"watts": 612.3, "sm_mhz": 1980.0, ..}.
+    """
 
     def __init__(self, uuid: str, every: float = EVERY) -> None:
-        """Raises pynvml.NVMLError where there is no NVML or no such GPU."""
+        """Start sampling. Raises pynvml.NVMLError if there is no NVML or no such GPU."""
         pynvml.nvmlInit()
         self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         self._sampled = {name: take for name, (take, _) in SAMPLED.items() if self._has(take)}
@@ -69,7 +73,7 @@ class Sampler:
         self._thread.start()
 
     def read(self) -> dict[str, float]:
-        """What happened since the last reading; empty after the GPU has stopped answering."""
+        """Return the values since the last reading; empty after NVML has returned an error."""
         try:
             self._sample()
             counts = {name: take(self._gpu) for name, take in self._counters.items()}

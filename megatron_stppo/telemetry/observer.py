@@ -1,4 +1,4 @@
-"""All that watches a run while it trains: deadlines, clocks, devices, and the rows that tell of them."""
+"""All measurements of a training run: deadlines, clocks, devices, and the rows of metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_stppo.types import Batch
 
 
 class Observer:
-    """`with observer.phase("rollout"):` watches a phase, `observer.log(n, row)` writes iteration n's row."""
+    """`with observer.phase("rollout"):` measures a phase; `observer.log(n, row)` writes a row."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Observer:
         resumed_at: int,
         reporting: Sequence[Reporter],
     ) -> None:
-        """Goes on after iteration `resumed_at`; 0 starts anew."""
+        """Continue after iteration `resumed_at`; 0 starts a new run."""
         self._config, self._shape, self._mesh = config, shape, mesh
         folder, telemetry = config.run.folder, config.telemetry
         self._metrics = Metrics(folder, mesh.rank, resumed_at or None, reporting, telemetry.nvtx)
@@ -40,13 +40,15 @@ class Observer:
         self.log = self._metrics.log
 
     def profiled(self, iterations: Iterable[int]) -> Iterator[int]:
-        """The iterations; rank 0 traces those of telemetry.profile."""
+        """Yield the iterations. Rank 0 traces those of telemetry.profile."""
         window = self._config.telemetry.profile if self._mesh.rank == 0 else None
         return profiled(iterations, window, self._config.run.folder / "profile")
 
     def measure(self, batch: Batch) -> Mapping[str, Any]:
-        """Tokens per second, MFU, devices and stragglers since the last row; rank 0's memory at its highest.
-        Collective."""
+        """Return tokens per second, MFU, devices and stragglers since the last row, and peak memory.
+
+        Collective.
+        """
         speed = throughput(self._config, self._shape, batch, self._metrics.seconds, self._mesh.world)
         peak = {"memory/peak_gib": peak_gib()}
         return speed | self._gauges.read() | self._stragglers.compare() | peak

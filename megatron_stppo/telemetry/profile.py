@@ -1,4 +1,4 @@
-"""A torch.profiler trace of a window of iterations, for chrome://tracing or Perfetto."""
+"""Trace a window of iterations with torch.profiler, for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def profiled(iterations: Iterable[int], window: tuple[int, int] | None, folder: Path) -> Iterator[int]:
-    """Yields the iterations (from 0); rows window[0] to window[1] of metrics.jsonl (from 1) are traced, into
-    one file under `folder`. None: nothing is.
+    """Yield the iterations, numbered from 0, and trace those of `window` into one file under `folder`.
 
-    Example: window (2, 3) traces what happens while 1 and 2 are out, into from-iteration-2.json.gz.
+    `window`: first and last row of metrics.jsonl to trace, numbered from 1. None: trace nothing.
+    Example: window (2, 3) traces the loop's work on iterations 1 and 2 into from-iteration-2.json.gz.
     """
     first, last = window or (0, 0)
     left = iter(iterations)
@@ -36,7 +36,7 @@ def _trace(path: Path) -> Iterator[None]:
     trace.start()
     try:
         yield
-    finally:  # also where the run leaves inside the window
+    finally:  # also if the run ends inside the window
         trace.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(path))

@@ -1,4 +1,4 @@
-"""Where rows go besides metrics.jsonl and tensorboard/, each only where `telemetry:` asks for it."""
+"""Reporters: destinations of rows besides metrics.jsonl and tensorboard/, enabled in `telemetry:`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ LOOPBACK = "127.0.0.1"
 
 
 class Reporter(Protocol):
+    """A destination of rows."""
+
     def write(self, row: Mapping[str, Any]) -> None:
-        """Takes a row of metrics.jsonl."""
+        """Report a row of metrics.jsonl."""
 
     def close(self) -> None: ...
 
 
 def reporters(config: Config, rank: int) -> list[Reporter]:
-    """Those of rank 0; the other ranks have none. Raises ConfigError for a port that is taken."""
+    """Return the reporters of rank 0; other ranks have none. Raises ConfigError if the port is in use."""
     telemetry, found = config.telemetry, list[Reporter]()
     if rank == 0 and telemetry.prometheus_port is not None:
         found.append(Prometheus(telemetry.prometheus_port, config.run.name))
@@ -35,7 +37,7 @@ def reporters(config: Config, rank: int) -> list[Reporter]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where the configuration asks for a package that is not installed."""
+    """Raise ConfigError if the configuration needs a package that is not installed."""
     project = config.telemetry.wandb_project
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -45,7 +47,7 @@ def check(config: Config) -> None:
 
 
 class Prometheus:
-    """The last row's numbers on http://127.0.0.1:PORT/metrics, for a scraper or a tunnel on this node.
+    """Serves the last row's numbers on http://127.0.0.1:PORT/metrics, for a scraper or a tunnel on this node.
 
     Example: "share/rollout" of run small becomes `stppo_share_rollout{run="small"} 0.75`.
     """
@@ -88,10 +90,10 @@ def metric_name(name: str) -> str:
 
 
 class WeightsAndBiases:
-    """Rows and the resolved configuration, to a Weights & Biases run of the group run.name.
+    """Sends rows and the resolved configuration to a Weights & Biases run of the group run.name.
 
-    The key comes from WANDB_API_KEY or the user's netrc, never from the configuration. wandb's own records of
-    the machine, the program's output and its source stay off. An attempt that resumes is a run of its own.
+    The key comes from WANDB_API_KEY or the user's netrc, never from the configuration. wandb does not record
+    the machine, the program's output or its source. A resumed attempt is a new run at Weights & Biases.
     """
 
     def __init__(self, config: Config) -> None:

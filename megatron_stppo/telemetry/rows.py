@@ -1,4 +1,4 @@
-"""The rows of a metrics.jsonl, read back. Free of torch, so that looking at a run costs nothing."""
+"""Read the rows of metrics.jsonl. Does not import torch, so that tools that inspect a run start quickly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows in order; a last line that a crash cut off is left out."""
+    """Return the rows in order, without an incomplete last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def truncate(path: Path, last: int) -> None:
-    """Keeps the whole rows up to iteration `last`: a resumed run writes the later ones again."""
+    """Keep only the complete rows up to iteration `last`; a resumed run writes the later ones again."""
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in read(path) if row["iteration"] <= last]
@@ -27,8 +27,10 @@ def truncate(path: Path, last: int) -> None:
 
 
 def write_steps(path: Path, iteration: int, steps: Sequence[Mapping[str, float]]) -> None:
-    """Appends a row per optimizer step, numbered from 1; those of an earlier attempt at it, and later ones,
-    go. JSON has no NaN: null."""
+    """Append one row per optimizer step, numbered from 1.
+
+    Deletes rows of this and later iterations from an earlier attempt. NaN and infinity become null.
+    """
     truncate(path, iteration - 1)
     with path.open("a", encoding="utf-8") as file:
         for number, step in enumerate(steps, 1):
@@ -37,7 +39,7 @@ def write_steps(path: Path, iteration: int, steps: Sequence[Mapping[str, float]]
 
 
 def column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """(iterations, values) of the rows that have a number there.
+    """Return (iterations, values) of the rows that have a number in column `name`.
 
     Example: rows {"iteration": 1, "kl": 0.5} and {"iteration": 2, "kl": null} give ([1], [0.5]).
     """

@@ -1,4 +1,4 @@
-"""Tokens per second of an iteration, and the share of the GPUs' peak that its model FLOP are (MFU)."""
+"""Tokens per second, and MFU: model FLOP per second as a fraction of the GPUs' peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_stppo.model.flop import TRAINED, forward
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Batch
 
-# Dense bfloat16 FLOP per second by the name that the driver gives the device: NVIDIA's data sheets.
+# Dense bfloat16 FLOP per second by the driver's name of the device. Source: NVIDIA's data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -23,9 +23,9 @@ PEAK_FLOPS = {
 def throughput(
     config: Config, shape: ModelShape, batch: Batch, seconds: Callable[[str], float], world: int
 ) -> dict[str, float]:
-    """rollout/ and update/tokens_per_second; on a GPU whose peak is known mfu/score and mfu/update too.
+    """Return rollout/tokens_per_second and update/tokens_per_second, and mfu/* on a GPU of PEAK_FLOPS.
 
-    `seconds` tells a phase's, as Metrics.seconds does; `world`: ranks, one GPU each.
+    `seconds`: function from phase to seconds (Metrics.seconds). `world`: number of ranks, one GPU each.
     """
     rows = {
         "rollout/tokens_per_second": len(batch.action_index_T) / seconds("rollout"),
@@ -39,8 +39,10 @@ def throughput(
 
 
 def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int]:
-    """Model FLOP of the iteration over all ranks: every model scores each token once, actor and critic learn
-    from it once per epoch."""
+    """Return the model FLOP of an iteration by phase, over all ranks.
+
+    Every model scores each token once. Actor and critic train on each token once per epoch.
+    """
     lengths = batch.sequence_offsets.diff().tolist()
     policy, trunk = forward(shape, lengths, len(batch.action_index_T)), forward(shape, lengths)
     critic = trunk if config.needs_critic else 0

@@ -1,7 +1,7 @@
-"""trajectories/iteration-00012.jsonl: what the policy did, for people, for scripts, and to be replayed.
+"""Write trajectories to trajectories/iteration-00012.jsonl, for people, for scripts, and for `replay`.
 
-Line k of iteration-00012.turns.jsonl is what the update made of the turns of line k: written after the
-update, and missing where it was refused.
+Line k of iteration-00012.turns.jsonl contains the update's values for each turn of line k. It is written
+after the update, and is missing if the update was refused.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
 
-# JSON escapes control codes below space; these act on a terminal or a line reader too: C1, zero-width,
-# line separators, direction overrides, and halves of surrogate pairs, which are no text at all.
+# JSON escapes control codes below space. These characters also affect a terminal or a program that reads
+# lines: C1, zero-width, line separators, direction overrides, and halves of surrogate pairs (not valid text).
 _ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 class TrajectoryLog:
-    """Rank 0 writes every iteration's trajectories; the other ranks nothing."""
+    """Writes every iteration's trajectories on rank 0. On other ranks the methods do nothing."""
 
     def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self._run, self._rank, self._tokenizer = folder, rank, tokenizer
 
     def write(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
-        """One line per trajectory; the file appears whole, replacing one of an interrupted attempt."""
+        """Write one line per trajectory. Replaces the file of an interrupted attempt when it is complete."""
         if self._rank != 0:
             return
         path = played_path(self._run, iteration)
         path.parent.mkdir(parents=True, exist_ok=True)
-        turns_path(self._run, iteration).unlink(missing_ok=True)  # of the interrupted attempt
+        turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
         records = (self._record(iteration, trajectory) for trajectory in trajectories)
         _replace(path, records)
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
-        """One line per trajectory: update/turns.py. None are written where there are none."""
+        """Write one line per trajectory (see update/turns.py). Writes no file if `turns` is empty."""
         if self._rank != 0:
             return
         records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
@@ -86,16 +86,16 @@ class TrajectoryLog:
 
 
 def read(run: Path, iteration: int) -> list[Trajectory]:
-    """The iteration's trajectories, less what no update needs: the task's messages and extra fields.
+    """Return an iteration's trajectories, without the task's messages and extra fields.
 
-    Packed, they are the batch that was trained on, bit for bit. Raises ConfigError naming the line.
+    When packed, they are bit for bit the batch that was trained on. Raises ConfigError with the line number.
     """
     path = played_path(run, iteration)
     played: list[Trajectory] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            # fields by name; those of no record, such as the text of an action, are left out
+            # fields that a Trajectory does not have, such as the text of an action, are ignored
             played.append(msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
@@ -115,12 +115,12 @@ def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def _float32(value: float) -> float:
-    """The shortest decimal that is the same float32, which is what the engine reports and a batch holds."""
+    """Return the shortest decimal that is the same float32: the engine and the batch use float32."""
     return float(str(np.float32(value)))
 
 
 def encode(record: dict[str, Any]) -> str:
-    """One line of JSON, readable in any language and inert on a terminal.
+    """Return one line of JSON that is readable in any language and safe to print on a terminal.
 
     Example: {"action": "Lomé\\x1b[2J\\u202e"} becomes {"action": "Lomé\\\\u001b[2J\\\\u202e"}.
     """

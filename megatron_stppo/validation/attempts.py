@@ -1,6 +1,6 @@
-"""The configuration of every attempt at a run, and what a resumed run changes in it.
+"""Record the configuration of every attempt at a run, and show what a resumed run changes in it.
 
-config.yaml is the newest attempt's; configs/attempt-N.yaml is that of the N-th attempt.
+config.yaml is the configuration of the newest attempt, configs/attempt-N.yaml that of the N-th.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONFIG = "config.yaml"
 
 
 def record(config: Config, rank: int) -> None:
-    """Write the resolved configuration as the newest attempt's, on rank 0."""
+    """Write the resolved configuration of the newest attempt, on rank 0."""
     if rank:
         return
     folder = config.run.folder
@@ -32,7 +32,7 @@ def record(config: Config, rank: int) -> None:
 
 
 def say_changes(config: Config) -> None:
-    """Print a line for every field that has another value than in the attempt before."""
+    """Print a line for every field whose value differs from that of the previous attempt."""
     path = config.run.folder / CONFIG
     try:
         before = parse(path.read_bytes()) if path.exists() else None
@@ -45,7 +45,10 @@ def say_changes(config: Config) -> None:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Example: {"run": {"seed": 0}} and {"run": {"seed": 1}} give ["run.seed: 0 -> 1"]."""
+    """Return the changed fields.
+
+    Example: {"run": {"seed": 0}} and {"run": {"seed": 1}} give ["run.seed: 0 -> 1"].
+    """
     old, new = dict(_fields(before)), dict(_fields(now))
     return [
         f"{name}: {old.get(name, 'not given')} -> {new.get(name, 'not given')}"

@@ -1,7 +1,7 @@
-"""What can be known to fail before a model is built: files, layout, divisibility.
+"""Check a configuration before a model is built: files, layout, divisibility.
 
-Every function raises ConfigError naming field, value and remedy. No torch, no process group: all ranks reach
-the same verdict on their own.
+Every function raises ConfigError with field, value and remedy. Uses neither torch nor a process group: every
+rank checks on its own and gets the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WRITES_RUN = (*ROLLS_OUT, "replay")
 
 
 def check(config: Config, world_size: int, command: str) -> None:
-    """Everything below, for one command: a key of DATA."""
+    """Run all checks that `command`, a key of DATA, needs."""
     model_folder.check_model(config)
     if command != "plan":
         model_folder.check_tokenizer(config)
@@ -58,13 +58,13 @@ def check(config: Config, world_size: int, command: str) -> None:
 
 
 def data_files(config: Config, command: str) -> tuple[str, ...]:
-    """The fields of data: that the command reads. Example: ("train", "evaluate")."""
+    """Return the fields of `data:` that the command reads. Example: ("train", "evaluate")."""
     during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
     return DATA[command] + during
 
 
 def check_folder(field: str, folder: Path) -> None:
-    """Raises ConfigError unless `folder` is a writable folder or can be made. Nothing is written."""
+    """Raise ConfigError unless `folder` is writable or can be created. Writes nothing."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -78,7 +78,7 @@ def check_folder(field: str, folder: Path) -> None:
 
 
 def _cold_start_output(config: Config) -> None:
-    """The output replaces what is there: an earlier model, and nothing else."""
+    """Check cold_start.output. The output may replace an earlier model, but nothing else."""
     output = config.cold_start.output
     if output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
@@ -93,14 +93,16 @@ def _cold_start_output(config: Config) -> None:
 
 
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:
-    """Raises ConfigError unless it is None, latest or step_N, and there."""
+    """Raise ConfigError unless `checkpoint` is None, or "latest" or "step_N" and exists."""
     if checkpoint is not None:
         check_step(config.run.folder, "checkpoint", checkpoint)
 
 
 def check_step(run: Path, field: str, checkpoint: str) -> None:
-    """Raises ConfigError unless the run's folder holds the checkpoint, which `field` names: latest or
-    step_N."""
+    """Raise ConfigError unless the run's folder holds `checkpoint`, "latest" or "step_N".
+
+    `field`: the field or option that the error names.
+    """
     folder = run / "checkpoints"
     steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
     if checkpoint not in (*steps, "latest") or not steps:
@@ -110,15 +112,17 @@ def check_step(run: Path, field: str, checkpoint: str) -> None:
 
 
 def with_fitting_layout(config: Config, world_size: int) -> Config:
-    """Return `config`, or where its `parallel` does not fit the ranks a copy in which every rank holds the
-    whole model. For `convert`: what it reads and writes is the same under every layout."""
+    """Return `config` if its `parallel` fits the ranks, else a copy where every rank holds the whole model.
+
+    For `convert`, whose input and output are the same under every layout.
+    """
     if Layout.fits(world_size, config.parallel):
         return config
     return config.model_copy(update={"parallel": ParallelConfig()})
 
 
 def listener_token(host: str, token_env: str | None) -> str | None:
-    """The bearer token of a listener. Raises ConfigError for a host others can reach without one."""
+    """Return a server's bearer token. Raises ConfigError for a host that others can reach without a token."""
     token = os.environ.get(token_env, "") if token_env else None
     if token == "":
         raise ConfigError(f"--token-env={token_env}: that variable is not set; export it or leave it out")
@@ -134,7 +138,7 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: where it leads is not known here
+    except ValueError:  # a host name: its address is not known here
         return False
 
 
@@ -148,7 +152,8 @@ def _data_file(field: str, path: Path | None) -> None:
 
 
 def _context(config: Config) -> None:
-    """The model must hold the longest trajectory, and the longest prompt must leave room for a turn."""
+    """Check that the model's context fits the longest trajectory, and that the longest prompt leaves room for
+    a turn."""
     r, e = config.rollout, config.environment
     longest = read_shape(config.model.path).max_positions
     if config.max_context > longest:
@@ -173,7 +178,7 @@ def _context(config: Config) -> None:
 
 
 def check_parallel(config: Config, world_size: int) -> Layout:
-    """The training layout. Raises ConfigError unless it fits the ranks and the model."""
+    """Return the training layout. Raises ConfigError unless it fits the ranks and the model."""
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError(
@@ -192,7 +197,7 @@ def check_parallel(config: Config, world_size: int) -> Layout:
 
 
 def check_engine(config: Config, world_size: int) -> None:
-    """Raises ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
+    """Raise ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
     tensor = config.engine_tensor
     if world_size % tensor:
         raise ConfigError(
@@ -225,8 +230,10 @@ def _batches(config: Config, layout: Layout) -> None:
 
 
 def check_trajectories(config: Config, layout: Layout, trajectories: int, why: str = "") -> None:
-    """Raises ConfigError unless an iteration's trajectories can be dealt to minibatches and ranks; `why` is
-    where their number comes from."""
+    """Raise ConfigError unless the trajectories can be divided equally among minibatches and ranks.
+
+    `why`: the start of the error message, which explains the number of trajectories.
+    """
     parts = config.update.minibatches * layout.data
     if trajectories % parts:
         raise ConfigError(

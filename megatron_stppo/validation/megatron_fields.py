@@ -1,4 +1,4 @@
-"""Which fields `megatron:` may hold: they go to its TransformerConfig verbatim. No torch here."""
+"""Check the fields of `megatron:`, which go to megatron's TransformerConfig. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
 
-# Fields of megatron's that would train something else.
+# Fields of megatron that would change what is trained.
 REFUSED = dict.fromkeys(
     ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
     "importance ratios need the same network twice",
@@ -18,8 +18,8 @@ REFUSED = dict.fromkeys(
     ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
 )
-# Fields of megatron's that follow from others of the run; another value here would train another network, or
-# scale its gradient, and not always say so.
+# Fields of megatron that follow from other fields of the configuration. Another value would train a different
+# network or scale its gradient, not always with an error.
 DECIDED = {
     "tensor_model_parallel_size": "parallel.tensor",
     "expert_tensor_parallel_size": "parallel.tensor",
@@ -37,8 +37,8 @@ DECIDED = {
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a field that is not there, that the run decides, or that trains something
-    else."""
+    """Raise ConfigError for a field that does not exist, follows from another field, or changes what is
+    trained."""
     for name, reason in REFUSED.items():
         if config.megatron.get(name):
             raise ConfigError(
@@ -56,7 +56,7 @@ def check(config: Config) -> None:
 
 @functools.cache
 def megatron_field_names() -> tuple[str, ...]:
-    """Fields of the installed TransformerConfig, read from its source: importing megatron takes seconds."""
+    """Return the installed TransformerConfig's fields, from its source: importing megatron takes seconds."""
     package = importlib.util.find_spec("megatron.core")
     if package is None or package.origin is None:
         raise ConfigError("megatron-core is not installed; install what tools/lock-cpu.txt lists")

@@ -1,6 +1,6 @@
-"""Whether model.path holds what a command reads of it: configuration, tokenizer, chat template. No torch.
+"""Check that model.path has what a command reads from it: configuration, tokenizer, chat template.
 
-Every function raises ConfigError naming field, value and remedy.
+Does not import torch. Every function raises ConfigError with field, value and remedy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def check_model(config: Config) -> None:
 
 
 def _same_network(actor: Path, critic: Path) -> None:
-    """A critic is built in the actor's shape; a rotary base of its own, say, would be lost without a word."""
+    """Check that actor and critic have the same shape. The critic is built with the actor's shape, so that a
+    different rotary base, for example, would be ignored without an error."""
     wanted, given = asdict(read_shape(actor)), asdict(read_shape(critic))
     for name in sorted(wanted.keys() - {"tied", "max_positions"}):
         if given[name] != wanted[name]:
@@ -64,7 +65,7 @@ def check_tokenizer(config: Config) -> None:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, {} where there is none. Raises ConfigError for one that is not an object."""
+    """Return tokenizer_config.json, or {} if there is none. Raises ConfigError if it is not an object."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

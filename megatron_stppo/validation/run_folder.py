@@ -1,6 +1,6 @@
-"""Whether a run's folder is free for a new run, or holds one that can be resumed.
+"""Check that a run's folder is free for a new run, or holds a run that can be resumed.
 
-No torch, no process group: all ranks reach the same verdict on their own.
+Uses neither torch nor a process group: every rank checks on its own and gets the same result.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.sharding.hf_names import read_shape
 
-# What a run's folder holds once the run has something to lose.
+# Files and folders whose loss would lose results of a run.
 WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
 
 
 def check_new(config: Config, remedy: str = "give another run.name") -> None:
-    """Raises ConfigError if the run's folder holds records or checkpoints of a run: they would be
-    overwritten."""
+    """Raise ConfigError if the run's folder holds records or checkpoints, which would be overwritten."""
     folder = config.run.folder
     held = [name for name in WRITTEN if _holds_something(folder / name)]
     if held:
@@ -30,8 +29,10 @@ def check_new(config: Config, remedy: str = "give another run.name") -> None:
 
 
 def check_resume(config: Config) -> None:
-    """Raises ConfigError unless the run's folder holds a run, with or without a checkpoint, of the same model
-    and with a critic or without as now."""
+    """Raise ConfigError unless the run's folder holds a run that `config` can resume.
+
+    The run may have no checkpoint yet. If it has one, model and critic must be as in `config`.
+    """
     run, folder = config.run, config.run.folder
     if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
         return _check_same_models(config, folder / "checkpoints")
@@ -42,7 +43,7 @@ def check_resume(config: Config) -> None:
 
 
 class _Models(msgspec.Struct):
-    """What a checkpoint's state.json says of its models; those of older versions have no shape."""
+    """The models in a checkpoint's state.json. Older versions wrote no shape."""
 
     trainers: dict[str, Any]  # by role
     shape: dict[str, Any] = {}
@@ -53,7 +54,7 @@ def _check_same_models(config: Config, checkpoints: Path) -> None:
         path = checkpoints / f"step_{step_folder.latest(checkpoints)}"
         written = msgspec.convert(step_folder.read_state(path), _Models)
     except (step_folder.Damaged, OSError, ValueError):
-        return  # there is none yet; or it is damaged, which is found when it is loaded
+        return  # there is no checkpoint yet, or it is damaged, which loading it reports
     shape = asdict(read_shape(config.model.path))
     for name in sorted(written.shape.keys() - {"max_positions"}):
         if written.shape[name] != shape.get(name):

@@ -1,6 +1,6 @@
-"""Whether a run's folder has what is to be replayed or played with, and ours is free for what comes of it.
+"""Check that a run's folder has what `replay` or `rollout` reads, and that the output folder is free.
 
-No torch, no process group: all ranks reach the same verdict on their own.
+Uses neither torch nor a process group: every rank checks on its own and gets the same result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, 
 
 
 def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
-    """Raises ConfigError unless `source`, a run's folder, has what is to be replayed into a new folder."""
+    """Raise ConfigError unless `source`, a run's folder, has records to replay, and our folder is new."""
     check_source(config, source, start)
     folder = source / RECORDS[what]
     if not any(folder.glob("iteration-*")):
@@ -24,7 +24,7 @@ def check_replay(config: Config, what: str, source: Path, start: str | None) -> 
 
 
 def check_left(config: Config, source: Path, start: str) -> None:
-    """Raises ConfigError if the checkpoint `start` of `source` has all of run.iterations behind it."""
+    """Raise ConfigError if the checkpoint `start` of `source` was written after run.iterations or more."""
     steps = [int(path.name.removeprefix("step_")) for path in (source / "checkpoints").glob("step_[0-9]*")]
     done = max(steps) if start == "latest" else int(start.removeprefix("step_"))
     if done >= config.run.iterations:
@@ -35,7 +35,7 @@ def check_left(config: Config, source: Path, start: str) -> None:
 
 
 def check_source(config: Config, source: Path, start: str | None) -> None:
-    """Raises ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
+    """Raise ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
     if not source.is_dir():
         raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
     if start is not None:
