@@ -23,7 +23,7 @@ from megatron_stppo.describe import describe_batch, describe_rollouts
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.resilience import dumps
-from megatron_stppo.resilience.guard import Guard
+from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.stages import score, update
 from megatron_stppo.telemetry import trajectory_files, trajectory_log
@@ -72,7 +72,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     saver = saving.Saver(folder / "checkpoints", config, learner.mesh.layout)
     # no rollback: the checkpoints for it are in the replayed run's folder
     kept = config.run.model_copy(update={"rollback": False})
-    guard = Guard(kept, learner.mesh, learner.trainers, saver)
+    guard = UpdateGuard(kept, learner.mesh, learner.trainers, saver)
     guard.restore(state)
     for number in progress(done, name, rank == 0, every=None):
         with metrics.phase("score"):
