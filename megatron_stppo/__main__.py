@@ -534,7 +534,7 @@ def _lock(config: Config) -> None:
 
 
 def main() -> None:
-    """Runs the command line; turns errors a user can mend into one clear line on rank 0 and an exit code."""
+    """Run the command line. An error that the user can fix becomes one line and an exit code."""
     try:
         app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
     except Exception as error:

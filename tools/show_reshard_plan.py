@@ -25,7 +25,7 @@ from rich.table import Table
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import validate
-from megatron_stppo.plan.exchange import Exchange, exchange, layers_to_plan
+from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
@@ -34,7 +34,7 @@ from megatron_stppo.validation.checks import check_engine, check_parallel
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def planned(config: Config, ranks: int, ranks_per_node: int, item_bytes: int) -> Exchange:
+def planned(config: Config, ranks: int, ranks_per_node: int, item_bytes: int) -> ReshardCost:
     """Plan the reshard and count bytes.
 
     Raises ConfigError if a layout does not fit the model or the ranks.
@@ -58,7 +58,7 @@ def axes(text: str) -> dict[str, Any]:
     return found
 
 
-def show(found: Exchange, title: str, planning: float) -> None:
+def show(found: ReshardCost, title: str, planning: float) -> None:
     """Print the tables. `planning` is the time that planning took, in seconds."""
     console = Console()
     if not console.is_terminal:

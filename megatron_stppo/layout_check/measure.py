@@ -119,7 +119,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
         weight = critic.chunks[-1].output_layer.weight
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, mesh)
-    packer = replace(packer, cut=replace(packer.cut, budget=case.budget))
+    packer = replace(packer, spec=replace(packer.spec, budget=case.budget))
     temperature, rows = config.rollout.temperature, config.update.logit_rows
     head = PolicyHead.of(actor.model, mesh, shape.vocab, temperature, a.segments, rows)
     chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]

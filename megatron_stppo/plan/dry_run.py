@@ -113,7 +113,7 @@ def _of_kind(
     problem = mismatch("training", policy, spans, row_widths(shape), all_named=False)
     if problem:
         raise ConfigError(f"model.path={config.model.path}: {problem} megatron builds another model")
-    cut = Packer.of(config, shape, mesh).cut
+    cut = Packer.of(config, shape, mesh).spec
     work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
     rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
     models = {role: rank.use(role) for role in _roles(config)}

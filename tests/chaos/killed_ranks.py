@@ -1,7 +1,7 @@
 """The training program on four gloo ranks, all killed at random times, resumed until it has reached its end.
 
 A run takes seconds and imports take longer, so one process imports everything and forks the ranks of every
-attempt; what they run is loop.train, as the door calls it.
+attempt; what they run is loop.train, as the command line calls it.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) ->
     script.write_text(text.replace("examples/qwen2.5-7b/config.yaml", str(config)))
     paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
     paths["MASTER_PORT"] = str(small_run.free_port())  # the job's default port is the same in all tests
+    paths["PYTHONPATH"] = str(small_run.ROOT)  # the small run's environment is a module of the tests
     options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
     return cluster.submit(root / f"slurm-{name}", script, *options, **paths, **variables)
 
