@@ -25,7 +25,7 @@ from megatron_stppo.resilience import run_lock
 HOLDS = """
 import os, sys, time
 from megatron_stppo.config import Config
-from megatron_stppo.runtime import run_lock
+from megatron_stppo.resilience import run_lock
 run_lock.take(Config.model_validate({"model": {"path": "m"}, "run": {"root": sys.argv[1]}}))
 if "fork" in sys.argv and os.fork() == 0:
     time.sleep(60)
