@@ -63,19 +63,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     groups = ", ".join(f"{name} ({', '.join(group)})" for name, group in matrix.GROUPS.items())
-    parser.add_argument("--only", default="family", help=f"algorithms or groups: {groups}")
+    parser.add_argument("--only", default="family", help=f"algorithms or groups of algorithms: {groups}")
     parser.add_argument(
-        "--settings", default=",".join(matrix.STUDIED), help=f"of {', '.join(matrix.SETTINGS)}"
+        "--settings", default=",".join(matrix.STUDIED), help=f"settings, out of {', '.join(matrix.SETTINGS)}"
     )
     parser.add_argument("--seeds", default="0-4", help="for example 0-4 or 0,7")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time; default: the cores")
     parser.add_argument(
-        "--budget-minutes", type=float, default=math.inf, help="then checkpoint what runs, and stop"
+        "--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: number of cores)"
     )
-    parser.add_argument("--iterations", type=int, help="of a run, instead of the protocol's; for a trial")
-    parser.add_argument("--plan", action="store_true", help="say what would be run and how long, and stop")
-    parser.add_argument("--report", action="store_true", help="run nothing; report what is there")
-    parser.add_argument("--root", type=Path, default=ROOT / "runs" / "study", help="for what is run")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=math.inf, help="after this time write checkpoints and stop"
+    )
+    parser.add_argument("--iterations", type=int, help="iterations of a run (default: 100); for a trial")
+    parser.add_argument("--plan", action="store_true", help="print the runs and the expected time, and stop")
+    parser.add_argument(
+        "--report", action="store_true", help="only write the tables and figures, from existing results"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT / "runs" / "study", help="folder for the runs")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of study.md and study/")
     return parser.parse_args(argv)
 
@@ -89,7 +93,7 @@ def keep_results(tasks: Sequence[Task], ledger: StudyLedger) -> None:
         entry = ledger[task.name]
         if entry is not None and entry.status == "done" and entry.key != task.key:
             raise ValueError(
-                f"{task.folder}: was made with other settings; move it away, with its entry in ledger.json, "
+                f"{task.folder} was made with other settings; move it and its entry in ledger.json away, "
                 "or give another --root"
             )
 
@@ -101,11 +105,11 @@ def show_plan(tasks: Sequence[Task], ledger: StudyLedger, jobs: int) -> None:
     seconds = sum(expected(task, tasks, ledger) for task in left)
     before = len(left) - len(runs)
     console.print(
-        f"{len(tasks)} tasks, {len(tasks) - len(left)} done; to do: {before} builds and cold starts, "
-        f"{len(runs)} runs; about {seconds / 3600 / jobs:.1f} hours, {jobs} at a time"
+        f"{len(tasks)} tasks, {len(tasks) - len(left)} done; left: {before} builds and cold starts, "
+        f"{len(runs)} runs; about {seconds / 3600 / jobs:.1f} hours with {jobs} at a time"
     )
     for task in left:
-        again = " (begun)" if ledger.was_begun(task.name, task.key) else ""
+        again = " (interrupted)" if ledger.was_begun(task.name, task.key) else ""
         console.print(f"  {task.name}{again}  {expected(task, tasks, ledger):.0f} s")
 
 
@@ -134,7 +138,7 @@ def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minu
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--root {root}: another study or a run of it is at work there; wait") from None
+            raise ValueError(f"--root {root} is in use by another study or one of its runs; wait") from None
 
         def say(text: str) -> None:
             done = sum(ledger.is_done(task.name, task.key) for task in tasks)
@@ -142,7 +146,7 @@ def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minu
                 expected(task, tasks, ledger) for task in tasks if not ledger.is_done(task.name, task.key)
             )
             passed = (time.monotonic() - started) / 60
-            ahead = f"about {left / 60 / jobs:.0f} min to go"
+            ahead = f"about {left / 60 / jobs:.0f} min left"
             console.print(f"[{done}/{len(tasks)}] {passed:.0f} min, {ahead}: {text}", markup=False)
 
         crew = Crew(ledger, root / "logs", jobs, lock.fileno())
@@ -163,8 +167,8 @@ def gather(
             continue
         if other := differing(run, path / "config.yaml", iterations):
             raise ValueError(
-                f"{path}: was made with another {', '.join(other)}; move it away, with its entry in "
-                "ledger.json, or give another --root"
+                f"{path} was made with different values of {', '.join(other)}; move it and its entry in "
+                "ledger.json away, or give another --root"
             )
         rows = read(path / "metrics.jsonl")
         summaries.append(collect.summary(run, rows, entry.reason == NOT_FINITE, entry.seconds))

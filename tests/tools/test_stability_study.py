@@ -124,7 +124,7 @@ def test_interrupted_it_gives_notice_and_the_next_call_resumes(tmp_path: Path) -
         assert known == {"start": "done", "broken": "failed", "run": "interrupted"}
         assert any(x.startswith("interrupted run 3/9") for x in said)
         assert work([start, run], math.inf)
-    assert "begins run again" in said
+    assert "resumes run" in said
     assert not run.checkpoints.exists(), "a finished run keeps its numbers, not its weights"
     assert (tmp_path / "logs" / "start.log").read_text() == "built\n"
 
@@ -297,9 +297,9 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
 def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
     run, ledger, root = matrix.Run("gentle", "ppo", 0), StudyLedger(tmp_path / "ledger.json"), tmp_path
     finish(run, [0.4] * 11, root, ledger, "update.epochs=3", "algorithm.clip_high=0.3")
-    with pytest.raises(ValueError, match=r"another update\.epochs, algorithm; move it away"):
+    with pytest.raises(ValueError, match=r"values of update\.epochs, algorithm; move it"):
         stability_study.gather([run], ledger, root, tmp_path / "study", 10)
-    with pytest.raises(ValueError, match=r"another run\.iterations, update\.epochs, algorithm"):
+    with pytest.raises(ValueError, match=r"values of run\.iterations, update\.epochs, algorithm"):
         stability_study.gather([run], ledger, root, tmp_path / "study")
     assert not (tmp_path / "study").exists()
 

@@ -146,11 +146,11 @@ def select(only: Sequence[str], seeds: Sequence[int], settings: Sequence[str]) -
     for name in only:
         if name not in GROUPS and name not in ALGORITHMS:
             known = ", ".join([*GROUPS, *ALGORITHMS])
-            raise ValueError(f"--only {name}: is no algorithm or group; choose from {known}")
+            raise ValueError(f"--only {name}: unknown algorithm or group; choose from {known}")
         chosen += [x for x in GROUPS.get(name, {name: None}) if x not in chosen]
     for setting in settings:
         if setting not in SETTINGS:
-            raise ValueError(f"--settings {setting}: is not known; choose from {', '.join(SETTINGS)}")
+            raise ValueError(f"--settings {setting}: unknown setting; choose from {', '.join(SETTINGS)}")
     return [Run(setting, name, seed) for seed in seeds for setting in settings for name in chosen]
 
 
@@ -160,6 +160,6 @@ def seeds_of(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--seeds {text}: is no list of numbers; for example 0-4 or 0,3")
+            raise ValueError(f"--seeds {text}: not a list of numbers; write for example 0-4 or 0,3")
         found += range(int(first), int(last if dash else first) + 1)
     return found

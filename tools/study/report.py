@@ -19,8 +19,9 @@ Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # {algorithm: {seed: final exact match}}
 BEGIN, END = "<!-- begin: tools/stability_study.py -->\n", "<!-- end -->\n"
 PAIRS = (
-    "Final exact match, row less column, on the same seeds: mean, half of its 95 % interval, seeds on "
-    "which the row is higher. Intervals without 0 are bold; they are not corrected for their number."
+    "Final exact match of the row minus that of the column, on the same seeds: mean ± half of its 95 % "
+    "interval, and on how many of the seeds the row is higher. Intervals without 0 are bold; they are not "
+    "corrected for the number of pairs."
 )
 # {group, which the title names: algorithms of the family to compare it with}, for tables and figures.
 TABLES: dict[str, tuple[str, ...]] = {
@@ -39,7 +40,7 @@ def report(folder: Path, document: Path) -> None:
     """
     text = document.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
-        raise ValueError(f"{document}: has no line {BEGIN.strip()} and {END.strip()}; add them")
+        raise ValueError(f"{document}: lacks the lines {BEGIN.strip()} and {END.strip()}; add them")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     lines = sections(folder, folder.relative_to(document.parent))
@@ -50,7 +51,7 @@ def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines. `shown` is the folder's path in the document."""
     rows, curves = read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet")
     if not rows:
-        return ["Nothing has been run yet."]
+        return ["No run has finished yet."]
     lines = [cost(rows), *pilot_table([row for row in rows if row["seed"] >= PILOT])]
     steps = read_parquet(folder / "steps.parquet")
     rows, curves, steps = ([row for row in given if row["seed"] < PILOT] for given in (rows, curves, steps))
@@ -74,21 +75,22 @@ def sections(folder: Path, shown: Path) -> list[str]:
             labelled = {
                 f"{CONTROLS[setting]}, {name}": of for name, of in finals(other, list(FAMILY)).items()
             }
-            lines += ["", "The same, less other runs:", "", *pair_table(finals(own, list(FAMILY)), labelled)]
+            pairs_of_both = pair_table(finals(own, list(FAMILY)), labelled)
+            lines += ["", f"The same with the columns from `{CONTROLS[setting]}`:", "", *pairs_of_both]
     if steps:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
         lines += [f"![estimators]({shown / 'estimators.png'})"]
-        lines += ["", "### The scale, step by step", "", *scale_table(steps)]
+        lines += ["", "### Correction scale by step of the iteration", "", *scale_table(steps)]
     return lines
 
 
 def cost(rows: Sequence[Row]) -> str:
     total, outside = (sum(row[name] for row in rows) for name in ("seconds", "seconds_outside"))
     return (
-        f"{len(rows)} runs, {total / 3600:.1f} hours of one core; {outside / total:.0%} of them went into "
-        f"starting and ending processes ({statistics.median(row['seconds_outside'] for row in rows):.0f} s a "
-        "run)."
+        f"{len(rows)} runs, {total / 3600:.1f} hours of one core. Of this time {outside / total:.0%} was "
+        "spent on starting and ending processes (median "
+        f"{statistics.median(row['seconds_outside'] for row in rows):.0f} s per run)."
     )
 
 
@@ -96,8 +98,8 @@ def pilot_table(rows: Sequence[Row]) -> list[str]:
     """Return a table of the runs that decided the harsh setting; no lines if there are none."""
     if not rows:
         return []
-    lines = ["", "### The rung", "", _line(["setting", "run", "seed", "best", "final", "collapsed"])]
-    lines.append(_line(["---"] * 6))
+    head = ["setting", "run", "seed", "best", "final", "collapsed"]
+    lines = ["", "### Choice of the harsh setting", "", _line(head), _line(["---"] * len(head))]
     for row in rows:
         cells = [row["setting"], f"`{row['algorithm']}`", f"{row['seed']}", f"{row['best']:.2f}"]
         lines.append(_line([*cells, f"{row['final']:.2f}", "yes" if row["collapsed"] else "no"]))
@@ -113,10 +115,10 @@ def summary_table(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
         "collapsed",
         "best exact match",
         "final exact match",
-        "clipped",
+        "clip fraction",
         "KL to old",
     ]
-    head += ["gradient norm, p95", "scale", *times, "s per update"]
+    head += ["gradient norm: median, p95", "correction scale", *times, "s per update"]
     lines = [_line(head), _line(["---"] * len(head))]
     for name in names:
         own = [row for row in rows if row["algorithm"] == name]
@@ -149,7 +151,7 @@ def pair_table(rows: Finals, columns: Finals) -> list[str]:
 
 def estimator_table(steps: Sequence[Row]) -> list[str]:
     """Return a table per setting and algorithm, over the steps with clipped tokens."""
-    head = ["setting", "run", "steps", "with clipping", "estimator", "correlation of logs"]
+    head = ["setting", "run", "steps", "steps that clip", "estimator", "correlation of logarithms"]
     head += ["ratio to exact: p10", "median", "p90"]
     lines = [_line(head), _line(["---"] * len(head))]
     for setting, name in sorted({(row["setting"], row["algorithm"]) for row in steps}):
@@ -168,7 +170,7 @@ def estimator_table(steps: Sequence[Row]) -> list[str]:
 
 def scale_table(steps: Sequence[Row]) -> list[str]:
     """Return a table of scales per setting, algorithm and step of the iteration."""
-    head = ["setting", "run", "step", "with clipping", "tokens clipped, median"]
+    head = ["setting", "run", "step", "steps that clip", "tokens clipped, median"]
     head += ["scale: p10", "median", "p90", "mean"]
     lines = [_line(head), _line(["---"] * len(head))]
     for setting, name, place in sorted({(row["setting"], row["algorithm"], row["step"]) for row in steps}):

@@ -15,7 +15,7 @@ from tools.study.work import ROOT, Task
 QUICKSTART = ROOT / "examples" / "quickstart"
 CONFIG = QUICKSTART / "config.yaml"
 DRIVER = ("run.py", "stages.py")  # the quickstart's driver; the built files do not depend on it
-DOOR = (sys.executable, "-m", "megatron_stppo")
+COMMAND_LINE = (sys.executable, "-m", "megatron_stppo")
 
 
 def tasks_of(runs: Sequence[Run], root: Path, iterations: int | None = None) -> list[Task]:
@@ -51,7 +51,7 @@ def _prepare(seed: int, root: Path) -> list[Task]:
         Task(first, build, built, data, seconds=BUILD),
         Task(
             f"cold-start-{seed}",
-            (*DOOR, "cold-start", str(CONFIG), *start),
+            (*COMMAND_LINE, "cold-start", str(CONFIG), *start),
             begun,
             model,
             needs=first,
@@ -74,7 +74,7 @@ def _train(run: Run, root: Path, start: Task, iterations: int | None) -> Task:
     total = next(int(x.partition("=")[2]) for x in overrides if x.startswith("run.iterations="))
     return Task(
         run.name,
-        (*DOOR, "train", str(CONFIG), *overrides, *paths),
+        (*COMMAND_LINE, "train", str(CONFIG), *overrides, *paths),
         key(start.key, *overrides),
         root / "runs" / run.name,
         needs=start.name,

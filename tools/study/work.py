@@ -74,7 +74,7 @@ class Crew:
         At the deadline (of time.monotonic), or at SIGINT or SIGTERM, signal the running tasks to stop and
         wait until they have checkpointed.
         """
-        told, signals = time.monotonic(), list[int]()
+        reported, signals = time.monotonic(), list[int]()
         # Signals are recorded instead of raised: an exception between the start of a process and its entry in
         # the list would lose the process. A handler is needed because a shell starts background jobs with
         # SIGINT ignored.
@@ -87,13 +87,13 @@ class Crew:
                 self._start(tasks, say)
                 if not self._children:
                     break
-                if time.monotonic() - told > REPORT_EVERY:
-                    told = time.monotonic()
+                if time.monotonic() - reported > REPORT_EVERY:
+                    reported = time.monotonic()
                     running = [f"{c.task.name} {_place(c.task)}" for c in self._children]
                     say(f"  running: {', '.join(running)}")
                 time.sleep(TICK)
             if signals:
-                say("interrupted: waiting for checkpoints")
+                say("interrupted: waiting until the runs have written their checkpoints")
         finally:
             self._leave(say)
             for number, handler in before.items():
@@ -124,7 +124,7 @@ class Crew:
                     start_new_session=True,  # signals of the keyboard do not reach it
                 )
             self._children.append(Child(task, process, time.monotonic()))
-            say(f"begins {task.name}{' again' if '--resume' in command else ''}")
+            say(f"{'resumes' if '--resume' in command else 'starts'} {task.name}")
 
     def _reap(self, say: Callable[[str], None], leaving: bool = False) -> None:
         for child in list(self._children):
