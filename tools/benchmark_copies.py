@@ -63,7 +63,7 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
 def checksum_variants(tensors: Sequence[Tensor]) -> list[Variant]:
     """Return the variants of bucket_checksum: checksums of the bits of every tensor as bfloat16.
 
-    The variant "twin" is the torch fallback, one tensor after another.
+    The variant "fallback" is the one in torch, one tensor after another.
     """
     prepared = ops.BucketChecksum(tensors, [torch.bfloat16] * len(tensors))
 
@@ -71,7 +71,7 @@ def checksum_variants(tensors: Sequence[Tensor]) -> list[Variant]:
         with implementation("extension"):
             return [prepared()]
 
-    def twin(_: None) -> list[Tensor]:
+    def fallback(_: None) -> list[Tensor]:
         return [torch.stack([ops.checksum(tensor, torch.bfloat16) for tensor in tensors])]
 
-    return [Variant("fused, prepared", fused, ours=True), Variant("twin", twin, ours=True)]
+    return [Variant("fused, prepared", fused, ours=True), Variant("fallback", fallback, ours=True)]

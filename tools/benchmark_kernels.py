@@ -4,7 +4,7 @@
 
 Prints tables, and writes kernels.json and kernels.png into FOLDER. docs/performance.md explains the numbers.
 STPPO_OPS is set per variant: `extension` for "fused", which then raises an error instead of using a fallback,
-and `torch` for "twin", the torch fallback. Exits with 2 if the extension is not built for the device.
+and `torch` for "fallback". Exits with 2 if the extension is not built for the device.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def surrogate_group(
         ours("fused ST-PPO", "extension", by_turn, segment_offsets=offsets),
         ours("fused ST-PPO, weight per token", "extension", by_turn, segment_offsets=offsets, weight=weight),
         ours("fused token-level PPO", "extension", by_token),
-        ours("twin of ST-PPO", "torch", by_turn, segment_offsets=offsets),
+        ours("fallback of ST-PPO", "torch", by_turn, segment_offsets=offsets),
         theirs("token-level PPO, eager", token_ppo),
         theirs("token-level PPO, bare", bare_ppo),
         theirs("token-level PPO, torch.compile", torch.compile(token_ppo), missing),
@@ -232,7 +232,7 @@ def gae_rows(bench: Bench, cases: Sequence[tuple[int, int]], cold: bool) -> Iter
 
         variants = [
             Variant("fused", lambda _, ours=ours: ours("extension"), reference=reference, ours=True),
-            Variant("twin", lambda _, ours=ours: ours("torch"), reference=reference, ours=True),
+            Variant("fallback", lambda _, ours=ours: ours("torch"), reference=reference, ours=True),
             Variant("Python loop", loop, reference=reference),
         ]
         tokens = trajectories * length

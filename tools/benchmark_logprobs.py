@@ -71,7 +71,7 @@ def vocab_rows(
 
         functions: dict[str, Any] = {
             "fused": fused_vocab("extension"),
-            "twin": fused_vocab("torch"),
+            "fallback": fused_vocab("torch"),
             "log_softmax + gather": gather_logprob,
         }
         if dtype != torch.float32:
@@ -106,7 +106,7 @@ def vocab_variant(
 ) -> Variant:
     if isinstance(function, str):
         return Variant(label, missing=function)
-    mode = "torch" if label == "twin" else "extension"  # of the backward pass
+    mode = "torch" if label == "fallback" else "extension"  # of the backward pass
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, function(x, target)
@@ -120,7 +120,7 @@ def vocab_variant(
         state = forward(x)
         return state[1].detach(), backward(state)
 
-    ours = label in ("fused", "twin")
+    ours = label in ("fused", "fallback")
     if name == "forward":
         return Variant(label, lambda x: forward(x)[1:], fresh, reference[:1], ours=ours)
     if name == "backward":

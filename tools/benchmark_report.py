@@ -25,7 +25,7 @@ BASELINES = {
     "linear_logprob": ("one GEMM", True),
     "gae": ("Python loop", False),
     "bucket_copy": ("copy_ loop", False),
-    "bucket_checksum": ("twin", False),
+    "bucket_checksum": ("fallback", False),
 }
 BY_TOKENS = "clipped_surrogate by tokens"
 BOTH = "forward + backward"
@@ -231,7 +231,7 @@ def _fractions(axes: Any, about: dict[str, Any], rows: Sequence[Row]) -> None:
         ]
         here = [(value, variant) for value, variant in here if value is not None]
         ours = [value for value, variant in here if variant.startswith("fused")]
-        theirs = [value for value, variant in here if not variant.startswith(("fused", "twin"))]
+        theirs = [value for value, variant in here if not variant.startswith(("fused", "fallback"))]
         if ours and theirs:
             found.append((f"{section}, {size}".replace("vocab_logprob ", ""), ours[0], max(theirs)))
     names, ours, theirs = zip(*found, strict=True) if found else ((), (), ())

@@ -95,7 +95,7 @@ def clipped_surrogate(
     _check_bounds(clip_low, clip_high, dual_clip)
     if pooling not in ("mean", "sum"):
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
-    compute = _extension if extension.serves(logprob.device) else _twin
+    compute = _extension if extension.serves(logprob.device) else _fallback
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
@@ -210,7 +210,7 @@ def _run(
         _check_order(inputs)  # finds the same error and raises
 
 
-def _twin(
+def _fallback(
     inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
 ) -> ClippedSurrogate:
     """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""

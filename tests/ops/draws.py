@@ -64,7 +64,7 @@ def same_bits(left, right) -> bool:
 
 
 @contextmanager
-def twin() -> Iterator[None]:
+def fallback() -> Iterator[None]:
     """Run the ops in a block with the torch fallback, whichever implementation the test uses."""
     before = os.environ["STPPO_OPS"]
     os.environ["STPPO_OPS"] = "torch"

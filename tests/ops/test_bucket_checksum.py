@@ -139,7 +139,7 @@ def test_a_prepared_checksum_follows_the_values():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_finds_the_sums_of_the_cpu():
     if os.environ["STPPO_OPS"] == "torch":
-        pytest.skip("the twin is the same code on both")
+        pytest.skip("the fallback is the same code on both")
     tensors, dtypes = [], []
     for index, (rows, width, skip) in enumerate([(1, 7, 0), (64, 512, 0), (33, 129, 3), (700, 1024, 8)] * 4):
         kinds = FLOAT32 if index & 4 else BFLOAT16, FLOAT32 if index & 8 else BFLOAT16

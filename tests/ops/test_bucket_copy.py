@@ -111,7 +111,7 @@ def test_a_wrong_argument_is_named(sources, targets, says):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_copies_what_the_cpu_copies():
     if os.environ["STPPO_OPS"] == "torch":
-        pytest.skip("the twin is torch's own copy")
+        pytest.skip("the fallback is torch's own copy")
     generator = torch.Generator().manual_seed(0)
     sources, targets = [], []
     for index, (rows, width, skip) in enumerate([(1, 7, 0), (64, 512, 0), (33, 129, 3), (700, 1024, 8)] * 4):

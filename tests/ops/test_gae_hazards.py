@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
-from tests.ops.draws import normal, offsets_of, same_bits, twin, unaligned
+from tests.ops.draws import fallback, normal, offsets_of, same_bits, unaligned
 
 pytestmark = pytest.mark.usefixtures("device")
 # A GPU processes a trajectory in tiles of 1,024 tokens.
@@ -54,11 +54,11 @@ def test_trajectories_of_any_length_equal_a_loop(gamma, lam):
     gamma=st.sampled_from([1.0, 0.99, 0.5]),
     lam=st.sampled_from([1.0, 0.9, 0.0]),
 )
-def test_advantages_equal_the_twins(lengths, by_turn, gamma, lam):
+def test_advantages_equal_the_fallbacks(lengths, by_turn, gamma, lam):
     given = (*draw(sum(lengths)), offsets_of(*lengths))
     settings = {"turn_offsets": turns_of(lengths) if by_turn else None, "gamma": gamma, "lam": lam}
     mine = ops.gae(*given, **settings)
-    with twin():
+    with fallback():
         expected = ops.gae(*given, **settings)
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 

@@ -130,7 +130,7 @@ def test_a_main_gradient_takes_the_weights_gradient_in_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype, live):
     if implementation == "torch":
-        pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
+        pytest.skip("the fallback makes float32 copies; the bound is the extension's")
     rows, columns, width, chunk = 2048, 4096, 32, 256
     hidden, weight, target, cotangents = draw(rows, columns, width, dtype)
     cotangents = cotangents * (uniform(rows) < live)
@@ -156,7 +156,7 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype,
 
 def test_memory_of_the_log_probs_backward_is_their_statistics(implementation):
     if implementation == "torch":
-        pytest.skip("the twin in plain torch makes float32 copies; the promise is the extension's")
+        pytest.skip("the fallback makes float32 copies; the bound is the extension's")
     rows, columns = 512, 4096
     logits = torch.randn(rows, columns).requires_grad_() * 1  # not a leaf: nothing keeps its gradient
     with Peak() as peak:

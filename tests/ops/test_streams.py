@@ -28,7 +28,7 @@ def evaluate(given, target, offsets):
 @pytest.fixture
 def cuda(implementation):
     if implementation == "torch":
-        pytest.skip("the twin reads flags back to the host")
+        pytest.skip("the fallback reads flags back to the host")
     with torch.device("cuda"):
         yield
 

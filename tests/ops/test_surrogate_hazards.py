@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.surrogate import surrogate
-from tests.ops.draws import integers, normal, offsets_of, three, twin, unaligned, uniform
+from tests.ops.draws import fallback, integers, normal, offsets_of, three, unaligned, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
 NAN, INF = math.nan, math.inf
@@ -207,7 +207,7 @@ TURNS = st.one_of(st.integers(0, 8), st.integers(0, 40), st.sampled_from([511, 5
     weighted=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_every_output_equals_the_twins(lengths, segments, dual, pooling, weighted, seed):
+def test_every_output_equals_the_fallbacks(lengths, segments, dual, pooling, weighted, seed):
     total = sum(lengths)
     given = three(total, seed=seed)
     settings = {
@@ -220,7 +220,7 @@ def test_every_output_equals_the_twins(lengths, segments, dual, pooling, weighte
     }
     cut = offsets_of(*lengths) if segments else None
     mine = ops.clipped_surrogate(*given, cut, **settings)
-    with twin():
+    with fallback():
         expected = ops.clipped_surrogate(*given, cut, **settings)
     for name, value in mine._asdict().items():
         other = getattr(expected, name)
@@ -228,7 +228,7 @@ def test_every_output_equals_the_twins(lengths, segments, dual, pooling, weighte
         torch.testing.assert_close(value, other, rtol=2e-5, atol=1e-6 * max(1.0, largest), msg=name)
 
 
-def test_gradcheck_of_the_twin_in_float64():
+def test_gradcheck_of_the_fallback_in_float64():
     new, old, advantage = (x.double() for x in three(12))
     weight, cut = uniform(12).double(), offsets_of(3, 0, 1, 8)
 

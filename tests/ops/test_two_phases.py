@@ -17,7 +17,7 @@ LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # 33,000 tokens are more than one bl
 def test_two_parts_of_every_turn_make_the_whole(pooling, dual, scale):
     total, settings = sum(LENGTHS), surrogate._Settings(0.2, 0.2, dual, pooling)
     inputs, sum_p_sq = (*three(total, scale=scale), uniform(total)), 0.5 + uniform(total, seed=1) / 2
-    compute = surrogate._extension if extension.serves(sum_p_sq.device) else surrogate._twin
+    compute = surrogate._extension if extension.serves(sum_p_sq.device) else surrogate._fallback
     whole = compute(surrogate._Inputs(*inputs, offsets_of(*LENGTHS)), settings, sum_p_sq, True, None)
     first = torch.arange(total) % 5 < 2  # two fifths of every turn
     counts = torch.stack([part.sum() for part in first.long().split(LENGTHS)])

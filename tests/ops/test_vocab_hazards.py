@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo import ops
 from megatron_stppo.ops.vocab_logprob import Shard, local_statistics, merge_shards, write_gradient
-from tests.ops.draws import integers, logprob_and_gradient, normal, rows, twin, unaligned, uniform
+from tests.ops.draws import fallback, integers, logprob_and_gradient, normal, rows, unaligned, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
 NAN, INF = math.nan, math.inf
@@ -238,12 +238,12 @@ def test_rows_beyond_2_to_the_31_elements_are_found(device):
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
 )
-def test_outputs_and_gradient_equal_the_twins(count, columns, padding, scale, dtype, seed):
+def test_outputs_and_gradient_equal_the_fallbacks(count, columns, padding, scale, dtype, seed):
     logits = normal(count, columns + padding, seed=seed, scale=scale).to(dtype)
     target = integers(columns, count, seed=seed)
     target[uniform(count, seed=seed) < 0.2] = -100
     settings = {"vocab_size": columns, "temperature": 0.5 + uniform(count, seed=seed)}
     mine = logprob_and_gradient(logits, target, **settings)
-    with twin():
+    with fallback():
         expected = logprob_and_gradient(logits, target, **settings)
     close(mine, expected, dtype)

@@ -121,11 +121,11 @@ def test_one_mutated_span_is_caught(case, data):
     spans = side[rank][name]
     index = data.draw(st.sampled_from([i for i, span in enumerate(spans) if span.hf_key] or [-1]))
     assume(index >= 0)
-    span, twins = spans[index], [s.hf_key for s in spans if s.hf_key not in ("", spans[index].hf_key)]
+    span, others = spans[index], [s.hf_key for s in spans if s.hf_key not in ("", spans[index].hf_key)]
     field, value = data.draw(
         st.sampled_from(
             [(field, getattr(span, field) + by) for field in ("start", "size", "local") for by in (-1, 1)]
-            + [("dim", 1 - span.dim), *(("hf_key", key) for key in twins)]
+            + [("dim", 1 - span.dim), *(("hf_key", key) for key in others)]
         )
     )
     changed = mutate(side, rank, name, index, **{field: value})
