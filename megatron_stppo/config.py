@@ -6,7 +6,6 @@ unchanged.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from datetime import timedelta
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.messages import did_you_mean
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
@@ -357,8 +357,7 @@ class AlgorithmConfig(Section):
             return given
         preset = given.get("preset", "st_ppo")
         if preset not in VARIANTS:
-            near = difflib.get_close_matches(str(preset), VARIANTS, 1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"choose from {sorted(VARIANTS)}"
+            remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
             raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
 

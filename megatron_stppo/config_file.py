@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.messages import did_you_mean
 
 MAX_BYTES = 65_536  # largest configuration file
 MAX_SHOWN = 200  # characters of a wrong value in a message
@@ -149,12 +149,8 @@ def _explain(error: Any) -> str:
     where = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, 1)
-        remedy = (
-            f"did you mean {'.'.join([*path[:-1], near[0]])}?"
-            if near
-            else f"known here: {', '.join(sorted(known))}"
-        )
+        asked = did_you_mean(path[-1], known, ".".join([*path[:-1], "{}"]))
+        remedy = asked or f"known here: {', '.join(sorted(known))}"
         return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
     if error["type"] == "missing":
         return f"{where}: missing; add it to the file or give {where}=VALUE"

@@ -12,7 +12,7 @@ ROOT = Path(megatron_stppo.__file__).parent
 # A unit is a folder or a top-level file. It may import itself and units of lower rows, but no other unit of
 # its own row. So the five stages do not depend on each other, and share only types.py.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("types", "algorithm"),
+    ("types", "algorithm", "messages", "atomic_replace"),
     ("config",),
     ("config_file", "ops", "parallel"),
     ("data",),

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from stages import forward
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.report import page
@@ -83,9 +84,8 @@ class StageLedger:
     def record(self, stage: Stage, seconds: float, done: bool) -> None:
         earlier = self.stages[stage.name]["seconds"] if self.was_begun(stage) else 0.0
         self.stages[stage.name] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.stages, indent=1))
-        os.replace(scratch, self._path)
+        with replacing(self._path) as scratch:
+            scratch.write_text(json.dumps(self.stages, indent=1))
 
     def seconds(self, name: str) -> float:
         return float(self.stages[name]["seconds"])

@@ -26,6 +26,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_stppo.atomic_replace import replace_folder, replacing
+from megatron_stppo.messages import one_line
+
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST = "state.json", "MANIFEST.json", "LATEST"
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
@@ -68,19 +71,16 @@ class Manifest:
 def publish(scratch: Path, final: Path, manifest: Manifest) -> None:
     """Rename `scratch` to `final`, and write its name to LATEST.
 
-    The files in `scratch` must be on disk already. If a folder `final` exists, it is removed first; the run
-    did not resume from it.
+    The files in `scratch` must be on disk already. If a folder `final` exists, it is replaced; the run did
+    not resume from it.
     """
     write_durably(scratch / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
     for path in (*(p for p in scratch.rglob("*") if p.is_dir()), scratch):
         flush(path)
-    if final.exists():
-        _remove(final)
-    scratch.rename(final)
+    replace_folder(scratch, final)
     flush(final.parent)
-    pointer = final.parent / f"{LATEST}.tmp"
-    write_durably(pointer, final.name.encode())
-    os.replace(pointer, final.parent / LATEST)
+    with replacing(final.parent / LATEST) as pointer:
+        write_durably(pointer, final.name.encode())
     flush(final.parent)
 
 
@@ -218,6 +218,4 @@ def _files(path: Path) -> set[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's message as one line of at most 200 characters."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())[:200]
+    return one_line(error.strerror if isinstance(error, OSError) and error.strerror else str(error))

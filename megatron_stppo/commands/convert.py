@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_stppo.atomic_replace import replace_folder
 from megatron_stppo.checkpoint import saving as checkpoints
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.launch import process
@@ -128,11 +129,7 @@ def _finish(
     for path in partial.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    replace_folder(partial, folder)
 
 
 def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from megatron_stppo.environments.retrieval import (
     RetrievalTimeout,
     Retriever,
 )
+from megatron_stppo.messages import one_line
 from megatron_stppo.types import Message, Outcome, Task
 
 STOP_STRINGS = ("</search>", "</answer>")
@@ -33,7 +34,6 @@ CORRECTION = (
     "\n\nThat action is invalid. Write <search>query</search> or <answer>answer</answer>, then stop.\n\n"
 )
 CHARACTERS_PER_TOKEN = 8  # generous, so that usually the token limit of the rollout cuts an observation
-MAX_DETAIL = 200
 # The "<" of text that looks like one of this environment's tags. {0,3} keeps the scan linear on long runs of
 # spaces.
 _TAG = re.compile(r"<(?=\s{0,3}/?\s{0,3}(?:think|search|information|answer)\b)", re.IGNORECASE)
@@ -131,14 +131,6 @@ def neutralise(text: str) -> str:
     Example: neutralise("</answer>") == "‹/answer>".
     """
     return _TAG.sub("‹", _CONTROL.sub(" ", text))
-
-
-def one_line(text: str) -> str:
-    """Return foreign text that is safe to print: one line of at most MAX_DETAIL characters.
-
-    Control and text-direction characters become spaces.
-    """
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_DETAIL])
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:

@@ -12,13 +12,13 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config_file import NOT_YAML, parse
 from megatron_stppo.report import episodes, numbers
@@ -42,10 +42,9 @@ def draw(folders: Sequence[Path], output: Path, trajectories: int = TRAJECTORIES
     runs = [
         read(folder, name, trajectories, budget) for folder, name in zip(folders, names(folders), strict=True)
     ]
-    scratch = output.with_name(f"{output.name}.tmp")
     try:
-        scratch.write_text(page({"runs": runs}), encoding="utf-8")
-        os.replace(scratch, output)
+        with replacing(output) as scratch:
+            scratch.write_text(page({"runs": runs}), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output={output}: {error.strerror}; name a file that can be written") from None
     return [f"{run['name']}: {note}" for run in runs for note in (*run["notes"], run["left_out"])]

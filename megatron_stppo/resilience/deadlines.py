@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.resilience.phases import OTHER, START_UP
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,9 @@ class Watchdog:
             at, waits = place(sys._current_frames().get(self._main))
             beat = Beat(self._number, self._entered, self._now[0], at, waits)
             path = self._folder / f"rank-{self._rank}.json"
-            scratch = path.with_suffix(".tmp")
-            with contextlib.suppress(OSError):  # a full disk: this rank has no heartbeat until there is space
+            # OSError: the disk is full; this rank has no heartbeat until there is space
+            with contextlib.suppress(OSError), replacing(path) as scratch:
                 scratch.write_text(json.dumps(asdict(beat)), encoding="utf-8")
-                os.replace(scratch, path)
 
     def _wait(self) -> None:
         while not self._ended.wait(min(BEAT, max(0.0, self._now[2] - time.monotonic()))):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from megatron_stppo.atomic_replace import replace_folder
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.finite import columns
 from megatron_stppo.parallel.collectives import any_rank
@@ -66,8 +66,7 @@ def write(
     if any_rank(failed) or mesh.rank != 0:
         return
     try:
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(scratch, final)
+        replace_folder(scratch, final)
         # dumps of later iterations are from an earlier attempt; a user may still inspect them
         for older in [n for n in recorded(run) if n <= iteration][:-keep]:
             shutil.rmtree(run / FOLDER / f"iteration-{older:05d}")

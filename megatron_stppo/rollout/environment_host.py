@@ -18,11 +18,12 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import Environment, StepResult, ToolAway
+from megatron_stppo.messages import one_line, printable
 from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.rollout.tool_wait import ToolWait
@@ -31,7 +32,6 @@ from megatron_stppo.types import Message, Task
 log = logging.getLogger(__name__)
 BEAT = 0.5  # seconds between signs of life of the event loop
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
-MAX_DETAIL = 200
 
 
 @dataclass(frozen=True)
@@ -206,15 +206,3 @@ class EnvironmentHost:
 
 def _ticket(entry: tuple[int, Answer]) -> int:
     return entry[0]
-
-
-def printable(text: Any) -> str:
-    """Return foreign text that is safe to print on a terminal.
-
-    Line breaks stay; control and text-direction characters become spaces.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))
-
-
-def one_line(text: str) -> str:
-    return printable(text[:MAX_DETAIL]).replace("\n", " ")

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.telemetry.rows import column, read
 
 Rows = list[dict[str, Any]]
@@ -60,9 +61,8 @@ def plot(metrics: Path, output: Path) -> None:
     for axis in axes[len(panels) + 1 :]:
         axis.set_axis_off()
     figure.suptitle(f"{metrics.parent.name}: {rows[-1]['iteration']} iterations")
-    scratch = output.with_suffix(".tmp")
-    figure.savefig(scratch, format="png", dpi=100)
-    scratch.replace(output)
+    with replacing(output) as scratch:
+        figure.savefig(scratch, format="png", dpi=100)
 
 
 def _lines(axis: Axes, title: str, names: dict[str, str], rows: Rows) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_stppo.atomic_replace import replacing
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -21,9 +22,8 @@ def truncate(path: Path, last: int) -> None:
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in read(path) if row["iteration"] <= last]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept), encoding="utf-8")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        scratch.write_text("".join(kept), encoding="utf-8")
 
 
 def write_steps(path: Path, iteration: int, steps: Sequence[Mapping[str, float]]) -> None:

@@ -7,7 +7,6 @@ after the update, and is missing if the update was refused.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
@@ -109,9 +109,8 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
 
 
 def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
 
 
 def _float32(value: float) -> float:

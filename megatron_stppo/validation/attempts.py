@@ -5,11 +5,11 @@ config.yaml is the configuration of the newest attempt, configs/attempt-N.yaml t
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config
 from megatron_stppo.config_file import NOT_YAML, parse
 
@@ -26,9 +26,8 @@ def record(config: Config, rank: int) -> None:
     (folder / "configs" / f"attempt-{max(earlier, default=0) + 1}.yaml").write_text(
         config.dump(), encoding="utf-8"
     )
-    scratch = folder / f"{CONFIG}.tmp"
-    scratch.write_text(config.dump(), encoding="utf-8")
-    os.replace(scratch, folder / CONFIG)
+    with replacing(folder / CONFIG) as scratch:
+        scratch.write_text(config.dump(), encoding="utf-8")
 
 
 def say_changes(config: Config) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.messages import did_you_mean
 
 # Fields of megatron that would change what is trained.
 REFUSED = dict.fromkeys(
@@ -49,8 +49,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")
         known = megatron_field_names()
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean megatron.{near[0]}?" if near else "see megatron's TransformerConfig"
+            remedy = did_you_mean(name, known, "megatron.{}") or "see megatron's TransformerConfig"
             raise ConfigError(f"megatron.{name}={value!r}: no such field; {remedy}")
 
 

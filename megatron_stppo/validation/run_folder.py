@@ -5,7 +5,6 @@ Uses neither torch nor a process group: every rank checks on its own and gets th
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.messages import did_you_mean
 from megatron_stppo.sharding.hf_names import read_shape
 
 # Files and folders whose loss would lose results of a run.
@@ -37,8 +37,8 @@ def check_resume(config: Config) -> None:
     if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
         return _check_same_models(config, folder / "checkpoints")
     names = [path.parent.name for path in sorted(run.root.glob("*/config.yaml"))]
-    near = difflib.get_close_matches(run.name, names, 1)
-    hint = f"did you mean run.name={near[0]}? To start a new run," if near else "to start one,"
+    asked = did_you_mean(run.name, names, "run.name={}")
+    hint = f"{asked} To start a new run," if asked else "to start one,"
     raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
 
 

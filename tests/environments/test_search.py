@@ -8,7 +8,7 @@ import pytest
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.base import Environment, ToolAway
 from megatron_stppo.environments.retrieval import BM25Retriever, Document, RetrievalError, RetrievalTimeout
-from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, one_line, render
+from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, render
 from megatron_stppo.types import Message, Task
 
 CORPUS = [
@@ -179,11 +179,6 @@ def test_documents_share_the_observation_limit():
     documents = [Document("", "t" * 10**6, "x" * 10**6, 1.0)] * 2
     assert render(documents, 100).count("x") == 100
     assert len(render(documents, 100)) < 700
-
-
-def test_one_line_holds_no_control_or_direction_codes():
-    assert one_line("a\x1b[2J\r\n\u202eb\u2028") == "a [2J   b "
-    assert len(one_line("x" * 10**6)) == 200
 
 
 @pytest.mark.parametrize(

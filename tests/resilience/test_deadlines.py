@@ -133,7 +133,7 @@ def test_a_run_that_raised_keeps_its_exit_code_while_a_checkpoint_in_flight_is_w
 def test_a_disk_that_was_full_does_not_end_the_signs_of_life(tmp_path: Path) -> None:
     """A folder in the scratch file's place refuses the writes."""
     body = (
-        "blocked = folder / 'heartbeats' / 'rank-0.tmp'\n"
+        "blocked = folder / 'heartbeats' / 'rank-0.json.tmp'\n"
         "blocked.mkdir(parents=True)\n"
         "with deadlines.Watchdog(folder, limits, 0, 1):\n"
         "    time.sleep(0.3)\n"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.telemetry.rows import column, read
 from tools.study.judge import FINAL, THRESHOLDS, collapse_began, time_to
 from tools.study.matrix import PILOT, Run
@@ -136,13 +136,11 @@ def _value(name: str, text: str) -> Any:
 
 
 def _write_csv(path: Path, rows: list[Row]) -> None:
-    scratch = path.with_suffix(".tmp")
-    with scratch.open("w", encoding="utf-8", newline="") as file:
+    with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else list(KEYS), lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    os.replace(scratch, path)
 
 
 def _write_parquet(path: Path, rows: list[Row], metrics: Sequence[str]) -> None:
@@ -150,9 +148,8 @@ def _write_parquet(path: Path, rows: list[Row], metrics: Sequence[str]) -> None:
     counts = {name: pa.int16() for name in ("seed", "iteration", "step") if name in rows[0]}
     numbers = dict.fromkeys(metrics, pa.float32())
     schema = pa.schema(list((names | counts | numbers).items()))
-    scratch = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema), scratch, compression="zstd")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        pq.write_table(pa.Table.from_pylist(rows, schema), scratch, compression="zstd")
 
 
 def _key(row: Row) -> tuple[str, str, int]:

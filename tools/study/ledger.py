@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from megatron_stppo.atomic_replace import replacing
 
 Status = Literal["running", "done", "interrupted", "failed"]
 
@@ -56,6 +57,5 @@ class StudyLedger:
 
     def _put(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({name: asdict(e) for name, e in self._entries.items()}, indent=1))
-        os.replace(scratch, self._path)
+        with replacing(self._path) as scratch:
+            scratch.write_text(json.dumps({name: asdict(e) for name, e in self._entries.items()}, indent=1))
