@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_stppo.config import ConfigError
+
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM names its CPU all-reduce buffers "...-cpushm". A killed run leaves them behind, over 100 MB per rank.
 STALE_PATTERN = "*cpushm*"
@@ -37,6 +39,21 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         remove_stale_shared_memory()
+
+
+def check_cuda_functions() -> None:
+    """Raise ConfigError if there is a GPU and torch.cuda.Event is not torch's own class.
+
+    vLLM's CPU worker replaces events, streams, pinned memory and the memory query of torch, for the whole
+    process. On a GPU, copies would then no longer be waited for, and vLLM would size its key-value cache from
+    host memory.
+    """
+    owner = torch.cuda.Event.__module__
+    if torch.cuda.is_available() and owner.partition(".")[0] != "torch":
+        raise ConfigError(
+            f"torch.cuda.Event is the stand-in of {owner}, but there is a GPU; install vLLM's build for "
+            "CUDA, or hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
 
 
 def remove_stale_shared_memory(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.vllm_environment import SHARED_MEMORY, prepare_environment
+from megatron_stppo.launch.vllm_environment import SHARED_MEMORY, check_cuda_functions, prepare_environment
 from megatron_stppo.parallel.collectives import broadcast_bytes
 
 prepare_environment()
@@ -32,11 +32,15 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from megatron_stppo.rollout import cpu_cache, cpu_experts  # noqa: E402
-from megatron_stppo.rollout.cpu_worker import TOKEN  # noqa: E402
+from megatron_stppo.rollout import cpu_cache  # noqa: E402
+
+if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from megatron_stppo.rollout import cpu_experts
+    from megatron_stppo.rollout.cpu_worker import TOKEN
 
 PINNED_VLLM = "0.32.0"
 
@@ -54,10 +58,11 @@ def build_vllm(
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
-    Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or the
-    number of ranks.
+    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if a
+    size does not fit the model or the number of ranks.
     """
     _check_version()
+    check_cuda_functions()
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     _check_sizes(config, tensor, max_context)
     if on_cpu():
