@@ -48,8 +48,8 @@ def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[
     return {
         "reward/mean": per_episode(t.reward for t in played),
         "rollout/exact_match": counted["ok"] / max(1, len(played)),
-        "rollout/searched": per_episode(t.searches > 0 for t in played),
-        "rollout/searches": per_episode(t.searches for t in played),
+        "rollout/called_tool": per_episode(t.tool_calls > 0 for t in played),
+        "rollout/tool_calls": per_episode(t.tool_calls for t in played),
         "rollout/turns": len(turns) / max(1, len(played)),
         "rollout/valid_action_rate": sum(t.valid_actions for t in played) / max(1, len(turns)),
         "rollout/truncated": counted["truncated"] / max(1, len(played)),

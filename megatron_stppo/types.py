@@ -72,7 +72,7 @@ class Trajectory:
     turns: tuple[Turn, ...]  # at least one unless outcome is error or timeout
     outcome: Outcome
     group: int = 0  # trajectories of one task in one iteration share a group
-    searches: int = 0  # environment calls made (tool use)
+    tool_calls: int = 0
     valid_actions: int = 0  # turns the environment could parse
     detail: str = ""  # one readable line: the extracted answer, or what failed
     overlong_prompt: int = 0  # length in tokens of a prompt too long to be played; 0 if the prompt fits

@@ -65,16 +65,16 @@ def test_behaviour_is_counted_by_hand() -> None:
     """Two episodes were played, of 2 and 1 turns, by versions 3, 4 and 4, when the policy was at 5."""
     turns = [Turn((5,) * n, (-1.0,) * n, (), r, v) for n, r, v in ((2, 0.0, 3), (4, 1.0, 4), (1, 0.0, 4))]
     played = [
-        Trajectory(TASK, (1,), tuple(turns[:2]), "ok", searches=1, valid_actions=2),
-        Trajectory(TASK, (1,), (turns[2],), "truncated", searches=0, valid_actions=0),
+        Trajectory(TASK, (1,), tuple(turns[:2]), "ok", tool_calls=1, valid_actions=2),
+        Trajectory(TASK, (1,), (turns[2],), "truncated", tool_calls=0, valid_actions=0),
         unplayed("error"),
     ]
     row = describe_rollouts(played, version=5)
     expected = {
         "reward/mean": 0.5,
         "rollout/exact_match": 0.5,
-        "rollout/searched": 0.5,
-        "rollout/searches": 0.5,
+        "rollout/called_tool": 0.5,
+        "rollout/tool_calls": 0.5,
         "rollout/turns": 1.5,
         "rollout/valid_action_rate": 2 / 3,
         "rollout/truncated": 0.5,

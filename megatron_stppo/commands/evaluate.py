@@ -89,7 +89,7 @@ def held_out(
     counted = outcomes(played)
     return {
         "evaluate/exact_match": counted["ok"] / max(1, len(played) - counted["error"] - counted["timeout"]),
-        "evaluate/searched": statistics.mean(t.searches > 0 for t in played),
+        "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in played),
         "evaluate/turns": statistics.mean(len(t.turns) for t in played),
         "evaluate/failed": counted["error"] + counted["timeout"],
         "evaluate/episodes": len(played),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_stppo.types import Message, Outcome, Task
@@ -24,17 +24,24 @@ class ToolAway(Exception):
 class StepResult:
     """The environment's answer to one action.
 
-    Example: StepResult("\\n\\n<information>..</information>\\n\\n", 0.0, False, True, True) after a search;
-    StepResult("", 1.0, True, True, False, "ok", "Paris") after the right answer.
+    Example: StepResult("\\n\\n<information>..</information>\\n\\n", 0.0, False, True, 1) after a search;
+    StepResult("", 1.0, True, True, 0, "ok", "Paris") after the right answer.
+
+    `searched`, true or false, is the old name of `tool_calls`. It is still accepted as an argument.
     """
 
     observation: str  # the text that the policy reads next; "" if done
     reward: float  # credited to the last action token of this turn
     done: bool
     valid: bool  # the action could be parsed
-    searched: bool  # a tool was called
+    tool_calls: int = 0  # calls of tools that the action made, those that failed included
     outcome: Outcome | None = None  # set if and only if done
     detail: str = ""  # one line for the user: the extracted answer, or what failed
+    searched: InitVar[bool | None] = None
+
+    def __post_init__(self, searched: bool | None) -> None:
+        if searched is not None:
+            object.__setattr__(self, "tool_calls", int(searched))
 
 
 @runtime_checkable

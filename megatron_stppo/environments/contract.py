@@ -63,13 +63,21 @@ async def step(environment: Environment, action: str) -> StepResult:
     _check_text(where, "observation", result.observation)
     _check_text(where, "detail", result.detail)
     reward, flags = _number(where, result.reward), {}
-    for name in ("done", "valid", "searched"):
+    for name in ("done", "valid"):
         flags[name] = _flag(where, name, getattr(result, name))
+    calls = _count(where, "tool_calls", result.tool_calls)
     if flags["done"] and result.outcome not in OUTCOMES:
         raise _wrong(where, "returned done=True with outcome", result.outcome, _choose())
     if not flags["done"] and result.outcome is not None:
         raise _wrong(where, "returned done=False with outcome", result.outcome, "set it when done only")
-    return StepResult(result.observation, reward, **flags, outcome=result.outcome, detail=result.detail)
+    return StepResult(
+        result.observation,
+        reward,
+        **flags,
+        tool_calls=calls,
+        outcome=result.outcome,
+        detail=result.detail,
+    )
 
 
 async def close(environment: Environment) -> None:
@@ -113,6 +121,14 @@ def _flag(where: str, name: str, value: object) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's
         return bool(value)
     raise _wrong(where, f"returned {name}", value, "return True or False")
+
+
+def _count(where: str, name: str, value: object) -> int:
+    if isinstance(value, numbers.Integral) and value >= 0:  # numpy's integers, True and False too
+        return int(value)
+    if type(value).__name__ == "bool_":  # numpy's
+        return int(bool(value))
+    raise _wrong(where, f"returned {name}", value, "return a whole number of at least 0")
 
 
 def _choose() -> str:

@@ -84,7 +84,7 @@ class SearchEnvironment:
         if self._turns >= self._max_turns:
             return _end("truncated", "no answer in the last generation", valid=kind != "invalid")
         if kind == "invalid":
-            return StepResult(CORRECTION, 0.0, done=False, valid=False, searched=False)
+            return StepResult(CORRECTION, 0.0, done=False, valid=False)
         return await self._search(content)
 
     async def close(self) -> None:
@@ -99,17 +99,17 @@ class SearchEnvironment:
             async with asyncio.timeout(self._deadline):
                 documents = await self._retriever.search(query, self._topk)
         except (TimeoutError, RetrievalTimeout) as error:
-            return _end("timeout", f"retrieval: {one_line(str(error) or 'deadline passed')}", searched=True)
+            return _end("timeout", f"retrieval: {one_line(str(error) or 'deadline passed')}", tool_calls=1)
         except RetrievalError as error:
-            return _end("error", f"retrieval: {one_line(str(error))}", searched=True)
+            return _end("error", f"retrieval: {one_line(str(error))}", tool_calls=1)
         observation = render(documents, self._max_characters)
-        return StepResult(observation, 0.0, done=False, valid=True, searched=True)
+        return StepResult(observation, 0.0, done=False, valid=True, tool_calls=1)
 
 
 def _end(
-    outcome: Outcome, detail: str, *, reward: float = 0.0, valid: bool = True, searched: bool = False
+    outcome: Outcome, detail: str, *, reward: float = 0.0, valid: bool = True, tool_calls: int = 0
 ) -> StepResult:
-    return StepResult("", reward, True, valid, searched, outcome, detail)
+    return StepResult("", reward, True, valid, tool_calls, outcome, detail)
 
 
 def render(documents: Sequence[Document], max_characters: int) -> str:

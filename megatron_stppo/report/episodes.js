@@ -137,7 +137,7 @@ class Browser {
 
   episode(one) {
     const facts = {
-      run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group, searches: one.searches,
+      run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group, "tool calls": one.tool_calls,
       "valid actions": one.valid, targets: one.targets.join(" | "), detail: one.detail,
     };
     const list = el("dl", { class: "facts" });

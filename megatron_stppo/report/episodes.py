@@ -34,7 +34,7 @@ class EpisodeRow(msgspec.Struct):
     index: int | None = None
     group: int | None = None
     outcome: str = ""
-    searches: int | None = None
+    tool_calls: int | None = None
     valid_actions: int | None = None
     detail: str = ""
     targets: list[str] = []
@@ -168,7 +168,7 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], told: Told | None) -> di
         "outcome": _cut(episode.outcome),
         "reward": None if reward is None else short(reward),
         "group": episode.group,
-        "searches": episode.searches,
+        "tool_calls": episode.tool_calls,
         "valid": episode.valid_actions,
         "detail": _cut(episode.detail),
         "targets": [_cut(target) for target in episode.targets[:20]],

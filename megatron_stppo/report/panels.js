@@ -21,9 +21,9 @@ const PANELS = [
   ["Advantage variance", { "advantage/variance": "as used", "advantage/variance_before_whitening": "before whitening" }],
   ["Train/serve mismatch, nats per token", { "mismatch/mean_abs": "mean |trainer − engine|" }],
   ["Staleness, policy versions", { "rollout/staleness": "mean", "rollout/staleness_max": "largest" }],
-  ["Per episode", { "rollout/turns": "turns", "rollout/searches": "searches" }],
+  ["Per episode", { "rollout/turns": "turns", "rollout/tool_calls": "tool calls" }],
   ["Behaviour, share", {
-    "rollout/searched": "episodes that search", "rollout/valid_action_rate": "valid actions", "rollout/truncated": "episodes cut off",
+    "rollout/called_tool": "episodes with a tool call", "rollout/valid_action_rate": "valid actions", "rollout/truncated": "episodes cut off",
   }],
   ["Response, tokens", {
     "rollout/response_tokens": "mean", "rollout/response_tokens_p95": "95 %", "rollout/response_tokens_max": "largest",

@@ -38,7 +38,7 @@ PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + 
 class Answer:
     """The result of one environment call: messages (reset), a StepResult (step) or a failure.
 
-    Example: Answer(3, result=StepResult("..", 0.0, False, True, True)), or
+    Example: Answer(3, result=StepResult("..", 0.0, False, True, 1)), or
     Answer(3, failure="timeout", detail="no answer within 30 s").
     """
 

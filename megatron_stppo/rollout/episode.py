@@ -54,7 +54,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     context: list[int] = field(default_factory=list)  # prompt, turns and observations: the policy's input
     outcome: Outcome | None = None
-    searches: int = 0
+    tool_calls: int = 0
     valid_actions: int = 0
     detail: str = ""
     overlong_prompt: int = 0
@@ -99,7 +99,7 @@ class Episode:
 
     def answer(self, result: StepResult) -> None:
         """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""
-        self.searches += result.searched
+        self.tool_calls += result.tool_calls
         self.valid_actions += result.valid
         if result.done:
             self._replace_last(observation_ids=(), reward=result.reward)
@@ -126,7 +126,7 @@ class Episode:
             tuple(self.turns),
             self.outcome,
             self.group,
-            self.searches,
+            self.tool_calls,
             self.valid_actions,
             self.detail,
             self.overlong_prompt,

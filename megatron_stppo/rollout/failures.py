@@ -41,7 +41,7 @@ class FailureLimit:
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
             self._end(len(failed), len(played), "episodes failed", failed)
-        used = [t for t in played if t.searches]
+        used = [t for t in played if t.tool_calls]
         self._used += len(used)
         self._failed += sum(t.outcome in FAILED for t in used)
         if self._used < ENOUGH:
@@ -77,7 +77,7 @@ def report(played: Sequence[Trajectory]) -> list[str]:
     lines = []
     if failed:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(t.outcome for t in failed).items()))
-        with_tool, used = sum(t.searches > 0 for t in failed), sum(t.searches > 0 for t in played)
+        with_tool, used = sum(t.tool_calls > 0 for t in failed), sum(t.tool_calls > 0 for t in played)
         of_tools = f", {with_tool} of the {used} that called a tool" if with_tool else ""
         count = f"{len(failed)} of {len(played)} episodes failed ({kinds}){of_tools}"
         lines.append(f"{count}; the first: {_reason(failed[0])}")

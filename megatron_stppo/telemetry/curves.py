@@ -28,7 +28,7 @@ PANELS: tuple[tuple[str, dict[str, str]], ...] = (
             "evaluate/exact_match": "held out",
         },
     ),
-    ("behaviour", {"rollout/searched": "searched", "rollout/valid_action_rate": "valid actions"}),
+    ("behaviour", {"rollout/called_tool": "called a tool", "rollout/valid_action_rate": "valid actions"}),
     (
         "action tokens clipped, share",
         {

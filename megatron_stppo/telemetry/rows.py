@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.telemetry.renamed import renamed
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in order, without an incomplete last line."""
+    """Return the rows in order, without an incomplete last line. Old names of columns become today's."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [renamed(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def truncate(path: Path, last: int) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
+from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
 
@@ -60,7 +61,7 @@ class TrajectoryLog:
             "group": trajectory.group,
             "outcome": trajectory.outcome,
             "reward": trajectory.reward,
-            "searches": trajectory.searches,
+            "tool_calls": trajectory.tool_calls,
             "valid_actions": trajectory.valid_actions,
             "detail": trajectory.detail,
             "overlong_prompt": trajectory.overlong_prompt,
@@ -94,12 +95,12 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
     played: list[Trajectory] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+            row = renamed(json.loads(line))
             # fields that a Trajectory does not have, such as the text of an action, are ignored
             played.append(msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
-    except (ValueError, TypeError) as error:  # msgspec.ValidationError is a ValueError
+    except (ValueError, TypeError, AttributeError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(
             f"{path} line {len(played) + 1}: is no trajectory ({error}); choose another run"
         ) from None

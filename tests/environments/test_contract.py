@@ -59,6 +59,8 @@ def said(call: Any) -> str:
         (StepResult("", None, True, True, False, "ok"), "returned reward None; return a number"),  # type: ignore[arg-type]
         (StepResult("", 1.0, 1, True, False, "ok"), "returned done 1; return True or False"),  # type: ignore[arg-type]
         (StepResult("", 1.0, True, None, False, "ok"), "returned valid None; return True or False"),  # type: ignore[arg-type]
+        (StepResult("", 1.0, False, True, "1"), "returned tool_calls '1'; return a whole number"),  # type: ignore[arg-type]
+        (StepResult("", 1.0, False, True, -1), "returned tool_calls -1; return a whole number"),
         (StepResult(None, 0.0, False, True, False), "returned observation None; return a string"),  # type: ignore[arg-type]
         (StepResult(b"x", 0.0, False, True, False), "returned observation b'x'; return a string"),  # type: ignore[arg-type]
         (StepResult("a\ud800", 0.0, False, True, False), "with '\\ud800'; remove unpaired surrogates"),
@@ -108,10 +110,20 @@ def test_numbers_of_numpy_and_torch_become_pythons_own() -> None:
     given = StepResult("", np.float32(0.5), np.bool_(True), np.bool_(True), False, "ok")  # type: ignore[arg-type]
     taken = asyncio.run(contract.step(Player(result=given), "e"))
     assert taken == StepResult("", 0.5, True, True, False, "ok")
-    assert (type(taken.reward), type(taken.done)) == (float, bool)
+    assert (type(taken.reward), type(taken.done), type(taken.tool_calls)) == (float, bool, int)
     for reward in (torch.tensor(0.5), True, 2):
         given = StepResult("", reward, True, True, False, "ok")  # type: ignore[arg-type]
         assert asyncio.run(contract.step(Player(result=given), "e")).reward == float(reward)
+
+
+def test_the_old_name_of_tool_calls_is_accepted() -> None:
+    for given, calls in (
+        (StepResult("", 0.0, done=False, valid=True, searched=True), 1),
+        (StepResult("", 0.0, False, True, True), 1),
+        (StepResult("", 0.0, done=False, valid=True, searched=False), 0),
+    ):
+        taken = asyncio.run(contract.step(Player(result=given), "e"))
+        assert (taken.tool_calls, type(taken.tool_calls)) == (calls, int)
 
 
 def test_a_reward_that_is_not_finite_is_left_to_the_update_which_reports_it() -> None:

@@ -67,13 +67,13 @@ def test_a_search_is_answered_with_its_document_and_the_right_answer_scores_one(
     document = "Doc 1(Title: France) France: capital Paris, largest neighbour Spain."
     assert first.observation == f"\n\n<information>{document}</information>\n\n"
     assert (first.reward, first.done, first.outcome) == (0.0, False, None)
-    assert first.valid and first.searched
+    assert first.valid and first.tool_calls == 1
     assert (last.reward, last.done, last.outcome, last.detail) == (1.0, True, "ok", "Paris")
 
 
 def test_a_wrong_answer_scores_nothing(make):
     (last,) = play(make(), "<answer>Madrid</answer>")
-    assert (last.reward, last.done, last.outcome, last.searched) == (0.0, True, "wrong", False)
+    assert (last.reward, last.done, last.outcome, last.tool_calls) == (0.0, True, "wrong", 0)
 
 
 def test_the_answer_in_the_prompt_or_in_a_document_is_never_graded(make, tmp_path):
@@ -95,7 +95,7 @@ def test_an_invalid_action_is_corrected_and_uses_up_a_turn(make):
     first, second, last = play(
         make(), "no tag", "<search>Gabon</search>", "<answer>Paris</answer>", "unreached"
     )
-    assert "invalid" in first.observation and not first.valid and not first.done and not first.searched
+    assert "invalid" in first.observation and not first.valid and not first.done and not first.tool_calls
     assert second.valid and "Libreville" in second.observation
     assert last.reward == 1.0
 
@@ -118,7 +118,7 @@ def test_a_search_that_finds_its_tool_away_uses_up_no_turn(make):
 def test_after_max_turns_the_last_generation_cannot_search(make):
     results = play(make(), *["<search>France</search>"] * 5)
     assert len(results) == 3
-    assert [r.searched for r in results] == [True, True, False]
+    assert [r.tool_calls for r in results] == [1, 1, 0]
     assert (results[-1].done, results[-1].outcome, results[-1].reward) == (True, "truncated", 0.0)
 
 
@@ -144,7 +144,7 @@ def test_reset_starts_over(make):
 def test_a_failing_retriever_is_an_outcome_and_not_a_wrong_answer(error, outcome):
     environment = SearchEnvironment(Failing(error), max_turns=2, topk=1, deadline=0.05, max_characters=100)
     (last,) = play(environment, "<search>France</search>")
-    assert (last.done, last.outcome, last.reward, last.searched) == (True, outcome, 0.0, True)
+    assert (last.done, last.outcome, last.reward, last.tool_calls) == (True, outcome, 0.0, 1)
     assert "\x1b" not in last.detail and "\n" not in last.detail and last.detail.startswith("retrieval: ")
 
 

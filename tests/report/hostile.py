@@ -25,7 +25,7 @@ def episode(outcome: str, reward: float, *turns: dict[str, Any], **changes: Any)
     prompt = "<|im_start|>user\nWhich city?<|im_end|>\n<|im_start|>assistant\n"
     return {
         "iteration": 1, "data_source": "test", "split": "train", "index": 3, "group": 0, "outcome": outcome,
-        "reward": reward, "searches": 1, "valid_actions": 1, "detail": "", "targets": ["Paris"],
+        "reward": reward, "tool_calls": 1, "valid_actions": 1, "detail": "", "targets": ["Paris"],
         "prompt": prompt, "turns": list(turns),
     } | changes  # fmt: skip
 

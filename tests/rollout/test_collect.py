@@ -123,7 +123,7 @@ def test_outcome_and_reward_come_with_the_last_turn(seen: dict[str, Any]) -> Non
     assert finished
     for trajectory in finished:
         assert trajectory.reward == trajectory.turns[-1].reward == float(trajectory.outcome == "ok")
-        assert (trajectory.searches, trajectory.valid_actions) == (2, 3)
+        assert (trajectory.tool_calls, trajectory.valid_actions) == (2, 3)
         assert {turn.policy_version for turn in trajectory.turns} == {3}
 
 

@@ -24,7 +24,7 @@ def turn(*ids: int, reason: Reason = "stop") -> Finished:
 
 
 def seen(observation: str) -> StepResult:
-    return StepResult(observation, 0.0, done=False, valid=True, searched=True)
+    return StepResult(observation, 0.0, done=False, valid=True, tool_calls=1)
 
 
 def test_prompt_is_the_chat_template_with_the_assistants_opening(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -45,7 +45,7 @@ def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrained
     assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward sits on the turn that earned it"
     assert [t.policy_version for t in trajectory.turns] == [7, 7]
     assert (trajectory.outcome, trajectory.detail) == ("ok", "six")
-    assert (trajectory.searches, trajectory.valid_actions) == (1, 2)
+    assert (trajectory.tool_calls, trajectory.valid_actions) == (1, 2)
 
 
 def test_special_tokens_in_an_observation_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -15,10 +15,10 @@ from megatron_stppo.types import Outcome, Task, Trajectory
 
 
 def episode(
-    index: int, outcome: Outcome, searches: int = 0, detail: str = "", overlong: int = 0
+    index: int, outcome: Outcome, tool_calls: int = 0, detail: str = "", overlong: int = 0
 ) -> Trajectory:
     task = Task("test", (), ("x",), "train", index)
-    return Trajectory(task, (1,), (), outcome, searches=searches, detail=detail, overlong_prompt=overlong)
+    return Trajectory(task, (1,), (), outcome, tool_calls=tool_calls, detail=detail, overlong_prompt=overlong)
 
 
 def rollout(silent: int, failed: int, answered: int = 0) -> list[Trajectory]:

@@ -155,3 +155,12 @@ def test_the_steps_of_an_iteration_done_again_replace_the_earlier_ones(tmp_path:
         write_steps(path, iteration, [{"norm": norm} for norm in norms])
     found = [(row["iteration"], row["step"], row["norm"]) for row in read(path)]
     assert found == [(1, 1, 1.0), (1, 2, 2.0), (2, 1, 5.0), (2, 2, None)]
+
+
+def test_rows_with_old_names_are_read_and_kept_with_the_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "rollout/searches": 2.0, "evaluate/searched": 0.5}\n{"iteration": 2}\n')
+    expected = {"iteration": 1, "rollout/tool_calls": 2.0, "evaluate/called_tool": 0.5}
+    assert read(path)[0] == expected
+    Metrics(tmp_path, 0, resumed_at=1).close()
+    assert json.loads(path.read_text()) == expected

@@ -25,7 +25,7 @@ EPISODE = Trajectory(
     (Turn((4, 2), (-0.5, -0.25), (5,), 0.0, 3), Turn((5, 6), (-0.125, 0.0), (), 1.0, 3)),
     "ok",
     group=2,
-    searches=1,
+    tool_calls=1,
     valid_actions=2,
     detail="Lomé",
 )
@@ -69,6 +69,13 @@ def test_what_is_written_is_read_back_as_the_same_batch(tmp_path: Path) -> None:
     for name, value in columns(expected).items():
         assert torch.equal(value.nan_to_num(9), getattr(batch, name).nan_to_num(9)), name
     assert groups_of(again).tolist() == [2, 3]
+
+
+def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [replace(EPISODE, tool_calls=2)])
+    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    path.write_text(path.read_text().replace('"tool_calls"', '"searches"'))
+    assert read(tmp_path, 1)[0].tool_calls == 2
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])

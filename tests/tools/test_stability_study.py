@@ -326,3 +326,9 @@ def test_results_of_other_settings_are_never_replaced(tmp_path: Path) -> None:
     ledger.end(run.name, "done", 1.0)
     given = ["--root", str(tmp_path), "--only", "ppo", "--settings", "gentle", "--seeds", "0", "--plan"]
     assert stability_study.main(given) == 2
+
+
+def test_curves_that_were_collected_with_old_names_are_read_with_the_new_ones() -> None:
+    row = collect.read_parquet(stability_study.ROOT / "docs" / "study" / "curves.parquet")[0]
+    assert set(collect.METRICS) <= row.keys()
+    assert "rollout/searched" not in row

@@ -25,7 +25,7 @@ class House:
     async def step(self, action: str) -> StepResult:
         self._left, self._text = self._left - 1, self._text + action
         if self._left:
-            return StepResult(OBSERVATION, 0.0, done=False, valid=True, searched=True)
+            return StepResult(OBSERVATION, 0.0, done=False, valid=True, tool_calls=1)
         won = reward(self._text)
         return StepResult("", won, True, True, False, "ok" if won else "wrong")
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.rows import column, read
 from tools.study.judge import FINAL, THRESHOLDS, collapse_began, time_to
 from tools.study.matrix import PILOT, Run
@@ -26,7 +27,7 @@ Row = dict[str, Any]
 KEYS = ("setting", "algorithm", "seed")
 EXACT_MATCH = "evaluate/exact_match"
 METRICS = (
-    EXACT_MATCH, "rollout/exact_match", "rollout/searched", "kl/reference",
+    EXACT_MATCH, "rollout/exact_match", "rollout/called_tool", "kl/reference",
     "actor/clip_fraction", "actor/kl_to_old", "actor/gradient_norm",
     "actor/clipping_bias", "actor/correction_scale", "actor/entropy",
     "critic/explained_variance", "seconds", "seconds/update", "seconds/evaluate",
@@ -123,7 +124,7 @@ def read_csv(path: Path) -> list[Row]:
 
 def read_parquet(path: Path) -> list[Row]:
     """Return the rows. A missing number is None."""
-    return pq.read_table(path).to_pylist() if path.exists() else []
+    return [renamed(row) for row in pq.read_table(path).to_pylist()] if path.exists() else []
 
 
 def _value(name: str, text: str) -> Any:

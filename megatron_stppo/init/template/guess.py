@@ -38,12 +38,11 @@ class GuessTheDigit:
                 reward=reward(right, self._turns),
                 done=True,
                 valid=valid,
-                searched=False,
                 outcome="ok" if right else "wrong",
                 detail=action[-1:],
             )
         hint = "a digit?" if not valid else "higher" if int(action[-1]) < self._digit else "lower"
-        return StepResult(f" {hint} ", 0.0, done=False, valid=valid, searched=False)
+        return StepResult(f" {hint} ", 0.0, done=False, valid=valid)
 
     async def close(self) -> None: ...
 
