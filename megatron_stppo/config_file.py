@@ -69,7 +69,7 @@ class _Plain(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                what = f"{_short(key.value)} is there twice, remove one"
+                what = f"{_short(key.value)} appears twice, remove one"
                 raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -120,7 +120,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     observer.close()
     worker.close()
     if leave:
-        raise Requeue(f"step_{done} of {run.iterations} is checkpointed, to be resumed: {notice.reason}")
+        raise Requeue(f"step_{done} of {run.iterations} is checkpointed and can be resumed: {notice.reason}")
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _leaving(
         observer.close()
         worker.close()
         of = worker.config.run.iterations
-        raise Requeue(f"step_{done} of {of} is checkpointed, to be resumed: {away}") from None
+        raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {away}") from None
 
 
 def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
@@ -172,5 +172,5 @@ def _check(worker: Worker, row: dict[str, Any]) -> None:
     if difference > limit:  # NaN passes: the update has skipped and counted it
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
-            "the engine does not serve the trainer's weights, or in another precision"
+            "the engine uses other weights or another precision than the trainer"
         )

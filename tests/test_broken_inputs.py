@@ -132,7 +132,10 @@ def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(root: P
         (lambda m: (m / "config.json").write_bytes(b'{"a": "\xe9"}'), "config.json is not JSON in UTF-8"),
         (lambda m: (m / "config.json").write_text("[]"), "config.json holds list, not an object"),
         (lambda m: edit(m, num_hidden_layers=None), "config.json's num_hidden_layers is missing"),
-        (lambda m: edit(m, hidden_size="64"), "config.json's hidden_size is '64', not a whole number from 1"),
+        (
+            lambda m: edit(m, hidden_size="64"),
+            "config.json's hidden_size is '64', not a whole number above 0",
+        ),
         (
             lambda m: edit(m, num_attention_heads=0),
             "config.json's num_attention_heads is 0, not a whole number",
@@ -196,7 +199,7 @@ def test_tasks_that_cannot_be_read_are_named_by_their_row(
     [
         (b"\xff\xfe\x00\x80", "row 1: is not UTF-8 (byte 0xff at position 1)"),
         (LATIN, "row 1: is not UTF-8 (byte 0xe9 at position 27)"),
-        (b'{"id": 1}\n', "row 1: has no id, or no contents that are text; give both"),
+        (b'{"id": 1}\n', "row 1: id is missing, or contents are not text; give both"),
         (b'{"id": 1, "contents": "..."}\n', "holds no document; give rows with an id and non-empty contents"),
     ],
 )
@@ -228,7 +231,7 @@ def test_a_missing_index_names_the_command_that_writes_one(root: Path, said: Sai
     [
         ("run:\n  name: a\n iterations: 3\n", "line 3, column 2: expected <block end>, but found"),
         ("run:\n\tname: a\n", "line 2, column 1: found character '\\t' that cannot start any token"),
-        ("run:\n  name: a\n  name: b\n", "line 3, column 3: name is there twice, remove one"),
+        ("run:\n  name: a\n  name: b\n", "line 3, column 3: name appears twice, remove one"),
         ("run: &a {}\nupdate: *a\n", "line 2, column 9: alias *a, write its value out"),
     ],
 )
@@ -257,8 +260,8 @@ def test_the_retrievers_address_is_announced_only_when_it_listens(root: Path, sa
         port = taken.getsockname()[1]
         message = said("serve-retriever", root / "index", "--port", port)
     assert message == (
-        f"--host=127.0.0.1 --port={port}: cannot listen there (Address already in use); give another --port, "
-        "or a --host of this machine"
+        f"--host=127.0.0.1 --port={port}: cannot listen on this address (Address already in use); give "
+        "another --port, or a --host of this machine"
     )
 
 

@@ -129,7 +129,7 @@ def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], 
         ("{}\n", "model: missing"),
         (
             "update: {epochs: 5}\nupdate: {minibatches: 4}\n",
-            r"\(line 2, column 1: update is there twice, remove one\)",
+            r"\(line 2, column 1: update appears twice, remove one\)",
         ),
     ],
 )

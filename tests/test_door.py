@@ -186,6 +186,6 @@ def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank_on
         for rank, local in (("0", "0"), ("1", "1"), ("2", "0"))
     )
     assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
-    assert first.stderr.startswith("megatron-stppo: SLURM_JOB_NODELIST: not set, or empty, beside other")
+    assert first.stderr.startswith("megatron-stppo: SLURM_JOB_NODELIST: not set or empty, but other")
     assert len(first.stderr.splitlines()) == 1
     assert third.stderr == first.stderr.replace("stppo: ", "stppo: rank 2: ")

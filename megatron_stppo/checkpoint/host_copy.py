@@ -100,7 +100,7 @@ class HostCopy:
 
         Return the names of the files written, which may not be on disk yet.
         """
-        assert self._metadata is not None, "only rank 0 knows the whole plan"
+        assert self._metadata is not None, "only rank 0 holds the whole plan"
         results = [
             WriteResult(
                 MetadataIndex(w.tensor, None if w.at is None else torch.Size(w.at), w.index),

@@ -125,7 +125,9 @@ class Saver:
         """Wait for the save in progress. Raises CheckpointError if it failed, and what check() raises."""
         self._settle()
         if self._failures:
-            raise CheckpointError(f"the last checkpoint is not saved; {self._folder} has those before it")
+            raise CheckpointError(
+                f"the last checkpoint could not be saved; {self._folder} holds the earlier ones"
+            )
 
     def _take(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> Save:
         folder, run = self._folder, self._run
@@ -156,7 +158,7 @@ class Saver:
         if save is None:
             return
         if save.broken is not None:
-            raise RuntimeError(f"{save.scratch}: the writer broke") from save.broken
+            raise RuntimeError(f"{save.scratch}: the checkpoint writer failed") from save.broken
         if not save.refused:
             self._failures, self._last = 0, save.manifest.step
             return
@@ -184,7 +186,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
         _check_layers(path, state, trainer.chunks)
         _check_experts(path, state, trainer)
         if role not in state["trainers"]:
-            raise ConfigError(f"{path}: holds no {role}; its run had none, start a new run")
+            raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
         loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
         _fill(trainer.chunks, loaded["model"])
         trainer.restore(loaded["optimizer"], *state["trainers"][role])
@@ -200,7 +202,7 @@ def load_weights(
     """
     path = _agree(folder, step)
     if path is None:
-        raise CheckpointError(f"{folder}: holds no checkpoint; train first, or leave the checkpoint out")
+        raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
     state = steps.read_state(path)
     _check_layers(path, state, model)
     loaded = dist_checkpointing.load({"model": _sharded(model)}, str(path / role))
@@ -230,7 +232,7 @@ def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Mo
     if state["layers"] != layers_of(model):
         raise ConfigError(
             f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
-            f"model.layers={state['layers']}, or go over a Hugging Face folder with `convert to-hf`"
+            f"model.layers={state['layers']}, or convert it to a Hugging Face folder with `convert to-hf`"
         )
 
 
@@ -246,8 +248,8 @@ def _check_experts(path: Path, state: dict[str, Any], trainer: Trainer) -> None:
     if (written > 1) != (here > 1) and not trainer.settings.distributed:
         raise ConfigError(
             f"{path}: was written with parallel.expert={written}, whose optimizer state does not fit "
-            f"parallel.expert={here} with update's distributed=false; set parallel.expert={written}, or go "
-            "over a Hugging Face folder with `convert to-hf`"
+            f"parallel.expert={here} with update's distributed=false; set parallel.expert={written}, or "
+            "convert it to a Hugging Face folder with `convert to-hf`"
         )
 
 
@@ -256,7 +258,7 @@ def step_of(text: str) -> int | None:
     if text == "latest":
         return None
     if not steps.STEP.fullmatch(text):
-        raise ConfigError(f"checkpoint={text!r}: give step_N, as the folder is called, or latest")
+        raise ConfigError(f"checkpoint={text!r}: give the name of a folder, step_N, or latest")
     return steps.number(text)
 
 
@@ -292,7 +294,7 @@ def _candidates(folder: Path, step: int | None) -> list[int]:
     try:
         named = steps.latest(folder)
     except Damaged as error:
-        log.warning("%s %s; the newest step is taken", folder / steps.LATEST, error)
+        log.warning("%s %s; the newest step is used", folder / steps.LATEST, error)
         return there
     return [named, *(n for n in there if n != named)]
 

@@ -120,7 +120,7 @@ def latest(folder: Path) -> int:
     except (OSError, ValueError) as error:
         raise Damaged(f"cannot be read ({_reason(error)})") from None
     if match is None or not (folder / match[0]).is_dir():
-        raise Damaged("names no step that is there")
+        raise Damaged("names a step that does not exist")
     return int(match[1])
 
 
@@ -133,7 +133,7 @@ def inspect(path: Path) -> dict[str, File]:
         manifest = msgspec.json.decode(_read(path / MANIFEST, MOST_BYTES), type=Manifest)
         there = _files(path) - {MANIFEST}
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"manifest unreadable ({_reason(error)})") from None
+        raise Damaged(f"the manifest cannot be read ({_reason(error)})") from None
     if f"step_{manifest.step}" != path.name:
         raise Damaged(f"the manifest is that of step {manifest.step}")
     if STATE not in manifest.files:

@@ -96,8 +96,9 @@ async def _check(
         beside = await player.beside(player.make(make), player.make(make), task, tasks[-1], action)
         if alone is not None and beside is not None and repr(alone) != repr(beside):  # NaN equals nothing
             found.add(
-                f"{type(first).__name__}: the same task, seed and actions gave another result beside a "
-                "second episode; keep all state in the object, and draw random numbers from `seed`"
+                f"{type(first).__name__}: the same task, seed and actions gave a different result "
+                "while a second episode was running; keep all state in the object, and draw random numbers "
+                "from `seed`"
             )
 
 
@@ -146,8 +147,9 @@ class _Player:
                 break
         else:
             self._found.add(
-                f"{type(environment).__name__}.step(): not done after {most} turns, environment.max_turns="
-                f"{self._section.max_turns} and one to answer; return done=True with an outcome by then"
+                f"{type(environment).__name__}.step(): not done after {most} turns (environment.max_turns="
+                f"{self._section.max_turns} plus one for the answer); return done=True with an outcome by "
+                "then"
             )
         await self._call(environment, "close", contract.close(environment))
         return None if None in answers else tuple(answers)

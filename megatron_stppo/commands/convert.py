@@ -101,7 +101,7 @@ def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[s
 
 def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
-        raise ConfigError(f"output={folder}: exists; name a new folder, or remove it")
+        raise ConfigError(f"output={folder}: already exists; name a new folder, or remove it")
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)
     for path in sorted(template.iterdir()):

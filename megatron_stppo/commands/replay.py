@@ -99,7 +99,7 @@ def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     """Load the checkpoint `start` into the models, and return the loop's state in it."""
     state = saving.load(run / "checkpoints", learner.trainers, saving.step_of(start))
     if state is None:
-        raise ConfigError(f"--start={start}: {run} holds no checkpoint; leave it out")
+        raise ConfigError(f"--start={start}: {run} holds no checkpoint; omit --start")
     return state
 
 
@@ -120,8 +120,8 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
     ):
         if needed and getattr(batch, column) is None:
             raise ConfigError(
-                f"--from={run}: the batch of iteration {iteration} has no {column}; set algorithm: as that "
-                "run had it, or replay its rollouts"
+                f"--from={run}: the batch of iteration {iteration} has no {column}; set the section "
+                "algorithm as in that run, or replay its rollouts"
             )
     return batch, group_N, {}
 
@@ -131,8 +131,8 @@ def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
     largest = int(batch.tokens_P.max())
     if largest >= learner.shape.vocab:
         raise ConfigError(
-            f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, {run} holds token "
-            f"{largest} in iteration {iteration}; give the model of that run"
+            f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, but {run} contains "
+            f"token {largest} in iteration {iteration}; give the model of that run"
         )
 
 

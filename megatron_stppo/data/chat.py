@@ -69,8 +69,8 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
-            f"model.path: its chat template refuses messages of the roles {roles} ({error}); change the "
-            "prompt, or the template"
+            f"model.path: its chat template rejects messages with the roles {roles} ({error}); change "
+            "the prompt or the template"
         ) from None
     return text
 

@@ -28,7 +28,7 @@ def read(path: Path) -> tuple[Task, ...]:
     remedy."""
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in readers:
-        raise ConfigError(f"data={path}: {path.suffix or 'no'} suffix is not read; give .jsonl or .parquet")
+        raise ConfigError(f"data={path}: has {path.suffix or 'no'} suffix; give a .jsonl or .parquet file")
     try:
         tasks = tuple(
             _task(row, where, index) for index, (where, row) in enumerate(readers[path.suffix](path))
@@ -175,7 +175,7 @@ class TaskCursor:
         for name, now in (("seed", self._seed), ("tasks", len(self._tasks))):
             if state[name] != now:
                 raise ConfigError(
-                    f"task cursor: {name}={now} now, {state[name]} in the checkpoint; "
+                    f"task cursor: {name} is {now} now and {state[name]} in the checkpoint; "
                     "resume with the same data.train and run.seed, or start a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]

@@ -78,9 +78,9 @@ def _module(kind: str) -> str:
     module = kind.partition(":")[0]
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"environment.kind={kind}: {module!r} is no module's name; {REMEDY}")
+        raise ConfigError(f"environment.kind={kind}: {module!r} is not a module name; {REMEDY}")
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         path = Path(folder, *parts)
         if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
             return module
-    raise ConfigError(f"environment.kind={kind}: no such module in a folder of PYTHONPATH; {REMEDY}")
+    raise ConfigError(f"environment.kind={kind}: no folder of PYTHONPATH has this module; {REMEDY}")

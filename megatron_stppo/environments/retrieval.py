@@ -78,7 +78,7 @@ def read_corpus(path: Path) -> Iterator[dict[str, str]]:
     """
     for where, row in jsonl.rows(path, "corpus"):
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
-            raise ConfigError(f"{where}: has no id, or no contents that are text; give both")
+            raise ConfigError(f"{where}: id is missing, or contents are not text; give both")
         yield row
 
 

@@ -72,8 +72,8 @@ def serve(index: Path, host: str, port: int, token: str | None, announce: Callab
         # gaierror (a name that cannot be resolved) has error numbers that os.strerror does not have
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(
-            f"--host={host} --port={port}: cannot listen there ({reason}); give another --port, or a --host "
-            "of this machine"
+            f"--host={host} --port={port}: cannot listen on this address ({reason}); give another --port, or "
+            "a --host of this machine"
         ) from None
     announce()
     with listener, suppress(KeyboardInterrupt):

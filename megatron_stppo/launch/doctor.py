@@ -170,14 +170,14 @@ def _known_bad() -> list[Finding]:
         remark = "an empty meta package that fails on import; pip install transformer-engine-torch and -cu13"
         found.append(Finding("transformer-engine", version("transformer-engine") or "", "broken", remark))
     if vision and vision.partition("+")[2] != torch.partition("+")[2]:
-        remark = f"not the build of torch {torch}: breaks `import transformers`; pip uninstall torchvision"
+        remark = f"not built for torch {torch}, so `import transformers` fails; pip uninstall torchvision"
         found.append(Finding("torchvision", vision, "broken", remark))
     return found
 
 
 def _devices() -> list[Finding]:
     if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
-        return [Finding("nvidia-ml-py", "missing", "optional", "without it nothing is known about GPUs")]
+        return [Finding("nvidia-ml-py", "missing", "optional", "without it GPUs are not examined")]
     pynvml = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()

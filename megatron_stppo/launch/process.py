@@ -136,10 +136,10 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     parts = [
         f"{mesh.world} ranks ({shared})" if shared else "1 rank",
-        f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, torch.cuda answers for the CPU",
+        f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, the CPU in place of torch.cuda",
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",
-        f"ops of {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
+        f"ops in {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
     ]
     return "; ".join(parts)
@@ -164,7 +164,7 @@ def dtype(config: Config) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if torch.cuda.is_available() else "float32"
     if name == "float32" and torch.cuda.is_available():
-        raise ConfigError("model.dtype=float32: packed attention on CUDA takes bfloat16; choose auto")
+        raise ConfigError("model.dtype=float32: packed attention on CUDA needs bfloat16; choose auto")
     return getattr(torch, name)
 
 
@@ -184,8 +184,9 @@ def _device() -> int:
     ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if ranks > seen:  # raised on every rank of the node; the first one prints it
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start no more ranks on a node "
-            "than that, and let every rank see all of them (srun without --gpus-per-task and --gpu-bind)"
+            f"LOCAL_WORLD_SIZE={ranks}, but this process sees {seen} GPUs; start at most one "
+            "rank per GPU, and make all GPUs visible to every rank (srun without --gpus-per-task and "
+            "--gpu-bind)"
         )
     return local
 

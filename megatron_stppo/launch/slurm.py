@@ -41,8 +41,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     rank, local, world = (_number(environment, f"SLURM_{x}") for x in ("PROCID", "LOCALID", "NTASKS"))
     if not local <= rank < world:
         raise ConfigError(
-            f"SLURM_PROCID={rank} with SLURM_LOCALID={local} and SLURM_NTASKS={world}: no rank is like that; "
-            "unset them, or start with srun"
+            f"SLURM_PROCID={rank} with SLURM_LOCALID={local} and SLURM_NTASKS={world}: no rank has these "
+            "numbers; unset them, or start with srun"
         )
     job, nodes = _number(environment, "SLURM_JOB_ID"), "SLURM_STEP_NODELIST"
     nodes = nodes if nodes in environment else "SLURM_JOB_NODELIST"
@@ -59,7 +59,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if environment.get(name, found[name]) != found[name]:
             raise ConfigError(
-                f"{name}={environment[name]}, but srun says {found[name]}; unset {name}, which torchrun sets "
+                f"{name}={environment[name]}, but srun sets {found[name]}; unset {name}, which torchrun sets "
                 "together with RANK"
             )
     return found
@@ -75,7 +75,7 @@ def first_host(name: str, nodes: str) -> str:
     first = re.match(r"(?:[^][,]|\[[^][]+\])+(?=,|$)", nodes)
     host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else ""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
-        raise ConfigError(f"{name}={nodes}: is no list of hosts; set MASTER_ADDR to the first rank's host")
+        raise ConfigError(f"{name}={nodes}: is not a list of hosts; set MASTER_ADDR to the first rank's host")
     return host
 
 
@@ -118,11 +118,13 @@ def _check_torchrun(environment: Mapping[str, str]) -> None:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = _given(environment, name)
     if not re.fullmatch(r"[0-9]{1,10}", text):
-        raise ConfigError(f"{name}={text}: is no whole number; unset it, or start with srun or torchrun")
+        raise ConfigError(f"{name}={text}: is not a whole number; unset it, or start with srun or torchrun")
     return int(text)
 
 
 def _given(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
-        raise ConfigError(f"{name}: not set, or empty, beside other variables of a launcher; start with srun")
+        raise ConfigError(
+            f"{name}: not set or empty, but other variables of a launcher are set; start with srun"
+        )
     return environment[name]

@@ -118,11 +118,11 @@ def _weights_apart(measured: Measured, first: Measured) -> dict[str, float]:
 
 
 def _show(rows: list[dict[str, Any]], limit: Tolerance, console: Console) -> None:
-    table = Table(title="The same step, computed in other ways", title_justify="left")
+    table = Table(title="The same step under other layouts", title_justify="left")
     for title in ("layout, tokens per microbatch", "objective", "gradient", "critic loss", "gradient"):
         table.add_column(title, justify="left" if "," in title else "right")
     for title in ("log-prob", "numbers", "weights"):
-        table.add_column(f"apart:\n{title}", justify="right")
+        table.add_column(f"difference:\n{title}", justify="right")
     table.add_column("verdict")
     for row in rows:
         numbers, apart = row["numbers"], row["apart"]
@@ -139,4 +139,4 @@ def _show(rows: list[dict[str, Any]], limit: Tolerance, console: Console) -> Non
     allowed = (
         f"log-probs {limit.logprob:g} nats, numbers {limit.number:g} relative, weights {limit.weights:g}"
     )
-    console.print(f"{len(rows)} cases, {broken} differ. Allowed: {allowed} of a tensor's change.")
+    console.print(f"{len(rows)} cases, {broken} differ. Allowed: {allowed} of the change of a tensor.")

@@ -174,7 +174,7 @@ class _LinearLoss(torch.autograd.Function):
         gradient: _Gradient | None = ctx.gradient
         if gradient is None:
             raise RuntimeError(
-                "linear_loss: the first backward scaled the gradient in place; there is no second"
+                "linear_loss: the first backward scaled the gradient in place; run it once only"
             )
         ctx.gradient = None
         of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight.mul_(cotangent)
@@ -250,13 +250,15 @@ def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[
 
 def _even_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
     if chunk < 1:
-        raise ValueError(f"chunk={chunk} rows hold nothing; choose 1 or more, 4096 for speed")
+        raise ValueError(f"chunk={chunk} is the number of rows at a time; choose 1 or more, 4096 for speed")
     return [(a, min(a + chunk, rows)) for a in range(0, max(rows, 1), chunk)]
 
 
 def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
     if not chunks or chunks[0][0] != 0 or chunks[-1][1] != rows or any(a > b for a, b in chunks):
-        raise ValueError(f"bounds of the chunks {chunks[:4]}.. must rise from 0 to the {rows} rows of hidden")
+        raise ValueError(
+            f"bounds of the chunks {chunks[:4]}... must rise from 0 to the {rows} rows of hidden"
+        )
 
 
 def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:

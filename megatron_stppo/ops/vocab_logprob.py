@@ -118,7 +118,7 @@ class _VocabLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
-            raise RuntimeError("overwrite=True: the first backward wrote over the logits; there is no second")
+            raise RuntimeError("overwrite=True: the first backward overwrote the logits; run it once only")
         ctx.overwritten = ctx.overwrite
         logits, merged = ctx.saved_tensors
         out = logits if ctx.overwrite else torch.empty_like(logits)

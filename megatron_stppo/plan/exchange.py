@@ -134,14 +134,14 @@ def _once(copies: Iterator[RowCopy], targets: Mapping[int, Spans]) -> Iterator[R
         while at < local + size:
             copy = next(copies, None)
             if copy is None or (copy.target_rank, copy.target, copy.target_offset) != (rank, name, at):
-                raise PlanError(f"row {at} of {name} on rank {rank} is not written in its turn by {copy}")
+                raise PlanError(f"the next copy is {copy}, not that of row {at} of {name} on rank {rank}")
             at += copy.size
             yield copy
         if at > local + size:
             raise PlanError(f"{name} on rank {rank}: rows {local + size}..{at - 1} belong to another span")
     extra = next(copies, None)
     if extra is not None:
-        raise PlanError(f"{extra} writes rows that were written before")
+        raise PlanError(f"{extra} writes rows that were already written")
 
 
 def shard_bytes(spans: Spans, widths: Mapping[str, int], size: int) -> int:

@@ -40,7 +40,7 @@ H100 = Gpu(
     sources=(
         "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
         "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
-        "8 of 79.1 GiB for what is no tensor: megatron's communicators on 8 H100 hold 7 GB per rank, with "
-        "experts 9.5 (verl's pull request 6408); CUDA, a sleeping engine's graphs, fragmentation",
+        "8 of 79.1 GiB for memory outside tensors: megatron's communicators on 8 H100 hold 7 GB per rank, "
+        "with experts 9.5 (verl's pull request 6408); CUDA, a sleeping engine's graphs, fragmentation",
     ),
 )

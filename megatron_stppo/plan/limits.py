@@ -29,9 +29,9 @@ def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
         least = (engine.weights + engine.working + needed) / gpu.memory
         remedy = f"at least {_up(least)}, or a " if least < 0.95 else "a "
         yield (
-            f"rollout.gpu_memory_utilization={share}: {_gib(share * gpu.memory)} of a GPU hold "
-            f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and no keys and values "
-            f"of rollout.max_context={config.max_context} tokens ({_gib(needed)}); choose {remedy}larger "
+            f"rollout.gpu_memory_utilization={share}: {_gib(share * gpu.memory)} of a GPU must hold "
+            f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and {_gib(needed)} for "
+            f"the keys and values of rollout.max_context={config.max_context} tokens; choose {remedy}larger "
             f"rollout.engine_tensor than {config.engine_tensor}"
         )
 
@@ -45,10 +45,10 @@ def _phases(
         fullest = max(stages, key=lambda one: one.totals(engine, staging, offload)[phase])
         taken = fullest.totals(engine, staging, offload)[phase]
         if taken > gpu.usable:
-            where = f" of stage {fullest.stage}" if layout.pipeline > 1 else ""
+            where = f" of pipeline stage {fullest.stage}" if layout.pipeline > 1 else ""
             yield (
-                f"{_remedy(config, layout, phase, fullest, engine, gpu)} ({phase} takes {_gib(taken)} on a "
-                f"GPU{where}, and {_gib(gpu.usable)} are there)"
+                f"{_remedy(config, layout, phase, fullest, engine, gpu)} ({phase} needs {_gib(taken)} on a "
+                f"GPU{where}, which has {_gib(gpu.usable)})"
             )
 
 
@@ -62,31 +62,32 @@ def _remedy(
     if serves and update.offload != "all":
         better = "optimizer or all" if update.offload == "none" else "all"
         return (
-            f"update.offload={update.offload}: {_gib(held)} of the trainer stay; choose {better}, or lower "
+            f"update.offload={update.offload}: the trainer keeps {_gib(held)}; choose {better}, or lower "
             f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}"
         )
     if held + (engine.weights if serves else 0) > 0.9 * gpu.usable:
         return (
-            f"parallel.pipeline={parallel.pipeline}: models, gradients and optimizers alone hold "
-            f"{_gib(held)}; raise it or parallel.tensor={parallel.tensor}, or the {layout.world} GPUs"
+            f"parallel.pipeline={parallel.pipeline}: models, gradients and optimizers alone take "
+            f"{_gib(held)}; raise it, parallel.tensor={parallel.tensor}, or the number of GPUs "
+            f"({layout.world})"
         )
     if serves:
         share, most = config.rollout.gpu_memory_utilization, (gpu.usable - held) / gpu.memory
         return (
-            f"rollout.gpu_memory_utilization={share}: lower it to {most - 0.005:.2f}, beside {_gib(held)} of "
-            "the trainer"
+            f"rollout.gpu_memory_utilization={share}: lower it to {most - 0.005:.2f}; the trainer "
+            f"keeps {_gib(held)}"
         )
     if config.model.recompute != "full" and phase == "update":
         return f"model.recompute={config.model.recompute}: choose full"
     budget, longest = update.tokens_per_microbatch * layout.context, config.max_context
     if budget > longest:
         return (
-            f"update.tokens_per_microbatch={update.tokens_per_microbatch}: lower it, to "
-            f"{-(-longest // layout.context)} at least, a trajectory's share"
+            f"update.tokens_per_microbatch={update.tokens_per_microbatch}: lower it, but not below "
+            f"{-(-longest // layout.context)}, the share of one trajectory"
         )
     if stage.logits > 0.2 * gpu.usable:
         return f"update.logit_rows={update.logit_rows}: lower it; a chunk takes {_gib(stage.logits)}"
-    return f"parallel.context={parallel.context}: raise it, so that a trajectory is shared by more ranks"
+    return f"parallel.context={parallel.context}: raise it to split a trajectory over more ranks"
 
 
 def _gib(size: float) -> str:

@@ -53,7 +53,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_opening(plan), soft_wrap=True)
     fullest = max(plan.stages, key=lambda one: max(one.totals(*plan.beside).values()))
     of = f", stage {fullest.stage}" if plan.layout.pipeline > 1 else ""
-    console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are there")
+    console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are available")
     console.print(_memory(plan, fullest))
     if plan.layout.pipeline > 1:
         console.print("GiB per GPU by pipeline stage")
@@ -71,7 +71,7 @@ def _opening(plan: Plan) -> str:
         f"{plan.shape.family}, {plan.shape.layers} layers, hidden {plan.shape.hidden}, on {at.world} "
         f"{plan.gpu.name}: {mesh}; engines of {c.engine_tensor}\n"
         f"{plan.dtype}, {plan.layers} layers, recompute {c.model.recompute}; {plan.microbatch_tokens} tokens "
-        f"in a microbatch, {plan.work.microbatches} microbatches a step"
+        f"in a microbatch, {plan.work.microbatches} microbatches per step"
     )
 
 
@@ -112,20 +112,22 @@ def _lines(plan: Plan) -> list[str]:
     moves, times, engine, gpu = plan.exchange, plan.bounds, plan.engine, plan.gpu
     last = plan.stages[-1]
     lines = [
-        f"logits: one chunk takes {_gib(last.logits)} GiB of what is at work on the last stage",
-        f"engine: {engine.cached_tokens} tokens of keys and values, "
+        f"logits: one chunk takes {_gib(last.logits)} GiB of the last stage's working memory",
+        f"engine: keys and values of {engine.cached_tokens} tokens, "
         f"{engine.cached_tokens // plan.work.longest} trajectories of {plan.work.longest} at once",
         f"reshard: {moves.copies} copies, every row once; {moves.moved / 1e9:.1f} GB between GPUs "
-        f"({moves.ratio:.2f} of the least), {moves.between_nodes / 1e9:.1f} GB between nodes, "
-        f"{moves.at_home / 1e9:.1f} GB stay",
-        f"at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} s, "
-        f"reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
-        f"{times.tokens} tokens an iteration",
+        f"({moves.ratio:.2f} of the minimum), {moves.between_nodes / 1e9:.1f} GB between nodes, "
+        f"{moves.at_home / 1e9:.1f} GB stay on their GPU",
+        f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
+        f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
+        f"{times.tokens} tokens per iteration",
         *(f"assumed: {source}" for source in gpu.sources),
-        "estimated, not built: the engine's memory at work",
+        "estimated instead of measured: the engine's working memory",
     ]
     if plan.config.model.layers == "auto":
-        lines.append("planned: local layers; model.layers=auto takes TransformerEngine's where there are any")
+        lines.append(
+            "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
+        )
     return [*lines, "fits" if not plan.broken else "does not fit"]
 
 

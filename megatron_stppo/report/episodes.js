@@ -164,7 +164,7 @@ class Browser {
     }
     const head = el("h4", {}, `Turn ${number}`);
     if (turn.clipped > 0) head.append(el("span", { class: "badge" }, `clipped: ${turn.clipped} of ${turn.tokens} tokens`));
-    if (turn.tokens === undefined) head.append(el("span", { class: "hint" }, "the update told nothing of it"));
+    if (turn.tokens === undefined) head.append(el("span", { class: "hint" }, "the update recorded nothing for this turn"));
     else if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "no ratio: without loss, or not a number"));
     const text = write(el("div", { class: "text" }), turn.action, this.searched);
     return this.coloured(el("section", { class: "turn" }, head, el("div", { class: "beside" }, text, numbers)), turn);

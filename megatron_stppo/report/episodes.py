@@ -63,7 +63,7 @@ def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, An
         shown += found
         counts[iteration] = len(found), more
     if shown and not any("tokens" in turn for episode in shown for turn in episode["turns"]):
-        notes.append("the updates told nothing of these turns: no ratios, no advantages")
+        notes.append("the updates recorded no ratios and no advantages of these turns")
     return {"episodes": shown, "left_out": left_out(counts)}
 
 

@@ -45,8 +45,8 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
     columns = {name: points for name, points in columns.items() if any(v is not None for v in points[1])}
     if any(len(iterations) > POINTS for iterations, _ in columns.values()):
         notes.append(
-            f"metrics.jsonl has {len(rows)} rows: curves are drawn from the lowest and highest points of "
-            f"{POINTS // 2} stretches"
+            f"metrics.jsonl has {len(rows)} rows: a curve shows the lowest and the highest point of each of "
+            f"{POINTS // 2} intervals"
         )
     return {
         "columns": {name: thin(*points) for name, points in columns.items()},
@@ -148,7 +148,7 @@ def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
         ("actor/clip_fraction", "share of tokens clipped, mean", statistics.fmean),
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
         ("seconds", "seconds per iteration, median", statistics.median),
-        ("seconds", "seconds in all", sum),
+        ("seconds", "seconds in total", sum),
     ):
         numbers = [value for value in columns.get(name, ([], []))[1] if value is not None]
         found[label] = short(of(numbers)) if numbers else None

@@ -192,7 +192,7 @@ class Resharder:
         odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
         if odd:
             raise ReshardError(
-                f"ranks {odd} planned another reshard than rank 0; give all ranks the same layouts"
+                f"ranks {odd} planned a different reshard from rank 0; give all ranks the same layouts"
             )
         return {
             (rank, name): getattr(torch, dtype)
@@ -228,7 +228,7 @@ def mismatch(
     """
     odd = sorted(set(spans) - set(tensors)) + (sorted(set(tensors) - set(spans)) if all_named else [])
     if odd:
-        return f"{side} tensors and layout name different things: {odd[:4]}."
+        return f"{side} tensors and layout have different names: {odd[:4]}."
     for name, tensor_spans in spans.items():
         shape, last = tuple(tensors[name].shape), tensor_spans[-1]
         rows = last.local + last.size

@@ -127,7 +127,7 @@ class Watchdog:
 
     def _expire(self, phase: str, seconds: float) -> None:
         """Report which rank is late, and end the process with exit code 1."""
-        said = f"rank {self._rank}: phase {phase} passed its deadline of {seconds:g} s (deadlines.{phase})"
+        said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         print(f"megatron-stppo: {said}", file=sys.stderr, flush=True)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
         first = self._beats()
@@ -165,8 +165,8 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     behind = [rank for rank, beat in alive.items() if beat.entered < last]
     busy = [rank for rank, beat in alive.items() if not beat.waits]
     if silent or never:
-        parts = [f"rank {rank} is silent since phase {seen[rank].phase}" for rank in silent]
-        parts += [f"rank {rank} never gave a sign of life" for rank in never]
+        parts = [f"rank {rank} has been silent since phase {seen[rank].phase}" for rank in silent]
+        parts += [f"rank {rank} never wrote a heartbeat" for rank in never]
     elif behind:
         parts = [f"rank {rank} is still in phase {alive[rank].phase}" for rank in behind]
     elif not busy:

@@ -81,8 +81,8 @@ class UpdateGuard:
             often = f", {self._held} iterations in a row" if self._held > 1 else ""
             self._warn(
                 iteration,
-                f"rewards do not vary: they teach the actor nothing, and it is not updated{often}; look at "
-                "episodes and reward, or take more or other tasks",
+                f"rewards do not vary, so the actor is not updated{often}; look at the episodes and their "
+                "rewards, or use more or other tasks",
             )
 
     def _spend_budget(self, where: list[str]) -> None:
@@ -110,7 +110,7 @@ class UpdateGuard:
         for role, trainer in self._trainers.items():
             trainer.skipped = skipped[role]  # a rollback does not refill the budget
         self._taken = newest
-        self._warn(iteration, f"rolled back to step_{state['iteration']}, on with the tasks that follow")
+        self._warn(iteration, f"rolled back to step_{state['iteration']}, continuing with the next tasks")
         return {"fault/rolled_back_to": float(state["iteration"])}
 
     def _warn(self, iteration: int, text: str) -> None:

@@ -55,7 +55,7 @@ class PreemptionNotice:
             self.reason = self.reason or f"{END} is near"
         leave = agree(bool(self.reason))
         if leave:
-            self.reason = self.reason or "another rank was given notice"
+            self.reason = self.reason or "another rank received notice"
             for number in SIGNALS:
                 if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_DFL:
                     signal.signal(number, signal.SIG_IGN)
@@ -69,8 +69,9 @@ class PreemptionNotice:
         if number in OF_A_TERMINAL:
             _drop_dead_outputs()
         if os.environ.get("RANK", "0") == "0":
-            then = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
-            text = f"megatron-stppo: {self.reason}: checkpoints after this iteration and ends{then}\n"
+            then = "; a second Ctrl-C ends the run at once" if number == signal.SIGINT else ""
+            text = f"{self.reason}: writing a checkpoint after this iteration, then ending{then}"
+            text = f"megatron-stppo: {text}\n"
             os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
 
 
@@ -97,5 +98,5 @@ def _end_of_allocation() -> float | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]+", text):
-        raise ConfigError(f"{END}={text}: is no time in seconds since 1970; unset it")
+        raise ConfigError(f"{END}={text}: is not a time in seconds since 1970; unset it")
     return float(text)

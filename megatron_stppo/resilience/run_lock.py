@@ -83,7 +83,7 @@ def take(config: Config) -> None:
             raise ConfigError(_in_use(config, holder))
         if waited < LOOK:
             who = f"process {holder.process} on {holder.host}"
-            text = f"{folder} names {who} as its user; waits up to {LEASE:g} s for a sign of it"
+            text = f"{folder} is locked by {who}; waiting up to {LEASE:g} s to see whether it still runs"
             print(f"megatron-stppo: {text}", file=sys.stderr)
         time.sleep(LOOK)
     os.ftruncate(file, 0)

@@ -68,7 +68,9 @@ class Stragglers:
         self._slow = (rank, times) if ratio > self._ratio else (-1, 0)
         flagged = self._slow[1] >= self._patience
         if self._slow[1] == self._patience and dist.get_rank() in (0, rank):
-            log.warning("rank %d took %.2f times as long as the others, %d iterations on", rank, ratio, times)
+            log.warning(
+                "rank %d took %.2f times as long as the others, for %d iterations", rank, ratio, times
+            )
         return {"straggler/rank": rank if flagged else None, "straggler/ratio": ratio}
 
 

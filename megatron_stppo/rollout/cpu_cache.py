@@ -24,13 +24,13 @@ def check(gib: float, max_context: int, bytes_per_token: int, ranks: int, memory
     least, most = max_context * bytes_per_token / GIB, memory / GIB / ranks
     if gib > most:
         raise ConfigError(
-            f"rollout.kv_cache_gib={gib:g}: {ranks} ranks share {memory / GIB:.1f} GiB of memory, for "
-            f"weights and optimizer too; choose at most {most / 2:.2g}"
+            f"rollout.kv_cache_gib={gib:g}: {ranks} ranks share {memory / GIB:.1f} GiB of memory, which "
+            f"must also hold weights and optimizer; choose at most {most / 2:.2g}"
         )
     if gib < least:
         raise ConfigError(
-            f"rollout.kv_cache_gib={gib:g}: one trajectory of {max_context} tokens takes {least:.2g}; choose "
-            "more, or lower rollout.max_context"
+            f"rollout.kv_cache_gib={gib:g}: one trajectory of {max_context} tokens takes {least:.2g} GiB; "
+            "choose more, or lower rollout.max_context"
         )
 
 

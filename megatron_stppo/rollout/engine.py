@@ -164,7 +164,7 @@ class Engine:
         """
         version = self._synchronised()
         if request_id in self._running:
-            raise ValueError(f"request_id={request_id!r} is running; ids are unique")
+            raise ValueError(f"request_id={request_id!r} is already running; give a unique id")
         room = self.max_context - len(token_ids)
         if not token_ids or room < 1 or max_tokens < 1:
             raise ValueError(

@@ -86,7 +86,7 @@ class EnvironmentHost:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(self._deadline + PATIENCE)
         if self._thread.is_alive():
-            log.error("an environment blocks the event loop; its thread is left behind")
+            log.error("an environment blocks the event loop; its thread is abandoned")
 
     def reset(self, index: int, task: Task, seed: int) -> None:
         async def call() -> Answer:

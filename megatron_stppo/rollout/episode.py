@@ -103,7 +103,7 @@ class Episode:
         self.valid_actions += result.valid
         if result.done:
             self._replace_last(observation_ids=(), reward=result.reward)
-            assert result.outcome is not None, "environments/contract.py lets no other result through"
+            assert result.outcome is not None, "environments/contract.py refuses other results"
             self.end(result.outcome, result.detail)
             return
         ids = self._observe(result.observation)

@@ -28,7 +28,9 @@ class StopFinder:
 
     def __init__(self, tokenizer: Decoder, stop_strings: Sequence[str]) -> None:
         if any(not stop for stop in stop_strings):
-            raise ValueError(f"stop_strings={tuple(stop_strings)!r}: an empty one stops at once; drop it")
+            raise ValueError(
+                f"stop_strings={tuple(stop_strings)!r}: an empty string stops at once; remove it"
+            )
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
         # The bytes of a split character print as UNFINISHED; they may complete the last character.

@@ -169,8 +169,8 @@ def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer:
 def _check_version() -> None:
     if vllm.__version__.split("+")[0] != PINNED_VLLM:
         raise ConfigError(
-            f"vllm={vllm.__version__}: the engine writes into vLLM's parameters by private switches that are "
-            f"tested with {PINNED_VLLM} only; install that version"
+            f"vllm={vllm.__version__}: the engine writes into vLLM's parameters with private switches, which "
+            f"are tested with {PINNED_VLLM} only; install that version"
         )
 
 
@@ -191,7 +191,7 @@ def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> Non
     if on_cpu() and getattr(config, "num_experts", 0) and config.hidden_size % 32:
         raise ConfigError(
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
-            "a multiple of 32 can"
+            "choose a model with a multiple of 32"
         )
     if max_context > positions:
         raise ConfigError(

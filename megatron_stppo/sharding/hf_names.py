@@ -145,7 +145,7 @@ def _count(folder: Path, raw: dict[str, Any], name: str, default: int | None = N
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        shown = "missing" if value is None else f"{value!r}, not a whole number from 1"
+        shown = "missing" if value is None else f"{value!r}, not a whole number above 0"
         raise ConfigError(f"{folder}: config.json's {name} is {shown}; fetch the file again")
     return value
 

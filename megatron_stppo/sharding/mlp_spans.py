@@ -70,8 +70,8 @@ def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel.expert={parallel.expert}: the model has no experts; set it to 1")
     if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         raise ConfigError(
-            f"parallel.sequence=false: megatron trains experts with parallel.tensor={parallel.tensor} under "
-            "sequence parallelism only; set it to true"
+            f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
+            "under sequence parallelism only; set it to true"
         )
 
 

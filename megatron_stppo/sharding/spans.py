@@ -198,7 +198,7 @@ def check_stages(shape: ModelShape, layout: Layout) -> None:
     given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
     if layout.pipeline == 1 and (layout.virtual > 1 or given):
         raise ConfigError(
-            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; leave them out, "
+            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; remove them, "
             "or raise parallel.pipeline"
         )
     plain = replace(layout, virtual=1)
@@ -208,7 +208,7 @@ def check_stages(shape: ModelShape, layout: Layout) -> None:
         ]
         raise ConfigError(
             f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
-            f"{' less those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
+            f"{' minus those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
             + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
         )
     if layout.stage_sizes(shape.layers) is None:

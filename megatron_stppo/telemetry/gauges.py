@@ -34,7 +34,7 @@ class Gauges:
             try:
                 self._sampler = Sampler(f"GPU-{torch.cuda.get_device_properties().uuid}")
             except pynvml.NVMLError as error:
-                logger.warning("no GPU gauges: NVML says %s", error)
+                logger.warning("no GPU gauges: NVML reports %s", error)
 
     def read(self) -> dict[str, float]:
         """Return gpu/* since the last call, equal on all ranks. Collective if there are GPUs."""

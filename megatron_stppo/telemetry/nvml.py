@@ -117,5 +117,5 @@ class Sampler:
     def _give_up(self, error: pynvml.NVMLError) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            logger.warning("no more GPU gauges: NVML says %s", error)
+            logger.warning("no more GPU gauges: NVML reports %s", error)
         self._sampled, self._counters = {}, {}

@@ -102,7 +102,7 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
     except (ValueError, TypeError, AttributeError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(
-            f"{path} line {len(played) + 1}: is no trajectory ({error}); choose another run"
+            f"{path} line {len(played) + 1}: is not a trajectory ({error}); choose another run"
         ) from None
     if not played:
         raise ConfigError(f"{path}: is empty; choose another run")

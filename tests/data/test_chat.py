@@ -145,8 +145,8 @@ def test_messages_that_a_template_refuses_are_one_line_with_its_reason() -> None
     with pytest.raises(ConfigError) as raised:
         encode_chat(TOKENIZERS["llama 2"][0], [Message("user", "a"), Message("user", "b")])
     assert str(raised.value) == (
-        "model.path: its chat template refuses messages of the roles user, user (roles must alternate); "
-        "change the prompt, or the template"
+        "model.path: its chat template rejects messages with the roles user, user (roles must alternate); "
+        "change the prompt or the template"
     )
 
 

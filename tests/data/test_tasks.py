@@ -118,7 +118,7 @@ def test_a_restored_cursor_continues_where_the_saved_one_stood():
     assert resumed.take(9) == saved.take(9)
 
 
-@pytest.mark.parametrize(("tasks", "seed", "named"), [(TASKS[:4], 3, "tasks=4"), (TASKS, 4, "seed=4")])
+@pytest.mark.parametrize(("tasks", "seed", "named"), [(TASKS[:4], 3, "tasks is 4"), (TASKS, 4, "seed is 4")])
 def test_a_cursor_is_not_restored_over_other_tasks(tasks, seed, named):
     state = TaskCursor(TASKS, 3).state()
     with pytest.raises(ConfigError, match=named):

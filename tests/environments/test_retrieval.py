@@ -304,7 +304,7 @@ def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> Non
     corpus.write_text('{"id": 1, "contents": "\\"Gabon\\"\\nThe capital is Libreville."}\n')
     BM25Retriever.build(read_corpus(corpus), tmp_path / "index")
     assert BM25Retriever(tmp_path / "index").lookup("Libreville", 1)[0].title == "Gabon"
-    for bad, said in (('{"id": 2}', "row 2: has no id"), ("{", "row 2: is not JSON")):
+    for bad, said in (('{"id": 2}', "row 2: id is missing"), ("{", "row 2: is not JSON")):
         corpus.write_text(corpus.read_text().splitlines()[0] + f"\n{bad}\n")
         with pytest.raises(ConfigError, match=said):
             list(read_corpus(corpus))

@@ -85,17 +85,17 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     [
         (without("SLURM_NTASKS"), "SLURM_NTASKS: not set"),
         (without("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"), "SLURM_JOB_NODELIST: not set"),
-        (TASK | {"SLURM_LOCALID": ""}, "SLURM_LOCALID: not set, or empty"),
-        (TASK | {"SLURM_PROCID": "-1"}, "SLURM_PROCID=-1: is no whole number"),
+        (TASK | {"SLURM_LOCALID": ""}, "SLURM_LOCALID: not set or empty"),
+        (TASK | {"SLURM_PROCID": "-1"}, "SLURM_PROCID=-1: is not a whole number"),
         (TASK | {"SLURM_NTASKS": "8"}, "SLURM_PROCID=9 with SLURM_LOCALID=1 and SLURM_NTASKS=8"),
-        (TASK | {"SLURM_STEP_NODELIST": "gpu[07-08"}, r"SLURM_STEP_NODELIST=gpu\[07-08: is no list"),
-        (TASK | {"SLURM_STEP_NODELIST": "$(id)"}, "is no list of hosts"),
-        (TASK | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but srun says 16; unset WORLD_SIZE"),
+        (TASK | {"SLURM_STEP_NODELIST": "gpu[07-08"}, r"SLURM_STEP_NODELIST=gpu\[07-08: is not a list"),
+        (TASK | {"SLURM_STEP_NODELIST": "$(id)"}, "is not a list of hosts"),
+        (TASK | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but srun sets 16; unset WORLD_SIZE"),
         (BATCH_SCRIPT | {"SLURM_NTASKS": "64"}, "SLURM_NTASKS=64, but this is the batch script itself"),
         ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE=four: is no whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE=four: is not a whole number"),
     ],
 )
 def test_wrong_or_incomplete_variables_are_one_line(environment: dict[str, str], said: str) -> None:

@@ -86,7 +86,7 @@ def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path)
     done = int(step.name.removeprefix("step_"))
     assert json.loads((run / "exit.json").read_text()) == {
         "code": 85,
-        "reason": f"{step.name} of 99 is checkpointed, to be resumed: SIGINT",
+        "reason": f"{step.name} of 99 is checkpointed and can be resumed: SIGINT",
     }
     before = files(run)
     for other, said in (

@@ -65,9 +65,9 @@ def test_a_stopped_rank_ends_the_run_and_is_named_with_the_phase(config: Path) -
     ended, told = signalled(config, "stopped", signal.SIGSTOP)
     assert ended[0] < DEADLINE + 30
     assert ended[1] < DEADLINE + 70, "torchrun kills it 30 s after it lost the first rank"
-    phase = re.search(r"megatron-stppo: rank 0: phase (\w+) passed its deadline of 20 s", told)
+    phase = re.search(r"megatron-stppo: rank 0: phase (\w+) exceeded its deadline of 20 s", told)
     assert phase, told[-3000:]
-    assert f"(deadlines.{phase[1]}): rank 1 is silent since phase " in told
+    assert f"(deadlines.{phase[1]}): rank 1 has been silent since phase " in told
     log = (config.parent / "runs/stopped/logs/rank-0.log").read_text()
     assert "thread MainThread:" in log and "loop.py" in log
     beat = json.loads((config.parent / "runs/stopped/heartbeats/rank-0.json").read_text())

@@ -116,7 +116,7 @@ def test_tools_that_come_back_are_waited_for_and_those_that_stay_away_end_the_ru
     assert (run.code, run.steps) == (85, [f"step_{last}"])
     assert run.rows == list(range(1, last + 1))
     why = f"tools did not answer for {WAIT} s (environment.tool_wait): retriever http://127.0.0.1:"
-    assert run.reason.startswith(f"step_{last} of 100000 is checkpointed, to be resumed: {why}")
+    assert run.reason.startswith(f"step_{last} of 100000 is checkpointed and can be resumed: {why}")
     assert run.reason.endswith("/retrieve: status 503")
 
 

@@ -150,7 +150,7 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
     browser.ask("document.querySelector('[value=advantage][name=tone]').click()")
     assert browser.ask(strengths) == ["50%", "100%"]
     enter(browser, "iteration", "2")
-    assert "the update told nothing of it" in text(browser, ".turn h4")
+    assert "the update recorded nothing for this turn" in text(browser, ".turn h4")
 
 
 def test_the_list_is_walked_with_the_arrow_keys(browser: Browser, pages: tuple[Path, Path]) -> None:

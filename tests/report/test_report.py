@@ -61,7 +61,7 @@ def test_what_the_update_did_not_tell_is_not_a_number_of_a_turn(tmp_path: Path) 
     for told in (tmp_path / "run" / "trajectories").glob("*.turns.jsonl"):
         told.unlink()
     notes = page.draw([tmp_path / "run"], tmp_path / "page.html")
-    assert "run: the updates told nothing of these turns: no ratios, no advantages" in notes
+    assert "run: the updates recorded no ratios and no advantages of these turns" in notes
 
 
 def test_every_panel_draws_what_docs_metrics_md_has() -> None:

@@ -120,7 +120,7 @@ def disagree():
     train, engine = training_layouts(shape, layout), serving_layouts(shape, 2, 1)
     rank = dist.get_rank()
     source, target = cut(train[rank], checkpoint(shape), widths), blank(engine[rank], widths)
-    with pytest.raises(ReshardError, match=r"ranks \[1\] planned another reshard"):
+    with pytest.raises(ReshardError, match=r"ranks \[1\] planned a different reshard"):
         Resharder(source, target, train, engine, widths)
     train = training_layouts(shape, Layout(2, 1, 1))
     source, name = cut(train[rank], checkpoint(shape), widths), "decoder.layers.1.mlp.linear_fc1.weight"
@@ -130,7 +130,9 @@ def disagree():
         Resharder(source, target, train, engine, widths)
     if rank == 1:
         del source[name]
-    with pytest.raises(ReshardError, match=rf"^rank 1: source tensors and layout name .*{name}"):
+    with pytest.raises(
+        ReshardError, match=rf"^rank 1: source tensors and layout have different names: .*{name}"
+    ):
         Resharder(source, target, train, engine, widths)
     return True
 

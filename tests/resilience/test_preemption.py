@@ -60,7 +60,10 @@ def test_ctrl_c_is_a_notice_and_the_kernel_ends_the_process_at_the_second(
 ) -> None:
     notice = PreemptionNotice(margin=0)
     os.kill(os.getpid(), signal.SIGINT)
-    assert "SIGINT: checkpoints after this iteration and ends; a second Ctrl-C" in capfd.readouterr().err
+    assert (
+        "SIGINT: writing a checkpoint after this iteration, then ending; a second Ctrl-C"
+        in capfd.readouterr().err
+    )
     assert notice.due(alone) and notice.reason == "SIGINT"
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -104,7 +107,7 @@ def test_a_pipe_whose_reader_dies_of_the_same_ctrl_c_ends_nothing(tmp_path: Path
 def test_another_ranks_notice_is_ours() -> None:
     notice = PreemptionNotice(margin=0)
     assert notice.due(lambda mine: True)
-    assert notice.reason == "another rank was given notice"
+    assert notice.reason == "another rank received notice"
 
 
 def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +122,5 @@ def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: py
 
 def test_an_end_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
-    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is no time"):
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is not a time"):
         PreemptionNotice(margin=0)

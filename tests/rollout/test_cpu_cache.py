@@ -17,7 +17,7 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused() -> None:
 
 
 def test_a_cache_that_cannot_hold_one_trajectory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one trajectory of 1048576 tokens takes 1; choose more"):
+    with pytest.raises(ConfigError, match=r"one trajectory of 1048576 tokens takes 1 GiB; choose more"):
         check(0.5, 2**20, 1024, ranks=1, memory=16 * GIB)
 
 

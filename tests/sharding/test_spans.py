@@ -117,7 +117,7 @@ def test_an_impossible_layout_names_field_value_and_what_would_work(sizes, layou
         (
             6,
             Layout(pipeline=3, first_stage_layers=1),
-            r"pipeline=3, parallel\.first_stage_layers=1 must divide .*=6 less those; choose 2 or 6",
+            r"pipeline=3, parallel\.first_stage_layers=1 must divide .*=6 minus those; choose 2 or 6",
         ),
     ],
 )

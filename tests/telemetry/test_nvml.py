@@ -63,7 +63,7 @@ def test_a_gpu_that_is_lost_ends_its_gauges_with_one_warning(library: Path) -> N
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
     assert first["watts"] == 600.0 and second == {}
-    assert done.stderr == "no more GPU gauges: NVML says GPU is lost\n"
+    assert done.stderr == "no more GPU gauges: NVML reports GPU is lost\n"
 
 
 def test_another_gpu_and_a_machine_without_nvml_are_errors_of_nvml(library: Path, tmp_path: Path) -> None:

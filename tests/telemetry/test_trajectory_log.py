@@ -83,7 +83,7 @@ def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str) -> Non
     TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
     path = tmp_path / "trajectories" / "iteration-00001.jsonl"
     path.write_text(path.read_text() + line + "\n", encoding="latin-1" if line == "\xff" else "utf-8")
-    with pytest.raises(ConfigError, match=r"iteration-00001\.jsonl line \d: is no trajectory"):
+    with pytest.raises(ConfigError, match=r"iteration-00001\.jsonl line \d: is not a trajectory"):
         read(tmp_path, 1)
 
 
