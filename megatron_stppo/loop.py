@@ -90,10 +90,10 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             worker.load_for("update")
-            row, last_logprob_T = update(worker, batch, iteration, hold)
+            row, last = update(worker, batch, iteration, hold)
             row |= describe(played, batch, iteration)
             row |= guard.look(done, row, batch, group_N)
-        log.write_turns(done, turns(batch, last_logprob_T, config.algorithm))
+        log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
         _check(worker, row)
         # reshard: copy the actor's weights to the engine

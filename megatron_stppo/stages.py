@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor
-
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.describe import mean_of
@@ -20,7 +18,7 @@ from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
-from megatron_stppo.update.ratios import Ratios
+from megatron_stppo.update.ratios import Ratios, StepRatios
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
@@ -52,17 +50,17 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
 
 def update(
     learner: Learner, batch: Batch, iteration: int, hold: bool = False
-) -> tuple[dict[str, float], Tensor | None]:
+) -> tuple[dict[str, float], StepRatios | None]:
     """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
 
-    Return the mean of the steps' metrics, and the log-probs that the last epoch computed: float32 [T] on the
-    host, equal on every rank. Those of a minibatch are computed before the step on it.
+    Return the mean of the steps' metrics, and the ratios of the last epoch, equal on every rank. Those of a
+    minibatch are computed before the step on it.
 
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
     whose rewards carry no signal.
     If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
     would spread that number over all advantages. This counts as one skipped step of each model, and None is
-    returned instead of log-probs.
+    returned instead of ratios.
     """
     if any_rank(bool(not_finite(batch))):
         for trainer in learner.trainers.values():
@@ -74,7 +72,7 @@ def update(
         rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
     # first_kl_to_old is not 0 only if scoring and update compute different log-probs
     row = mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
-    return row, ratios.last_logprob_T
+    return row, ratios.last
 
 
 def _steps(
@@ -88,7 +86,8 @@ def _steps(
         for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
             step = actor_step(actor, loss, chosen, learner.packer, hold)
-            ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
-            if learner.critic is not None:
-                step |= critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)
-            yield step
+            ratios.add(step.ratios)
+            if learner.critic is None:
+                yield step.metrics
+            else:
+                yield step.metrics | critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)

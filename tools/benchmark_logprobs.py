@@ -164,8 +164,9 @@ def linear_rows(
                     return torch.autograd.grad(ops.linear_logprob(*given, target)[0], given, g)
 
             def loss(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
-                def of_chunk(logprob: Tensor, _: Tensor, __: Tensor, a: int, b: int) -> tuple[Tensor, Tensor]:
-                    return (g[a:b] * logprob).sum(), logprob.detach().sum()[None]
+                def of_chunk(one: ops.Chunk) -> tuple[Tensor, Tensor]:
+                    loss = (g[one.first : one.last] * one.logprob).sum()
+                    return loss, one.logprob.detach().sum()[None]
 
                 bounds = ops.chunk_bounds(None, len(target))
                 with implementation("extension"):

@@ -26,7 +26,7 @@ from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, total
-from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import training_layouts
@@ -109,11 +109,12 @@ def _step(
 
 
 def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int) -> tuple[Tensor, Tensor]:
-    def terms(logprob_T: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        loss = -logprob_T.sum() / tokens
+    def terms(chunk: ActionTokens) -> tuple[Tensor, Tensor]:
+        loss = -chunk.logprob_T.sum() / tokens
         return loss, loss.detach().reshape(1)
 
-    return head.loss(hidden, microbatch, terms)
+    loss, record, _ = head.loss(hidden, microbatch, terms)
+    return loss, record
 
 
 def _cosine(step: int, steps: int, warmup_fraction: float) -> float:

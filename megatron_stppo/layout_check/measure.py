@@ -130,9 +130,8 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     # sides of 1.
     given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
     before = _whole(trainers, shape, config, mesh) if own_T is None else {}
-    numbers = actor_step(
-        actor, ActorLoss(given, minibatch_weights(given, chosen, a), a, head), chosen, packer
-    )
+    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+    numbers = actor_step(actor, loss, chosen, packer).metrics
     numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
     after = _whole(trainers, shape, config, mesh)
     return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)

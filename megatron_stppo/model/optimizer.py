@@ -60,14 +60,21 @@ class Trainer:
         return float(self.optimizer.get_grad_norm())
 
     def step(
-        self, norm: float, gradient_scale: float = 1.0, rate_scale: float = 1.0, hold: bool = False
+        self,
+        norm: float,
+        gradient_scale: float = 1.0,
+        rate_scale: float = 1.0,
+        *,
+        finite: bool = True,
+        hold: bool = False,
     ) -> bool:
         """Scale the gradients, clip them by the global norm and take an optimizer step. Collective.
 
-        Return False, and change neither weights nor optimizer, if a number is not finite on any rank.
+        Return False, and change neither weights nor optimizer, if norm or scales are not finite, or `finite`
+        is False, on any rank. finite: whether the caller's other numbers, such as the loss, are finite.
         With hold=True nothing is changed either, but the result is True if all numbers are finite.
         """
-        if any_rank(not all(map(math.isfinite, (norm, gradient_scale, rate_scale)))):
+        if any_rank(not (finite and all(map(math.isfinite, (norm, gradient_scale, rate_scale))))):
             self.skipped += 1
             return False
         if hold:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Batch
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
+Record = TypeVar("Record")  # what is kept of a microbatch: a detached tensor, or several
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,12 @@ def forward(
 def forward_backward(
     model: Model,
     microbatches: Sequence[Microbatch],
-    loss: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
-) -> list[Tensor]:
+    loss: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
+) -> list[Record]:
     """Add the gradient of the sum of the losses to the main gradients.
 
     loss(output, microbatch) returns a scalar that already contains its global denominator, and a detached
-    record. Return the records; the list is empty except on the last pipeline stage.
+    record. Return the records, in the order of the microbatches; none except on the last pipeline stage.
     """
     return _run(model, microbatches, loss, forward_only=False)
 
@@ -120,17 +122,17 @@ def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
 def _run(
     model: Model,
     microbatches: Sequence[Microbatch],
-    finish: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
+    finish: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
     forward_only: bool,
-) -> list[Tensor]:
-    def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Record]:
+    def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Record]:
         loss, record = finish(output, microbatch)
         # megatron requires a token count; with calculate_per_token_loss it does not divide by it
         return loss, torch.zeros((), dtype=torch.int, device=output.device), record
 
     def step(
         source: Iterator[Microbatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Record]]]:
         microbatch = next(source)
         return model(microbatch), partial(on_output, microbatch)
 
@@ -167,10 +169,22 @@ def score(
         answers = forward(model, microbatches, answer)
         if mesh.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
-    return put_together(out_T, mesh)
+    return _put_together(out_T, mesh)
 
 
-def put_together(out_T: Tensor, mesh: MeshRank) -> Tensor:
+def gather(
+    microbatches: Sequence[Microbatch], values: Sequence[Tensor], total: int, mesh: MeshRank
+) -> Tensor:
+    """Return the values [T_i] of all ranks' microbatches in the rows of the Batch. Collective.
+
+    The result is float32 [total] on the host, equal on every rank; rows of no microbatch are 0. `values` is
+    empty except on the last pipeline stage.
+    """
+    out_T = unpack(microbatches, values, total) if mesh.is_last_stage else torch.zeros(total)
+    return _put_together(out_T, mesh)
+
+
+def _put_together(out_T: Tensor, mesh: MeshRank) -> Tensor:
     """Combine the rows of all ranks, in place: `out_T` becomes equal on every rank. Collective.
 
     out_T: [T] on the host; 0 in the rows that this rank did not compute.

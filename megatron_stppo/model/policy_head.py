@@ -20,9 +20,19 @@ from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.parallel.groups import MeshRank
 
-# Returns (loss, record) of the microbatch's action tokens [first, last). Takes logprob, entropy, sum p^2,
-# first, last, and the offsets of their segments relative to `first` (None: every token is a segment).
-Terms = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """Consecutive action tokens of a microbatch, as a loss needs them. They hold whole segments."""
+
+    logprob_T: Tensor  # float32
+    entropy_T: Tensor  # float32, of the whole distribution
+    sum_p_sq_T: Tensor  # float32, sum of its squared probabilities
+    rows_T: Tensor  # int64 on the host: rows of the Batch's T
+    offsets: Tensor | None  # int64 into these tokens; None: every token is a segment
+
+
+Terms = Callable[[ActionTokens], tuple[Tensor, Tensor]]  # returns (loss, record)
 
 
 @dataclass(frozen=True)
@@ -61,15 +71,21 @@ class PolicyHead:
         )
         return logprob_T
 
-    def loss(self, hidden: Tensor, microbatch: Microbatch, terms: Terms) -> tuple[Tensor, Tensor]:
-        """Return (loss, record): the sums of `terms` over chunks of whole segments."""
+    def loss(self, hidden: Tensor, microbatch: Microbatch, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (loss, record, logprob_T).
+
+        Loss and record are the sums of `terms` over chunks of whole segments. logprob_T: float32 [T], the
+        log-probs of the microbatch's action tokens, without a gradient.
+        """
         # Each rank of the tensor group computes the gradient from its own columns; the backward sums them.
         hidden = copy_to_tensor_model_parallel_region(hidden)
         bounds, offsets = self._chunks(hidden, microbatch)
         following = iter(offsets)  # the op processes the chunks in order, once
 
-        def of_chunk(*given: Any) -> tuple[Tensor, Tensor]:
-            return terms(*given, next(following))
+        def of_chunk(chunk: ops.Chunk) -> tuple[Tensor, Tensor]:
+            rows_T = microbatch.rows_T[chunk.first : chunk.last]
+            tokens = ActionTokens(chunk.logprob, chunk.entropy, chunk.sum_p_sq, rows_T, next(following))
+            return terms(tokens)
 
         return ops.linear_loss(
             hidden, self._weight(), microbatch.target_T, bounds, of_chunk, **self._columns()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,20 @@ from megatron_stppo.ops.vocab_logprob import Shard, all_gather, local_statistics
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
 FLOATS = (torch.float32, torch.bfloat16)
-# (loss, record) of rows [first, last), from their logprob, entropy and sum p^2
-ChunkLoss = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rows [first, last) of a `linear_loss`, and vocab_logprob of their logits, float32 [rows] each."""
+
+    logprob: Tensor
+    entropy: Tensor
+    sum_p_sq: Tensor
+    first: int
+    last: int
+
+
+ChunkLoss = Callable[[Chunk], tuple[Tensor, Tensor]]  # returns (loss, record)
 
 
 def linear_logprob(
@@ -107,13 +120,13 @@ def linear_loss(
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """Return (sum of the chunks' losses, sum of their records).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (sum of the chunks' losses, sum of their records, log-probs of all rows).
 
     bounds: chunk i holds the rows [bounds[i], bounds[i+1]).
-    loss: called once per chunk with logprob, entropy and sum_p_sq of the chunk's rows and its first and last
-    row. It must not depend on other chunks, so cut between segments (chunk_bounds). The loss that it returns
-    must already be divided by its global denominator. The record has no gradient.
+    loss: called once per chunk, in order. It must not depend on other chunks, so cut between segments
+    (chunk_bounds). The loss that it returns must already be divided by its global denominator.
+    Only the loss carries a gradient. The log-probs are float32 [T].
     The other arguments and the errors are those of linear_logprob.
 
     The gradient is computed in the forward; the backward only scales it and can run once. If the weight has a
@@ -125,7 +138,7 @@ def linear_loss(
     chunks = list(itertools.pairwise(bounds))
     _check_chunks(chunks, len(hidden))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    out: tuple[Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, shard, group, chunks, loss, wanted
     )
     return out
@@ -142,19 +155,20 @@ class _LinearLoss(torch.autograd.Function):
         chunks: Sequence[tuple[int, int]],
         loss: ChunkLoss,
         wanted: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         longest = max((b - a for a, b in chunks), default=0)
         gradient = _Gradient(hidden, weight, longest) if wanted else None
-        losses, records = [], []
+        losses, records, logprobs = [], [], []
         for a, b in chunks:
             rows, part = slice(a, b), shard.rows(slice(a, b))
             logits = hidden[rows] @ weight.t()
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in merged[:3]]
-                value, record = loss(*leaves, a, b)
+                value, record = loss(Chunk(*leaves, a, b))
             losses.append(value.detach())
             records.append(record)
+            logprobs.append(merged[0])
             if gradient is not None:
                 cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
                 live = _live_rows(cotangents)
@@ -164,13 +178,14 @@ class _LinearLoss(torch.autograd.Function):
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
             del logits  # free them before the next chunk's are allocated
         ctx.gradient, ctx.weight = gradient, weight
-        total, record = torch.stack(losses).sum(0), torch.stack(records).sum(0)
-        ctx.mark_non_differentiable(record)
-        return total, record
+        total, record, logprob = torch.stack(losses).sum(0), torch.stack(records).sum(0), torch.cat(logprobs)
+        ctx.mark_non_differentiable(record, logprob)
+        ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
+        return total, record, logprob
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         gradient: _Gradient | None = ctx.gradient
         if gradient is None:
             raise RuntimeError(

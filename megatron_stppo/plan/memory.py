@@ -14,7 +14,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.experts import evenly_routed, forget
@@ -194,9 +194,9 @@ class RankModels:
             return self.meter.alive - before
 
 
-def _terms(logprob: Tensor, entropy: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _terms(tokens: ActionTokens) -> tuple[Tensor, Tensor]:
     """A loss that takes the memory of a real one: it has gradients for log-prob and entropy."""
-    loss = logprob.sum() + entropy.sum()
+    loss = tokens.logprob_T.sum() + tokens.entropy_T.sum()
     return loss, loss.detach()
 
 

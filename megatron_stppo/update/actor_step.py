@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +23,36 @@ from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, put_together, total
-from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.pipeline import Packer, forward_backward, gather, total
+from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
+from megatron_stppo.update.ratios import StepRatios
 
-# Entries of a micro-batch's record, in this order. They are summed over micro-batches and ranks.
+# Entries of MicrobatchRecord.sums, in this order.
 SUMS = (
     "objective", "kl", "entropy", "kl_to_old", "clipped",
     "coefficient_bias_sq", "coefficient_grad_sq", "logit_bias_sq", "logit_grad_sq",
 )  # fmt: skip
 FREE: tuple[Estimator, ...] = ("coefficient", "logit")  # estimators of ||C|| that need no extra backward
+
+
+@dataclass(frozen=True)
+class MicrobatchRecord:
+    """What a micro-batch contributes to the metrics and ratios of its step."""
+
+    sums: Tensor  # float64, see SUMS; to be added up over micro-batches and ranks
+    logprob_T: Tensor  # float32 [T] of the micro-batch
+
+
+@dataclass(frozen=True)
+class ActorStep:
+    """What an optimizer step of the actor computed. Equal on every rank."""
+
+    metrics: dict[str, float]
+    ratios: StepRatios
 
 
 @dataclass(frozen=True)
@@ -47,101 +63,68 @@ class ActorLoss:
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (rows into T, log-probs), one per call
 
-    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return (loss, record): the micro-batch's share of -J + KL + entropy terms, and its SUMS."""
-        return self.head.loss(hidden, microbatch, partial(self.terms, microbatch))
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, MicrobatchRecord]:
+        """Return (loss, record): the micro-batch's share of -J + KL + entropy terms, and its record."""
+        loss, sums, logprob_T = self.head.loss(hidden, microbatch, self.terms)
+        return loss, MicrobatchRecord(sums, logprob_T)
 
     def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return a loss whose gradient is -C, made of the clipped terms only, and its value as the record."""
-        return self.head.loss(hidden, microbatch, partial(self.bias_terms, microbatch))
+        loss, record, _ = self.head.loss(hidden, microbatch, self.bias_terms)
+        return loss, record
 
-    def policy_logprobs(self) -> Tensor:
-        """Return the log-probs computed so far on all ranks, float32 [T] on the host; 0 for other tokens.
-
-        Collective.
-        """
-        out_T = torch.zeros(len(self.weight_T))
-        for rows, logprob_T in self.seen:
-            out_T[rows] = logprob_T.cpu()
-        return put_together(out_T, self.head.mesh)
-
-    def terms(
-        self,
-        microbatch: Microbatch,
-        logprob_T: Tensor,
-        entropy_T: Tensor,
-        sum_p_sq_T: Tensor,
-        first: int,
-        last: int,
-        offsets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (loss, record) for the micro-batch's action tokens [first, last).
-
-        offsets: their segments; None: every token is a segment.
-        """
-        a, rows = self.algorithm, microbatch.rows_T[first:last]
-        weight_T = self.at(rows, self.weight_T, logprob_T)
-        self.seen.append((rows, logprob_T.detach()))
-        out = self.surrogate(rows, logprob_T, offsets, sum_p_sq=sum_p_sq_T.detach())
-        entropy, kl_loss = weighted_sum(entropy_T, weight_T), torch.zeros_like(out.objective)
+    def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
+        """Return (loss, SUMS) of some action tokens."""
+        a, logprob_T = self.algorithm, tokens.logprob_T
+        weight_T = self.at(tokens, self.weight_T)
+        out = self.surrogate(tokens, sum_p_sq=tokens.sum_p_sq_T.detach())
+        entropy, kl_loss = weighted_sum(tokens.entropy_T, weight_T), torch.zeros_like(out.objective)
         loss = -out.objective
         if a.entropy_coefficient > 0:
             loss = loss - a.entropy_coefficient * entropy
         if a.kl_in == "loss" and a.kl_coefficient > 0:
-            reference_T = self.at(rows, self.batch.reference_logprob_T, logprob_T)
+            reference_T = self.at(tokens, self.batch.reference_logprob_T)
             kl_loss = weighted_sum(kl(a.kl_estimator, logprob_T, reference_T), weight_T)
             loss = loss + a.kl_coefficient * kl_loss
         sizes = (out.bias_sq, out.grad_sq, out.logit_bias_sq, out.logit_grad_sq)
         record = [out.objective, kl_loss, entropy, out.kl_k3 * out.tokens, out.clipped, *sizes]
         return loss, torch.stack([value.detach().double() for value in record])
 
-    def bias_terms(
-        self,
-        microbatch: Microbatch,
-        logprob_T: Tensor,
-        _: Tensor,
-        __: Tensor,
-        first: int,
-        last: int,
-        offsets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        rows = microbatch.rows_T[first:last]
-        bias_T = self.surrogate(rows, logprob_T.detach(), offsets, with_bias=True).bias_T
+    def bias_terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            bias_T = self.surrogate(tokens, with_bias=True).bias_T
         assert bias_T is not None
-        loss = -(bias_T * logprob_T).sum()
+        loss = -(bias_T * tokens.logprob_T).sum()
         return loss, loss.detach().reshape(1)
 
-    def surrogate(
-        self, rows: Tensor, logprob_T: Tensor, offsets: Tensor | None, **wanted: Any
-    ) -> ClippedSurrogate:
+    def surrogate(self, tokens: ActionTokens, **wanted: Any) -> ClippedSurrogate:
         a, mesh = self.algorithm, self.head.mesh
         return ops.clipped_surrogate(
-            logprob_T,
-            self.at(rows, self.batch.old_logprob_T, logprob_T),
-            self.at(rows, self.batch.advantage_T, logprob_T),
-            offsets,
+            tokens.logprob_T,
+            self.at(tokens, self.batch.old_logprob_T),
+            self.at(tokens, self.batch.advantage_T),
+            tokens.offsets,
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
-            weight=self.at(rows, self.weight_T, logprob_T),
+            weight=self.at(tokens, self.weight_T),
             pooling=a.pooling,
             group=mesh.context_group if mesh.context_size > 1 else None,
             **wanted,
         )
 
     @staticmethod
-    def at(rows: Tensor, value_T: Tensor | None, like: Tensor) -> Tensor:
-        """Return these rows of a column of the batch, on the device of `like`."""
+    def at(tokens: ActionTokens, value_T: Tensor | None) -> Tensor:
+        """Return a column of the batch at these tokens, on their device."""
         assert value_T is not None
-        return value_T[rows].to(like.device)
+        return value_T[tokens.rows_T].to(tokens.logprob_T.device)
 
 
 def actor_step(
     actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False
-) -> dict[str, float]:
-    """Make one optimizer step on the chosen trajectories and return the step's metrics. Collective.
+) -> ActorStep:
+    """Make one optimizer step on the chosen trajectories. Collective.
 
     If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`
     everything is computed and reported, but weights and optimizer state do not change.
@@ -150,7 +133,8 @@ def actor_step(
     microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)
-    sums = dict(zip(SUMS, total(records, len(SUMS), mesh).tolist(), strict=True))
+    recorded = total([record.sums for record in records], len(SUMS), mesh)
+    sums = dict(zip(SUMS, recorded.tolist(), strict=True))
     norm = actor.reduce()
     # all ranks must take the same branch, because a second backward pass is collective
     finite = not any_rank(not all(map(math.isfinite, (*sums.values(), norm))))
@@ -164,13 +148,11 @@ def actor_step(
         if a.correction != "off":
             bias_norm = bias_norms[a.correction]
             scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
-    on_gradient, usable = a.correction_apply == "gradient", finite and math.isfinite(bias_norm)
-    rate = actor.learning_rate
-    stepped = actor.step(
-        norm if usable else math.nan, scale if on_gradient else 1.0, 1.0 if on_gradient else scale, hold
-    )
+    rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
+    scales = (scale, 1.0) if on_gradient else (1.0, scale)
+    stepped = actor.step(norm, *scales, finite=finite and math.isfinite(bias_norm), hold=hold)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
-    return {
+    metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
         "actor/kl_loss": sums["kl"] * per_weight,
@@ -185,6 +167,8 @@ def actor_step(
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }
+    logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
+    return ActorStep(metrics, StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a))
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:

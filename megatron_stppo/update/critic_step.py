@@ -32,7 +32,7 @@ def critic_step(
     mean_loss = float(total(records, 1, packer.mesh))
     norm = critic.reduce()
     rate = critic.learning_rate
-    stepped = critic.step(norm if math.isfinite(mean_loss) else math.nan)
+    stepped = critic.step(norm, finite=math.isfinite(mean_loss))
     return {
         "critic/loss": mean_loss,
         "critic/gradient_norm": norm,

@@ -7,6 +7,7 @@ ranks after the backward pass, as those of scoring are. No extra pass through th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,40 +21,60 @@ from megatron_stppo.update.minibatches import chosen_tokens
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
+@dataclass(frozen=True)
+class StepRatios:
+    """Log-probs, ratios to the old policy and clipped tokens of one optimizer step. Equal on every rank.
+
+    The axes are those of the whole batch; values are defined for the step's trajectories only.
+
+    Example: a step on the second of two trajectories, which has one turn of two tokens with ratios 1 and 4,
+    A = 1 and bound 1.2: chosen_T = [False, True, True], ratio_S[1] = 2, clipped_T[1:] = [True, True].
+    """
+
+    chosen_T: Tensor  # bool, the action tokens of the step's trajectories
+    live_T: Tensor  # bool, those of them that carry loss
+    logprob_T: Tensor  # float32, under the policy before the step
+    ratio_S: Tensor  # float32, of the algorithm's segments
+    clipped_T: Tensor  # bool
+
+    @classmethod
+    def of(
+        cls, batch: Batch, logprob_T: Tensor, weight_T: Tensor, chosen: Sequence[int], a: AlgorithmConfig
+    ) -> StepRatios:
+        """Compute the ratios and the clipped tokens of a step.
+
+        logprob_T: float32 [T]. weight_T: [T], the weights of the step's loss. chosen: its trajectories.
+        """
+        assert batch.old_logprob_T is not None and batch.advantage_T is not None
+        offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
+        ratio_S, _ = segment_ratio(logprob_T, batch.old_logprob_T, offsets, a.pooling)
+        clipped_T = clipped(ratio_S, batch.advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
+        return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T)
+
+
 class Ratios:
     """Accumulator of ratio statistics: call `add` for every optimizer step of an iteration, then `row`.
 
-    last_logprob_T: float32 [T], the log-probs from the last step on each trajectory; 0 before its first step.
+    last: the ratios of the last step on each trajectory; None before the first step.
 
     Example: one trajectory has turns 1 and 2, another only turn 1, with one token per turn. If turn 2 of the
     first and turn 1 of the second are clipped, actor/clip_fraction_turn_1 = 0.5, _turn_2 = 1, _turn_last = 1.
     """
 
     def __init__(self, batch: Batch, algorithm: AlgorithmConfig) -> None:
-        self._batch, self._algorithm = batch, algorithm
         self._offsets = segment_offsets(algorithm.segments, batch.turn_offsets, batch.action_offsets)
         self._turn_T, self._is_last_T = _turns(batch)
-        self.last_logprob_T = torch.zeros(len(batch.action_index_T))
+        self.last: StepRatios | None = None
         self._ratios: list[Tensor] = []
         turns = int(self._turn_T.max()) + 1 if len(self._turn_T) else 0
         self._counts = torch.zeros(2, turns, dtype=torch.int64)  # clipped tokens, tokens
         self._last = torch.zeros(2, dtype=torch.int64)  # the same for last turns
 
-    def add(self, logprob_T: Tensor, weight_T: Tensor, chosen: Sequence[int]) -> None:
-        """Add one optimizer step.
-
-        logprob_T: float32 [T], log-probs under the step's policy. weight_T: [T], weights of its loss.
-        chosen: its trajectories.
-        """
-        batch, a = self._batch, self._algorithm
-        of_T = chosen_tokens(batch, chosen)
-        self.last_logprob_T[of_T] = logprob_T[of_T]
-        assert batch.old_logprob_T is not None and batch.advantage_T is not None
-        ratio_S, _ = segment_ratio(logprob_T, batch.old_logprob_T, self._offsets, a.pooling)
-        live_T = weight_T != 0
-        self._ratios.append(ratio_S[segment_sum(live_T.double(), self._offsets) > 0])
-        clipped_T = clipped(ratio_S, batch.advantage_T, weight_T, self._offsets, a.clip_low, a.clip_high)
-        for kind, of_T in enumerate((clipped_T, live_T)):
+    def add(self, step: StepRatios) -> None:
+        """Add one optimizer step."""
+        self.last = step if self.last is None else self._updated(self.last, step)
+        self._ratios.append(step.ratio_S[self._holds(step.live_T)])
+        for kind, of_T in enumerate((step.clipped_T, step.live_T)):
             self._counts[kind] += torch.bincount(self._turn_T[of_T], minlength=self._counts.shape[1])
             self._last[kind] += (of_T & self._is_last_T).sum()
 
@@ -72,6 +93,20 @@ class Ratios:
             if of > 0
         }
         return row | fractions
+
+    def _updated(self, before: StepRatios, step: StepRatios) -> StepRatios:
+        """Return `before` with the values of `step` for the trajectories of `step`."""
+        return StepRatios(
+            before.chosen_T | step.chosen_T,
+            torch.where(step.chosen_T, step.live_T, before.live_T),
+            torch.where(step.chosen_T, step.logprob_T, before.logprob_T),
+            torch.where(self._holds(step.chosen_T), step.ratio_S, before.ratio_S),
+            torch.where(step.chosen_T, step.clipped_T, before.clipped_T),
+        )
+
+    def _holds(self, mask_T: Tensor) -> Tensor:
+        """Return whether a segment holds a token of the mask, bool [S]."""
+        return segment_sum(mask_T.double(), self._offsets) > 0
 
 
 def _turns(batch: Batch) -> tuple[Tensor, Tensor]:

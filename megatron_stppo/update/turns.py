@@ -6,19 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
-from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segment_sum
-from megatron_stppo.algorithm.surrogate import clipped
+from megatron_stppo.algorithm.ratio import segment_ratio, segment_sum
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.types import Batch
-from megatron_stppo.update.actor_step import minibatch_weights
+from megatron_stppo.update.ratios import StepRatios
 
 
-def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
-    """Yield, for each trajectory, a list with one record per turn. Yield nothing if logprob_T is None.
+def turns(batch: Batch, last: StepRatios | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
+    """Yield, for each trajectory, a list with one record per turn. Yield nothing if `last` is None.
 
-    logprob_T: [T], the last log-probs that the update computed.
+    last: the ratios of the last step on each trajectory.
     Fields of a record: advantage and value are means over the turn's tokens. ratio is the importance ratio of
     the turn to the old policy, pooled by algorithm.pooling; it is of the turn even if the algorithm clips
     other segments. clipped is the number of clipped tokens. mismatch is the geometric mean of old policy /
@@ -27,20 +24,17 @@ def turns(batch: Batch, logprob_T: Tensor | None, a: AlgorithmConfig) -> Iterato
     Example: a turn of two tokens with log-probs 0.2 above the old ones and advantage 1 gives {"tokens": 2,
     "advantage": 1.0, "ratio": 1.2214, "clipped": 2.0, ...}.
     """
-    if logprob_T is None:
+    if last is None:
         return
     old_T, advantage_T, offsets = batch.old_logprob_T, batch.advantage_T, batch.turn_offsets
     assert old_T is not None and advantage_T is not None
-    logprob_T = logprob_T.to(old_T.dtype)
-    segments = segment_offsets(a.segments, offsets, batch.action_offsets)
-    ratio_S, _ = segment_ratio(logprob_T, old_T, segments, a.pooling)
-    weight_T = minibatch_weights(batch, range(len(batch.live_N)), a)
-    clipped_T = clipped(ratio_S, advantage_T, weight_T, segments, a.clip_low, a.clip_high)
-    count_S = offsets.diff()
+    ratio_S, count_S = last.ratio_S, offsets.diff()
+    if a.segments != "turn":
+        ratio_S, _ = segment_ratio(last.logprob_T, old_T, offsets, a.pooling)
     columns = {
         "advantage": segment_sum(advantage_T.double(), offsets) / count_S,
-        "ratio": segment_ratio(logprob_T, old_T, offsets, a.pooling)[0],
-        "clipped": segment_sum(clipped_T.double(), offsets),
+        "ratio": ratio_S,
+        "clipped": segment_sum(last.clipped_T.double(), offsets),
         "mismatch": segment_ratio(old_T, batch.rollout_logprob_T, offsets)[0],
     }
     if batch.value_T is not None:

@@ -49,7 +49,7 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
         sizes = [bytes_of(x) for x in (weights, states, actor.gradient_buffers())]
         offloader.to("update")
         loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-        sums.append(actor_step(actor, loss, chosen, packer)["actor/gradient_norm"])
+        sums.append(actor_step(actor, loss, chosen, packer).metrics["actor/gradient_norm"])
     offloader.to("score")
     offloader.to("checkpoint")
     sums += [float(x.double().sum()) for x in actor.states()]

@@ -23,6 +23,10 @@ def weighted(outputs, cotangents):
     return sum((out * c).sum() for out, c in zip(outputs, cotangents, strict=True))
 
 
+def outputs_of(chunk):
+    return chunk.logprob, chunk.entropy, chunk.sum_p_sq
+
+
 def close(actual, expected, dtype=torch.float32):
     # bfloat16: the chunks' parts of the weight's gradient are summed before they are rounded
     for a, b in zip(actual, expected, strict=True):
@@ -69,15 +73,18 @@ def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
     hidden, weight, target, cotangents = draw(60, 30)
     seen = []
 
-    def loss(logprob, entropy, sum_p_sq, first, last):
-        seen.append((first, last))
-        value = weighted((logprob, entropy, sum_p_sq), cotangents[:, first:last])
-        return value, torch.tensor([float(last - first), 1.0])
+    def loss(chunk):
+        seen.append((chunk.first, chunk.last))
+        value = weighted(outputs_of(chunk), cotangents[:, chunk.first : chunk.last])
+        return value, torch.tensor([float(chunk.last - chunk.first), 1.0])
 
-    total, record = ops.linear_loss(hidden, weight, target, bounds, loss)
+    total, record, logprob = ops.linear_loss(hidden, weight, target, bounds, loss)
     assert seen == list(itertools.pairwise(bounds))
     assert record.tolist() == [60.0, len(bounds) - 1]
-    expected = weighted(ops.vocab_logprob(hidden @ weight.t(), target), cotangents)
+    outputs = ops.vocab_logprob(hidden @ weight.t(), target)
+    torch.testing.assert_close(logprob, outputs[0])
+    assert not logprob.requires_grad and not record.requires_grad
+    expected = weighted(outputs, cotangents)
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     actual = torch.autograd.grad(3 * total, (hidden, weight))
     close(actual, torch.autograd.grad(3 * expected, (hidden, weight)))
@@ -91,12 +98,13 @@ def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything(en
     live = torch.arange(60) % 5 == 0
     coefficient = cotangents[0] * live
 
-    def loss(logprob, entropy, sum_p_sq, first, last):
-        value = entropy_weight * entropy + logprob * coefficient[first:last]
-        return value.masked_fill(~live[first:last], 0).sum(), torch.zeros(1)
+    def loss(chunk):
+        rows = slice(chunk.first, chunk.last)
+        value = entropy_weight * chunk.entropy + chunk.logprob * coefficient[rows]
+        return value.masked_fill(~live[rows], 0).sum(), torch.zeros(1)
 
     spoilt = hidden.detach().masked_fill(~live[:, None], float("nan")).requires_grad_()
-    total, _ = ops.linear_loss(spoilt, weight, target, [0, 30, 60], loss)
+    total, *_ = ops.linear_loss(spoilt, weight, target, [0, 30, 60], loss)
     actual = torch.autograd.grad(total, (spoilt, weight))
     logprob, entropy, _ = ops.vocab_logprob(hidden @ weight.t(), target)
     whole = (entropy_weight * entropy * live + logprob * coefficient).sum()
@@ -105,7 +113,7 @@ def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything(en
 
 def test_a_second_backward_is_refused():
     hidden, weight, target, _ = draw(6, 5)
-    total, _ = ops.linear_loss(hidden, weight, target, [0, 6], lambda x, *_: (x.sum(), torch.zeros(1)))
+    total, *_ = ops.linear_loss(hidden, weight, target, [0, 6], lambda c: (c.logprob.sum(), torch.zeros(1)))
     torch.autograd.grad(total, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="run it once only"):
         torch.autograd.grad(total, hidden)
@@ -114,10 +122,10 @@ def test_a_second_backward_is_refused():
 def test_a_main_gradient_takes_the_weights_gradient_in_float32():
     hidden, weight, target, cotangents = draw(60, 30, dtype=torch.bfloat16)
 
-    def loss(logprob, entropy, sum_p_sq, first, last):
-        return (logprob * cotangents[0, first:last]).sum(), torch.zeros(1)
+    def loss(chunk):
+        return (chunk.logprob * cotangents[0, chunk.first : chunk.last]).sum(), torch.zeros(1)
 
-    total, _ = ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)
+    total, *_ = ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)
     (plain,) = torch.autograd.grad(total, weight)
     weight.main_grad = torch.ones(weight.shape)
     ops.linear_loss(hidden, weight, target, [0, 30, 60], loss)[0].backward()
@@ -140,8 +148,8 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype,
     a_chunk = dtype.itemsize * chunk * columns
     limit = 1.2 * a_chunk + gradients + in_float32 + statistics
 
-    def loss(logprob, entropy, sum_p_sq, first, last):
-        return weighted((logprob, entropy, sum_p_sq), cotangents[:, first:last]), torch.zeros(1)
+    def loss(chunk):
+        return weighted(outputs_of(chunk), cotangents[:, chunk.first : chunk.last]), torch.zeros(1)
 
     with Peak() as peak:
         outputs = ops.linear_logprob(hidden, weight, target, chunk=chunk)
@@ -149,7 +157,7 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype,
     assert a_chunk < peak.peak <= limit
     with Peak() as peak:
         bounds = ops.chunk_bounds(None, rows, chunk)
-        total, _ = ops.linear_loss(hidden, weight, target, bounds, loss)
+        total, *_ = ops.linear_loss(hidden, weight, target, bounds, loss)
         torch.autograd.grad(total, (hidden, weight))
     assert a_chunk < peak.peak <= limit
 

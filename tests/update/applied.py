@@ -42,9 +42,8 @@ def first_steps(model: str, algorithms: dict[str, dict[str, Any]]) -> dict[str, 
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
         before = [p.detach().clone() for p in parameters]
-        numbers = actor_step(
-            actor, ActorLoss(given, minibatch_weights(given, chosen, a), a, head), chosen, packer
-        )
+        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+        numbers = actor_step(actor, loss, chosen, packer).metrics
         gradient = torch.cat([p.main_grad.reshape(-1) for p in parameters])
         moved = torch.cat([(p.detach() - old).reshape(-1) for p, old in zip(parameters, before, strict=True)])
         found[name] = (numbers, gradient.tolist(), moved.tolist())

@@ -61,7 +61,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
         at = replace(given, **changes)
         loss = ActorLoss(at, minibatch_weights(at, chosen, a), a, head)
         with routed(actor.chunks) as used:
-            numbers = actor_step(actor, loss, chosen, packer)
+            numbers = actor_step(actor, loss, chosen, packer).metrics
         return numbers, used
 
     saver = saving.Saver(Path(folder), config, mesh.layout)

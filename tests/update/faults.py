@@ -96,7 +96,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
     def step_actor(given: Any) -> Any:
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        return actor_step(actor, loss, chosen, packer)
+        return actor_step(actor, loss, chosen, packer).metrics
 
     def step_critic(given: Any) -> Any:
         return critic_step(critic, given, chosen, a.value_clip, packer)

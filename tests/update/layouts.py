@@ -165,11 +165,11 @@ def steps(
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        numbers, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
-        ratios.add(loss.policy_logprobs(), loss.weight_T, chosen)
-        assert torch.equal(ratios.last_logprob_T, own_T)  # bitwise: the loss uses the scored policy
+        step, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
+        ratios.add(step.ratios)
+        assert torch.equal(step.ratios.logprob_T, own_T)  # bitwise: the loss uses the scored policy
         value_R = values(critic.model, with_observations(given), packer, [chosen])
-        numbers |= ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
+        numbers = step.metrics | ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
         observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)
         numbers |= {f"observing {name}": value for name, value in observing.items()}
         results.append((numbers, own_T.tolist(), value_R.tolist()))

@@ -11,7 +11,7 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.update.actor_step import minibatch_weights
-from megatron_stppo.update.ratios import Ratios
+from megatron_stppo.update.ratios import Ratios, StepRatios
 
 TASK = Task("t", (), ("a",), "train", 0)
 
@@ -29,8 +29,9 @@ def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
 
 def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, float]:
     """Return the row of one step on the whole batch, with these token ratios."""
-    out = Ratios(given, AlgorithmConfig.model_validate({"preset": "turn_ppo", **settings}))
-    out.add(torch.tensor(ratios).log(), torch.ones(len(ratios)), range(len(given.live_N)))
+    a = AlgorithmConfig.model_validate({"preset": "turn_ppo", **settings})
+    out, weight_T = Ratios(given, a), torch.ones(len(ratios))
+    out.add(StepRatios.of(given, torch.tensor(ratios).log(), weight_T, range(len(given.live_N)), a))
     return out.row()
 
 
@@ -59,12 +60,21 @@ def test_quantiles_are_over_segments_and_by_nearest_rank() -> None:
 
 def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
     given = batch((2,), (1,))
-    out = Ratios(given, AlgorithmConfig(preset="turn_ppo"))
+    a = AlgorithmConfig(preset="turn_ppo")
+    out = Ratios(given, a)
+
+    def add(ratios: list[float], weights: list[float], chosen: list[int]) -> None:
+        out.add(StepRatios.of(given, torch.tensor(ratios).log(), torch.tensor(weights), chosen, a))
+
     # Step one: the first trajectory alone, at 2: clipped. The other's log-probs are ignored.
-    out.add(torch.tensor([2.0, 2.0, math.nan]).log(), torch.tensor([0.5, 0.5, 0.0]), [0])
+    add([2.0, 2.0, math.nan], [0.5, 0.5, 0.0], [0])
     # Step two: the second alone, at 1.
-    out.add(torch.tensor([math.nan, 9.0, 1.0]).log(), torch.tensor([0.0, 0.0, 1.0]), [1])
-    assert out.last_logprob_T.exp().tolist() == pytest.approx([2, 2, 1])
+    add([math.nan, 9.0, 1.0], [0.0, 0.0, 1.0], [1])
+    assert out.last is not None
+    assert out.last.logprob_T.exp().tolist() == pytest.approx([2, 2, 1])
+    assert out.last.ratio_S.tolist() == pytest.approx([2, 1])
+    assert out.last.clipped_T.tolist() == [True, True, False]
+    assert out.last.live_T.all() and out.last.chosen_T.all()
     row = out.row()
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/ratio_p50"] == 1 and row["actor/ratio_max"] == pytest.approx(2)
@@ -84,8 +94,9 @@ def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
         ("turn", given.turn_offsets),
         ("sequence", given.action_offsets),
     ):
-        out = Ratios(given, AlgorithmConfig(preset="turn_ppo", segments=segments))  # type: ignore[arg-type]
-        out.add(logprob_T, torch.ones(13), range(3))
+        a = AlgorithmConfig(preset="turn_ppo", segments=segments)  # type: ignore[arg-type]
+        out = Ratios(given, a)
+        out.add(StepRatios.of(given, logprob_T, torch.ones(13), range(3), a))
         whole = surrogate(
             *(logprob_T, torch.zeros(13), advantage_T, torch.ones(13), offsets),
             clip_low=0.2,
@@ -101,8 +112,9 @@ def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
 
 
 def test_nothing_live_reports_nothing() -> None:
-    out = Ratios(batch((1,)), AlgorithmConfig(preset="turn_ppo"))
-    out.add(torch.zeros(1), torch.zeros(1), [0])
+    given, a = batch((1,)), AlgorithmConfig(preset="turn_ppo")
+    out = Ratios(given, a)
+    out.add(StepRatios.of(given, torch.zeros(1), torch.zeros(1), [0], a))
     assert out.row() == {}
 
 

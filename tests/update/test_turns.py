@@ -10,6 +10,8 @@ import torch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.update.actor_step import minibatch_weights
+from megatron_stppo.update.ratios import StepRatios
 from megatron_stppo.update.turns import turns
 
 TASK = Task("t", (), ("a",), "train", 0)
@@ -28,8 +30,11 @@ def batch(failed: str = "timeout") -> Batch:
 
 
 def records(given: Batch, **algorithm: object) -> list[list[dict[str, float | None]]]:
-    logprob_T = torch.tensor(RATIO_T, dtype=torch.float64).log()
-    return list(turns(given, logprob_T, AlgorithmConfig.model_validate(algorithm)))
+    a = AlgorithmConfig.model_validate(algorithm)
+    logprob_T = torch.tensor(RATIO_T, dtype=torch.float64).log().float()
+    every = range(len(given.live_N))
+    last = StepRatios.of(given, logprob_T, minibatch_weights(given, every, a), every, a)
+    return list(turns(given, last, a))
 
 
 def test_a_turn_has_its_ratio_its_mean_advantage_and_its_clipped_tokens() -> None:
