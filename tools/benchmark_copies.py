@@ -48,7 +48,7 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
         reference = [source.bfloat16().double() for source in sources]
         variants = [
             Variant("fused, prepared", fused, reference=reference, ours=True),
-            Variant("fused, described anew", anew, reference=reference, ours=True),
+            Variant("fused, prepared on every call", anew, reference=reference, ours=True),
             Variant("copy_ loop", loop, reference=reference),
         ]
         cut = "" if columns == width else f" of {width:,}"

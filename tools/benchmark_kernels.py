@@ -95,10 +95,10 @@ def sizes(device: str, quick: bool) -> Sizes:
 
 def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, scratch: int = 0) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a look: at most 40 s on 2 CPU cores")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--quick", action="store_true", help="small sizes: at most 40 s on 2 CPU cores")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     parser.add_argument("--output", type=Path, default=Path("runs/kernels"), metavar="FOLDER")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU; default 2")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; default 2")
     given = parser.parse_args(arguments)
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(given.threads)

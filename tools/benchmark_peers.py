@@ -67,12 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
-    parser.add_argument("--trl", default="1x2,2x1", help="how TRL is started")
-    parser.add_argument("--ours", default="1x2,2x1", help="how megatron_stppo is started")
+    parser.add_argument("--trl", default="1x2,2x1", help="starts of TRL to measure")
+    parser.add_argument("--ours", default="1x2,2x1", help="starts of megatron_stppo to measure")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=8, help=f"of one run; {1 + WARM_UP} are warm-up")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=8,
+        help=f"per run; the first {1 + WARM_UP} are warm-up",
+    )
     parser.add_argument("--output", type=Path, default=run.ROOT / "runs" / "peers")
-    parser.add_argument("--table", action="store_true", help="print what is in the output folder")
+    parser.add_argument("--table", action="store_true", help="print the results in the output folder")
     given = parser.parse_args(argv)
     if given.rounds < 1 or given.iterations < WARM_UP + 2:
         parser.error(f"--rounds must be at least 1 and --iterations at least {WARM_UP + 2}")
@@ -172,7 +177,7 @@ def table(record: dict[str, Any]) -> str:
         f"{record['machine']}; {record['date']}; "
         + ", ".join(f"{n} {v}" for n, v in record["versions"].items()),
         "",
-        "| parameters | turns x tokens | trainer | start | generation | training | in all | seconds |",
+        "| parameters | turns x tokens | trainer | start | generation | training | total | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES.values():

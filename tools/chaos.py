@@ -60,7 +60,7 @@ def main() -> int:
                         bar.update(task, completed=done)
                 except Exception:
                     failed = traceback.format_exc()
-                    result += " **lost, see below**"
+                    result += " **failed, see below**"
                 rows.append(f"| {title} | {result} | {time.monotonic() - started:.0f} |")
                 write(arguments, rows, failed)  # keep the results even if the rest is interrupted
                 if failed:
@@ -109,8 +109,8 @@ def parts(
         bench = killed_saves.Bench(root / f"{background}", model, background)
         chosen = bench.worth(arguments.every)
         chosen = chosen[:: -(-len(chosen) // arguments.calls)] if arguments.calls else chosen
-        kind = "in the background" if background else "waited for"
-        yield f"a save, {kind}, that dies at a call", len(chosen), deaths(bench, chosen)
+        kind = "in the background" if background else "in the foreground"
+        yield f"killed at each call of a save, {kind}", len(chosen), deaths(bench, chosen)
 
     def damage() -> Part:
         batch = 100
@@ -118,7 +118,7 @@ def parts(
             folder = root / f"damage-{n}"
             code = one_rank.in_child(corruption.always_noticed, folder, batch, arguments.seed + n)
             assert code == 0, f"damage with seed {arguments.seed + n}: see above"
-            yield (n + 1) * batch, f"{(n + 1) * batch} folders, all noticed"
+            yield (n + 1) * batch, f"{(n + 1) * batch} folders, all damage detected"
 
     yield "a damaged folder", arguments.examples, damage()
     yield "the training program, killed", arguments.kills, kills(config, arguments.kills, arguments.seed)
@@ -132,7 +132,7 @@ def deaths(bench: Any, chosen: list[int]) -> Part:
         left[step] += 1
         before, own = left.values()
         tried = f"{done} of its {len(bench.calls)} calls"
-        yield done, f"{tried}: {before} times step N-1 was there and loaded, {own} times step N"
+        yield done, f"{tried}: {before} times step N-1 could be loaded, {own} times step N"
 
 
 def kills(config: Path, wanted: int, seed: int) -> Part:
@@ -147,8 +147,8 @@ def kills(config: Path, wanted: int, seed: int) -> Part:
             count,
             (
                 f"{count} SIGKILLs of 4 ranks, {saving} of them during a save, {len(runs) - 1} runs of "
-                f"{killed_ranks.ITERATIONS} iterations ({seconds:.0f} s undisturbed): no announced step "
-                "lost, all end at the undisturbed bytes"
+                f"{killed_ranks.ITERATIONS} iterations ({seconds:.0f} s undisturbed): every "
+                "published step could be loaded, all runs ended with the same bytes as undisturbed"
             ),
         )
 

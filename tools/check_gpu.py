@@ -54,7 +54,7 @@ class Run:
         begin = time.monotonic()
         limit = min(timeout, self.deadline - begin)
         if limit < 5:
-            return self.note(Step(name, "FAILED", 0, "no time left; raise --minutes"))
+            return self.note(Step(name, "FAILED", 0, "no time left; increase --minutes"))
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {
             **os.environ,
@@ -91,9 +91,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(os.environ.get("OUT") or ROOT / "runs/check-gpu")
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER")
-    parser.add_argument("--minutes", type=float, default=8, help="after which what is left counts as failed")
     parser.add_argument(
-        "--only", choices=list(INSIDE), help="one check in this process; for the script's own use"
+        "--minutes", type=float, default=8, help="limit; checks not done by then count as failed"
+    )
+    parser.add_argument(
+        "--only", choices=list(INSIDE), help="run one check in this process; the script calls itself so"
     )
     arguments = parser.parse_args()
     if arguments.only:

@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = given.folder.resolve()
     record = folder / "record.json"
     if given.what == "compare" and not record.exists():
-        parser.error(f"{record} does not exist; call `record {given.folder}` with the code as it was")
+        parser.error(f"{record} does not exist; call `record {given.folder}` with the code before the change")
     results = Side(folder / given.what).results()
     if given.what == "record":
         record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -53,7 +53,7 @@ def main() -> None:
         return ops.clipped_surrogate(logprob, old, advantage, offsets, weight=weight, **bounds).objective
 
     parts: dict[str, Callable[[], object]] = {
-        "the kernel, into memory that is there": lambda: surrogate._run(inputs, settings, None, *outputs),
+        "the kernel, into allocated memory": lambda: surrogate._run(inputs, settings, None, *outputs),
         "+ checks, allocations, autograd's node": call,
         "+ backward": lambda: torch.autograd.grad(call(), logprob),
     }

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--engine-tensor", type=int, help="default: that of --train")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16", help="what the engine holds")
+    parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16", help="dtype of the engine")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given = parser.parse_args(arguments)
     begin = time.perf_counter()

@@ -188,7 +188,7 @@ def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
     status = forward(command, log, os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
     ledger.record(stage, time.monotonic() - started, done=status == 0)
     if status:
-        console.rule(f"{stage.name} failed with exit code {status}; {log} ends so:", style="red")
+        console.rule(f"{stage.name} failed with exit code {status}; the end of {log}:", style="red")
         print("\n".join(last_lines(log.read_text(errors="replace"))), file=sys.stderr)
     return status
 
@@ -247,9 +247,9 @@ def show(summary: dict[str, Any], folder: Path) -> None:
         table.add_row(name.removeprefix("evaluate/").replace("_", " "), f"{value:.4g}", f"{after[name]:.4g}")
     console.print(table)
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["stage_seconds"].items())
-    console.print(f"{summary['seconds']:.0f} s in all: {stages}")
+    console.print(f"{summary['seconds']:.0f} s in total: {stages}")
     console.print(
-        f"Look at {folder}/{page.FILE}, {folder}/curves.png, or: tensorboard --logdir {folder}/tensorboard",
+        f"Results: {folder}/{page.FILE}, {folder}/curves.png, or: tensorboard --logdir {folder}/tensorboard",
         soft_wrap=True,
     )
 

@@ -1,7 +1,7 @@
-// Panels of curves over iterations, all read at one iteration, the cursor.
+// Panels of curves over iterations. The cursor selects the iteration at which all of them are read.
 
 const WIDTH = 440, HEIGHT = 210, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26, COLOURS = 8;
-const MARKED = 60, MANY = 200; // points: so few have dots; more are smoothed at first
+const MARKED = 60, MANY = 200; // points: up to MARKED are drawn as dots; more than MANY are smoothed at first
 
 const ends = () => {
   const all = RUNS.flatMap((run) => [
@@ -54,7 +54,7 @@ class Cursor {
     for (const panel of this.panels) panel.read(this.iteration);
   }
 
-  // The drawing's frame: axes, the line at the cursor, and the keys and pointers that move it.
+  // Draws the frame: axes, the line at the cursor, and the handlers of keys and pointer that move it.
   frame(title, marks, height) {
     const drawing = svg("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "slider", tabindex: "0", "aria-label": title,
@@ -88,7 +88,7 @@ class Cursor {
     return [drawing, upright];
   }
 
-  // The panel's card; values(iteration) are the texts of its legend, one per entry.
+  // Returns the panel; values(iteration) returns the texts of its legend, one per entry.
   card(title, drawing, upright, entries, values) {
     const legend = el("ul", { class: "legend" });
     for (const [label, kind] of entries) {
@@ -99,17 +99,17 @@ class Cursor {
       upright.setAttribute("x1", x);
       upright.setAttribute("x2", x);
       [...legend.children].forEach((entry, at) => (entry.lastChild.textContent = texts[at]));
-      const told = entries.map(([label], at) => `${label} ${texts[at]}`).join(", ");
+      const described = entries.map(([label], at) => `${label} ${texts[at]}`).join(", ");
       drawing.setAttribute("aria-valuenow", iteration);
-      drawing.setAttribute("aria-valuetext", `iteration ${iteration}: ${told}`);
+      drawing.setAttribute("aria-valuetext", `iteration ${iteration}: ${described}`);
     };
     this.panels.push({ read });
     read(this.iteration);
     return el("figure", {}, el("figcaption", {}, title), drawing, legend);
   }
 
-  // A panel of series {label, kind, members: [[iterations, values], ...]}; a gap where a value is null. Of one
-  // member, its curve; of several, theirs pale and their mean.
+  // A panel of series {label, kind, members: [[iterations, values], ...]}, with a gap where a value is null. One
+  // member is drawn as a curve; several are drawn as pale curves with their mean.
   lines(title, series, logarithmic, window) {
     const drawable = (value) => value !== null && (!logarithmic || value > 0);
     const [share, marks] = verticalScale(series.flatMap((one) => one.members.flatMap(([, y]) => y.filter(drawable))), logarithmic);
@@ -119,7 +119,7 @@ class Cursor {
       const path = x.map((iteration, k) => {
         if (!drawable(y[k])) return "";
         const place = `${this.across(iteration).toFixed(1)},${height(y[k]).toFixed(1)}`;
-        return k && drawable(y[k - 1]) ? `L${place}` : `M${place}h0`; // h0: a point between two gaps is seen
+        return k && drawable(y[k - 1]) ? `L${place}` : `M${place}h0`; // h0 makes a single point between two gaps visible
       });
       drawing.append(svg("path", { class: `curve ${kind}`, d: path.join("") }));
     };
@@ -142,7 +142,7 @@ class Cursor {
     return this.card(title, drawing, upright, series.map((one) => [one.label, one.kind]), values);
   }
 
-  // What each phase took of an iteration, one on the other, of one run.
+  // The stacked share of each phase in the time of an iteration, for one run.
   phases(run) {
     const { names, iterations, seconds } = run.phases;
     if (!iterations.length) return null;
@@ -176,7 +176,7 @@ class Cursor {
   }
 }
 
-// What is drawn of some runs and columns: of one run a series per column, of several one per value of `field`.
+// The series to draw: for one run a series per column, for several runs a series per value of `field`.
 function seriesOf(runs, columns, field) {
   const having = (name) => runs.filter((run) => Object.hasOwn(run.columns, name));
   const kind = (k) => `c${k % COLOURS} dash${Math.floor(k / COLOURS) % 3}`;

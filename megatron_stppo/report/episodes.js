@@ -1,6 +1,6 @@
-// The browser of episodes: filters, the list, and one episode with what the update made of its turns.
+// The browser of episodes: filters, the list, and one episode with the numbers that the update recorded.
 
-const ALL = "", LISTED = 1000; // episodes in the list at once
+const ALL = "", LISTED = 1000; // largest number of episodes in the list
 
 class Browser {
   constructor() {
@@ -21,7 +21,7 @@ class Browser {
     fill("outcome", different((one) => one.outcome).sort(), (text) => line(text, 40) || "none");
     this.form.addEventListener("input", () => this.filter());
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.form.addEventListener("reset", () => setTimeout(() => this.filter())); // after the fields
+    this.form.addEventListener("reset", () => setTimeout(() => this.filter())); // runs after the browser has reset the fields
     document.getElementById("tones").addEventListener("input", () => this.filter());
     document.querySelector(".browser").addEventListener("keydown", (event) => this.onKey(event));
     const sentences = RUNS.map((run) => (RUNS.length > 1 ? `${run.name}: ` : "") + run.left_out);
@@ -33,7 +33,7 @@ class Browser {
     return this.tones[document.querySelector("input[name=tone]:checked").value];
   }
 
-  // The full colour stands for the advantage that 5 % of all turns exceed.
+  // The full colour marks the advantage that 5 % of all turns exceed.
   advantageTone() {
     const sizes = this.all.flatMap((one) => one.turns.map((turn) => Math.abs(turn.advantage ?? 0))).sort((a, b) => a - b);
     const full = sizes[Math.floor(sizes.length * 0.95)] || 1;
@@ -153,19 +153,19 @@ class Browser {
   }
 
   turn(turn, number) {
-    const told = {
+    const numbers_of = {
       ratio: turn.ratio, advantage: turn.advantage, value: turn.value, "policy ÷ engine": turn.mismatch,
       tokens: turn.tokens, "policy version": turn.version,
     };
     const numbers = el("dl", { class: "numbers" });
-    for (const [name, value] of Object.entries(told)) {
+    for (const [name, value] of Object.entries(numbers_of)) {
       if (value === undefined || value === null) continue;
       numbers.append(el("div", {}, el("dt", {}, name), el("dd", {}, name === "advantage" ? signed(value) : digits(value))));
     }
     const head = el("h4", {}, `Turn ${number}`);
     if (turn.clipped > 0) head.append(el("span", { class: "badge" }, `clipped: ${turn.clipped} of ${turn.tokens} tokens`));
     if (turn.tokens === undefined) head.append(el("span", { class: "hint" }, "the update recorded nothing for this turn"));
-    else if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "no ratio: without loss, or not a number"));
+    else if (turn.ratio === undefined) head.append(el("span", { class: "hint" }, "no ratio: the turn has no loss, or the ratio is not a number"));
     const text = write(el("div", { class: "text" }), turn.action, this.searched);
     return this.coloured(el("section", { class: "turn" }, head, el("div", { class: "beside" }, text, numbers)), turn);
   }
@@ -174,10 +174,10 @@ class Browser {
     return el("section", { class: "passage" }, el("h4", {}, name), write(el("div", { class: "text" }), text, this.searched));
   }
 
-  // Colour by the chosen number, and the mark of a clipped turn.
+  // Sets the colour from the chosen number, and marks clipped turns.
   coloured(element, turn) {
     const share = this.tone.of(turn);
-    element.classList.add(share === null ? "untold" : share < 0 ? "down" : "up");
+    element.classList.add(share === null ? "unknown" : share < 0 ? "down" : "up");
     if (turn.clipped > 0) element.classList.add("clipped");
     element.style.setProperty("--strength", `${Math.round(Math.abs(share ?? 0) * 100)}%`);
     return element;
@@ -206,10 +206,10 @@ class Browser {
   }
 }
 
-// The full colour stands for the clip bounds of the first run that says them.
+// The full colour marks the clip bounds, taken from the first run that has them.
 function ratioTone() {
-  const said = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && value < 1) ?? 0.2;
-  const [low, high] = [1 - said("clip_low"), 1 + said("clip_high")];
+  const bound = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && value < 1) ?? 0.2;
+  const [low, high] = [1 - bound("clip_low"), 1 + bound("clip_high")];
   return {
     ends: [digits(low), "1", digits(high)],
     of: ({ ratio }) => {
@@ -221,7 +221,7 @@ function ratioTone() {
 
 const texts = (one) => [one.prompt, one.detail, one.task, ...one.targets, ...one.turns.flatMap((turn) => [turn.action, turn.observation])];
 
-// The last part of a prompt that says something: chat markup and role names are the same in all of them.
+// The last informative part of a prompt: chat markup and role names are the same in all prompts.
 function question(prompt) {
   const parts = prompt.split(/<\|[^|]{0,40}\|>|\n/).map((part) => part.trim());
   return parts.filter((part) => part && !/^(system|user|assistant)$/.test(part)).pop() ?? prompt;

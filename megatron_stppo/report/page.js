@@ -1,4 +1,4 @@
-// Puts the page together.
+// Builds the page.
 
 const { runs: RUNS } = JSON.parse(document.getElementById("data").textContent);
 
@@ -16,7 +16,7 @@ const NAMES = RUNS.map(runName).join(", ");
 document.title = NAMES;
 document.getElementById("title").textContent = RUNS.length > 4 ? `${RUNS.length} runs` : NAMES;
 if (RUNS.length > 1) {
-  // what differs comes first where runs are compared
+  // when runs are compared, differences come first
   document.getElementById("overview").after(document.getElementById("config"));
   document.querySelector("[href='#overview']").after(document.querySelector("[href='#config']"));
 }

@@ -1,6 +1,6 @@
-// Which columns of metrics.jsonl are drawn, and in which runs they are there.
+// The columns of metrics.jsonl that are drawn, and the runs that have them.
 
-// Title, then names as docs/metrics.md has them and their labels. N stands for every number that there is.
+// Title, then {name as in docs/metrics.md: label}. N stands for every number that occurs.
 const PANELS = [
   ["Reward", { "reward/mean": "reward" }],
   ["Exact match", { "rollout/exact_match": "training", "evaluate/exact_match": "held out" }],
@@ -31,7 +31,7 @@ const PANELS = [
   ["Seconds per iteration", { seconds: "seconds" }],
 ];
 
-// [[title, [[column, label], ...]], ...] of what these runs have; of several runs every column has its own panel.
+// [[title, [[column, label], ...]], ...] of the columns of these runs. With several runs, each column has a panel.
 function panels(runs, other) {
   const there = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort(byNumber);
   const found = (name, label) => {
@@ -50,7 +50,7 @@ function panels(runs, other) {
   });
 }
 
-// Fields whose values put several runs together, the algorithm first; the runs of one value share a colour.
+// Fields by which runs can be grouped, the algorithm first. Runs with the same value share a colour.
 function groupings() {
   const fields = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
   const groups = fields.filter((field) => {

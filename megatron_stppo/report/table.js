@@ -1,6 +1,6 @@
-// Tables: headlines and summaries of runs, and their configurations' differences.
+// Tables: main numbers and summaries of runs, and the differences of their configurations.
 
-// Names by runs: one row per name that any run has; `trees` are name -> text.
+// A row per name that any run has, a column per run; `trees` map a name to a text.
 function table(corner, trees, keep) {
   const head = el("tr", {}, el("th", { scope: "col" }, corner));
   for (const run of RUNS) head.append(el("th", { scope: "col" }, runName(run)));
@@ -34,7 +34,7 @@ function showOverview() {
   document.getElementById("notes").append(el("h3", {}, "What is damaged, missing or left out"), el("ul", {}, ...items));
 }
 
-// Runs by names: one row per run, so that a number is compared down its column.
+// A row per run, a column per name, so that numbers are compared down a column.
 function byRun(trees) {
   const names = Object.keys(trees[0]).filter((name) => trees.some((tree) => tree[name] !== "–"));
   const head = el("tr", {}, el("th", { scope: "col" }, "run"), ...names.map((name) => el("th", { scope: "col" }, name)));

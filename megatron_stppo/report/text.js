@@ -1,8 +1,8 @@
 "use strict";
-// Elements, numbers and text. What a model or a tool wrote becomes text nodes, never markup.
+// Elements, numbers and text. Text of a model or a tool becomes text nodes, never markup.
 
-// Controls that are no line's end or tab, ends of lines and directions, halves of pairs, and what is drawn as
-// nothing (Unicode's Default_Ignorable_Code_Point, the tags in which text hides from people among them).
+// Control characters other than line feed and tab, Unicode line ends and direction codes, unpaired surrogates, and
+// invisible characters (Unicode's Default_Ignorable_Code_Point, including tags, which can hide text from readers).
 const ACTING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028-\u202e]|\p{Surrogate}|\p{DI}/u;
 
 function el(tag, given = {}, ...children) {
@@ -35,12 +35,12 @@ function signed(value) {
   return value > 0 ? `+${digits(value)}` : digits(value);
 }
 
-// A pattern that finds the text as it stands, in either case; null for none.
+// A pattern that finds the text literally, ignoring case; null for an empty text.
 function pattern(text) {
   return text ? new RegExp(text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu") : null;
 }
 
-// The text into `into`: codes that act on a reader are named instead, what is searched for is marked.
+// Appends the text to `into`: control codes are shown by name, matches of the search are marked.
 function write(into, text, searched) {
   for (const part of text.split(new RegExp(`(${ACTING.source})`, "u"))) {
     if (part.length <= 2 && ACTING.test(part)) {
@@ -58,12 +58,12 @@ function write(into, text, searched) {
   return into;
 }
 
-// What a string is that stands in quotes, as those of a configuration do.
+// The value of a quoted string, as in a configuration.
 function unquoted(text) {
   return /^".*"$/su.test(text) ? JSON.parse(text) : text;
 }
 
-// A line of it, for lists: codes and line ends left out, cut.
+// The text as one line for lists: without codes and line ends, and shortened.
 function line(text, length) {
   const plain = text.replace(new RegExp(ACTING.source, "gu"), "").replace(/\s+/g, " ").trim();
   return plain.length > length ? `${plain.slice(0, length)}…` : plain;

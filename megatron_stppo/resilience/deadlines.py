@@ -41,7 +41,7 @@ SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank counts as st
 STDERR = 2  # faulthandler takes a file descriptor
 GRACE = 20.0  # seconds from a deadline to the end by the timer; the report uses SILENT of them
 # Seconds from an error of the run until the timer ends the process, which loses the exit code. More than an
-# unfinished checkpoint may still take (checkpoint.LAST_SECONDS), less than srun waits (attempt.sh).
+# unfinished checkpoint may still take (saving.LAST_SECONDS), less than srun waits (attempt.sh).
 END = 90.0
 # A thread waits for other ranks if one of its INNERMOST frames is in one of these files.
 WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4

@@ -134,7 +134,7 @@ def test_the_table_compares_the_fastest_start_of_each_side() -> None:
     assert benchmark_peers.table(record).splitlines() == [
         "2 cores; 2026-11-22; trl 1.16.0",
         "",
-        "| parameters | turns x tokens | trainer | start | generation | training | in all | seconds |",
+        "| parameters | turns x tokens | trainer | start | generation | training | total | seconds |",
         "|---|---|---|---|---|---|---|---|",
         "| 0.7 M | 1 x 32 | TRL | 1x2 | 2,048 | 683 | 512 | 4.00 |",
         "| 0.7 M | 1 x 32 | megatron-stppo | 2x1 | 4,096 | 1,365 | 1,024 | 2.00 |",
