@@ -36,7 +36,6 @@ from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.optimizer import Trainer, not_finite
 from megatron_stppo.parallel.collectives import (
-    all_gather_bytes,
     all_reduce_sum,
     any_rank,
     broadcast_bytes,
@@ -44,6 +43,7 @@ from megatron_stppo.parallel.collectives import (
     encode,
 )
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.parallel.raise_together import gather_failures
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.mlp_spans import LayerSpec
 
@@ -311,8 +311,7 @@ def _fault(path: Path) -> str:
     if isinstance(found, str):
         return found
     share = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
-    faults = all_gather_bytes(steps.compare(path, share).encode())
-    return next((fault.decode() for fault in faults if fault), "")
+    return next(iter(gather_failures(steps.compare(path, share) or None, str).values()), "")
 
 
 def _versions() -> dict[str, str]:

@@ -20,17 +20,24 @@ import torch.distributed as dist
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy, Written
 from megatron_stppo.checkpoint.step_folder import STATE, File, Manifest
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_bytes
+from megatron_stppo.parallel.collectives import decode, encode, gather_bytes
+from megatron_stppo.parallel.raise_together import raise_together
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a stage on one rank: the pieces and the files that it wrote, or an error."""
+    """The result of a stage on one rank: the pieces and the files that it wrote."""
 
     pieces: dict[str, list[Written]] = field(default_factory=dict)  # by role
     files: dict[str, File] = field(default_factory=dict)  # by path relative to the step's folder
-    refused: str = ""  # an error of the file system
-    broken: str = ""  # any other error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a stage on one rank."""
+
+    text: str
+    refused: bool  # whether it is an error of the file system
 
 
 class Refused(RuntimeError):
@@ -83,23 +90,16 @@ class Save:
 
         Raises Refused or RuntimeError on every rank if the action failed on any rank.
         """
-        cause = None
+        report, failure, cause = Report(), None, None
         try:
             report = action()
         except OSError as error:
-            report = Report(refused=f"{error.strerror or error} (rank {dist.get_rank()})")
+            failure = Failure(f"{error.strerror or error} (rank {dist.get_rank()})", refused=True)
         except Exception as error:
-            report, cause = Report(broken=f"rank {dist.get_rank()}: {type(error).__name__}: {error}"), error
-        given = gather_bytes(encode(report), self.group)
-        reports = [decode(payload, Report) for payload in given]
-        broken = next((r.broken for r in reports if r.broken), "")
-        refused = next((r.refused for r in reports if r.refused), "")
-        broken, refused = decode(broadcast_bytes(encode((broken, refused)), 0, self.group), tuple[str, str])
-        if broken:
-            raise RuntimeError(broken) from cause
-        if refused:
-            raise Refused(refused)
-        return reports
+            text = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+            failure, cause = Failure(text, refused=False), error
+        raise_together(failure, _combined, Failure, self.group, cause=cause)
+        return [decode(payload, Report) for payload in gather_bytes(encode(report), self.group)]
 
     def _prepare(self) -> Report:
         """Remove the folders of interrupted saves and create the new one.
@@ -140,6 +140,12 @@ class Save:
         except OSError as error:  # the step is published; only disk space is lost
             _say(f"WARNING: older checkpoints could not be removed: {error}")
         return Report()
+
+
+def _combined(failures: dict[int, Failure]) -> RuntimeError:
+    """Return the first failure that is not of the file system, or else the first of all."""
+    broken = next((failure for failure in failures.values() if not failure.refused), None)
+    return Refused(next(iter(failures.values())).text) if broken is None else RuntimeError(broken.text)
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.sharding.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes, read_shape
@@ -134,15 +134,13 @@ def _finish(
 
 def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
     """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
-    problem = b""
+    problem: str | None = None
     if dist.get_rank(group) == 0:
         try:
             write()
-        except (OSError, ValueError) as error:  # broadcast below, or the other ranks would wait for ever
-            problem = str(error).encode()
-    problem = broadcast_bytes(problem, 0, group)
-    if problem:
-        raise ConfigError(problem.decode())
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    raise_together(problem, lambda found: ConfigError(found[0]), str, group)
 
 
 def to_hf(config: Config, checkpoint: str, output: Path) -> None:

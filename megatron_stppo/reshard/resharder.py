@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank, gather_records
+from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
+from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.reshard.execute import ErrorHolder, Exchange
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
@@ -91,7 +92,8 @@ class Resharder:
             plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
         except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
             problem += str(error)
-        dtypes = self._agree(plan.digest, target, problem)
+        raise_together(problem or None, _mismatches, str, group)
+        dtypes = self._agree(plan.digest, target)
         limit = bucket_bytes or BUCKET_BYTES[self._device.type]
         self._padding = _padding(target, own_target)
         self._exchange = Exchange(
@@ -161,34 +163,24 @@ class Resharder:
         return int(sums[0]), int(sums[1])
 
     def _raise_together(self, error: Exception | None) -> None:
-        """Raise ReshardError on all ranks if any rank has an error.
-
-        Messages are exchanged only in that case.
-        """
-        if any_rank(error is not None, self._group):
-            own = [f"{type(error).__name__}: {error}"] if error else []
-            said = gather_records(own, str, self._group)
-            raise ReshardError(
-                "; ".join(f"rank {rank}: {lines[0]}" for rank, lines in enumerate(said) if lines)
-            ) from error
+        """Raise ReshardError on all ranks if any rank has an error. Collective."""
+        own = f"{type(error).__name__}: {error}" if error else None
+        raise_together(own, lambda found: ReshardError(by_rank(found)), str, self._group, cause=error)
 
     @torch.no_grad()
     def _zero_padding(self) -> None:
         for rows in self._padding:
             rows.zero_()
 
-    def _agree(
-        self, digest: str, target: Mapping[str, Tensor], problem: str
-    ) -> dict[tuple[int, str], torch.dtype]:
+    def _agree(self, digest: str, target: Mapping[str, Tensor]) -> dict[tuple[int, str], torch.dtype]:
         """Return the types of the target tensors, {(rank, name): type}. Collective.
 
-        Raises ReshardError if any rank has a problem or if two ranks made different plans.
+        Raises ReshardError if two ranks made different plans.
         """
         types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
-        records = gather_records([_Declared(digest, types, problem)], _Declared, self._group)
-        said = [record for (record,) in records]
-        if any(record.problem for record in said):
-            raise ReshardError(" ".join(f"rank {r}: {d.problem}" for r, d in enumerate(said) if d.problem))
+        said = [
+            declared for (declared,) in gather_records([_Declared(digest, types)], _Declared, self._group)
+        ]
         odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
         if odd:
             raise ReshardError(
@@ -207,7 +199,10 @@ class _Declared:
 
     digest: str
     types: dict[str, str]  # of its target tensors
-    problem: str  # "" if none
+
+
+def _mismatches(problems: dict[int, str]) -> ReshardError:
+    return ReshardError(" ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
 
 
 def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:

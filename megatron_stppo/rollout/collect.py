@@ -13,13 +13,15 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.base import Environment
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, gather_records
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
@@ -94,13 +96,7 @@ def collect(
         trouble = error
     finally:
         engine.abort_all()
-    report = _Report(
-        trouble=f"{type(trouble).__name__}: {trouble}" if trouble else "",
-        place=trouble.place if isinstance(trouble, EngineFailure) else "",
-        misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
-        away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
-    )
-    _agree(report, trouble)
+    raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [episode.trajectory() for episode in episodes]
 
 
@@ -115,34 +111,39 @@ def request_seed(seed: int, number: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class _Report:
-    """How a rank's rollout ended; sent to all other ranks."""
+    """Why a rank's rollout failed; sent to all other ranks."""
 
     trouble: str
-    place: str  # EngineFailure.place, else ""
+    place: str = ""  # EngineFailure.place
     misuse: str = ""  # the message of a ConfigError
     away: str = ""  # why the rollout stopped waiting for tools
 
 
-def _agree(report: _Report, trouble: BaseException | None) -> None:
-    """Raise on all ranks if any rank failed. Collective over all ranks.
+def _report(trouble: BaseException | None) -> _Report | None:
+    if trouble is None:
+        return None
+    return _Report(
+        trouble=f"{type(trouble).__name__}: {trouble}",
+        place=trouble.place if isinstance(trouble, EngineFailure) else "",
+        misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
+        away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
+    )
 
-    A rank that continued alone would wait for the others forever.
-    """
-    reports = [of_rank[0] for of_rank in gather_records([report], _Report)]
-    misuse = next((report.misuse for report in reports if report.misuse), "")
-    if misuse:
-        raise ConfigError(misuse) from None
-    troubled = {rank: report for rank, report in enumerate(reports) if report.trouble}
-    if troubled:
-        said = "; ".join(f"rank {rank}: {report.trouble}" for rank, report in troubled.items())
-        if all(report.away for report in troubled.values()):
-            raise ToolsStayAway(next(report.away for report in troubled.values()))
-        if all(report.place for report in troubled.values()):
-            places = "; ".join(f"rank {rank}: {report.place}" for rank, report in troubled.items())
-            raise EngineFailure(f"rollout failed on {said}", places) from trouble
-        if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
-            raise trouble
-        raise RolloutError(f"rollout failed on {said}") from trouble
+
+def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> BaseException:
+    """Return the exception for this rank, whose own one is `trouble`, from the reports of all that failed."""
+    failed = list(reports.values())
+    if misuse := next((report.misuse for report in failed if report.misuse), ""):
+        return ConfigError(misuse)
+    if all(report.away for report in failed):
+        return ToolsStayAway(failed[0].away)
+    said = by_rank({rank: report.trouble for rank, report in reports.items()})
+    if all(report.place for report in failed):
+        places = by_rank({rank: report.place for rank, report in reports.items()})
+        return EngineFailure(f"rollout failed on {said}", places)
+    if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
+        return trouble
+    return RolloutError(f"rollout failed on {said}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment, ToolAway
-from megatron_stppo.parallel.collectives import any_rank, gather_records
+from megatron_stppo.parallel.collectives import any_rank
+from megatron_stppo.parallel.raise_together import gather_failures
 from megatron_stppo.resilience.faults import ToolsStayAway
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ def open_environment(config: EnvironmentConfig, resume: bool) -> Callable[[], En
             make = choose.factory(config)
         except ToolAway as error:
             away = error
-        reasons = [text for of_rank in gather_records([str(away)] if away else [], str) for text in of_rank]
+        reasons = list(gather_failures(str(away) if away else None, str).values())
         if not reasons:
             if waits and dist.get_rank() == 0:
                 log.warning("tools answer again after %.0f s", time.monotonic() - began)
