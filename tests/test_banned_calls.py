@@ -46,7 +46,7 @@ ALLOWED = {
 }
 
 
-def test_nothing_banned_stands_in_our_own_code() -> None:
+def test_our_own_code_has_no_banned_call() -> None:
     paths = [path for part in OURS for path in sorted((ROOT / part).rglob("*.py")) or [ROOT / part]]
     assert len(paths) > 100
     wrong = [
@@ -94,7 +94,7 @@ def test_nothing_banned_stands_in_our_own_code() -> None:
         "EngineArgs(model=path, trust_remote_code=flag)",
     ],
 )
-def test_each_of_these_is_seen(code: str) -> None:
+def test_every_banned_form_is_detected(code: str) -> None:
     assert [line for line, _ in banned(code)] == [1]
 
 
@@ -111,7 +111,7 @@ def test_each_of_these_is_seen(code: str) -> None:
         "json.load(file)",
     ],
 )
-def test_none_of_these_is(code: str) -> None:
+def test_allowed_forms_are_not_reported(code: str) -> None:
     assert list(banned(code)) == []
 
 

@@ -107,13 +107,15 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         ),
     ],
 )
-def test_a_number_out_of_its_bounds(root: Path, said: Said, override: str, line: str) -> None:
+def test_a_number_out_of_its_bounds_is_refused(root: Path, said: Said, override: str, line: str) -> None:
     assert said("train", root / "run.yaml", override) == line
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "evaluate"])
 @pytest.mark.parametrize("where", ["tasks.jsonl", "tasks.jsonl/deeper"])
-def test_a_run_folder_that_cannot_be_written(root: Path, said: Said, command: str, where: str) -> None:
+def test_a_run_folder_that_cannot_be_written_is_refused(
+    root: Path, said: Said, command: str, where: str
+) -> None:
     message = said(command, root / "run.yaml", f"run.root={root / where}")
     assert message == (
         f"run.root={root / where}/r: cannot be written, {root}/tasks.jsonl is not a folder; name a folder "
@@ -121,7 +123,7 @@ def test_a_run_folder_that_cannot_be_written(root: Path, said: Said, command: st
     )
 
 
-def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(root: Path, said: Said) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_evaluation(root: Path, said: Said) -> None:
     message = said("evaluate", root / "run.yaml", "--output", root / "tasks.jsonl" / "result.json")
     assert message.startswith(f"--output={root}/tasks.jsonl: cannot be written, ")
 
@@ -146,7 +148,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_evaluation(root: P
         (lambda m: (m / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds list"),
     ],
 )
-def test_a_model_folder_with_a_broken_file(
+def test_a_model_folder_with_a_broken_file_is_refused(
     root: Path, said: Said, change: Callable[[Path], None], part: str
 ) -> None:
     change(root / "model")
@@ -159,7 +161,9 @@ def edit(model: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_tokenizer_that_is_larger_than_the_vocabulary(root: Path, said: Said, command: str) -> None:
+def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(
+    root: Path, said: Said, command: str
+) -> None:
     remedy = "config.json's vocab_size=1024 allows ids below it; give the tokenizer of this model"
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1024}, unk_token="a"))
     tokenizer.save(str(root / "model" / "tokenizer.json"))
@@ -203,13 +207,13 @@ def test_tasks_that_cannot_be_read_are_named_by_their_row(
         (b'{"id": 1, "contents": "..."}\n', "holds no document; give rows with an id and non-empty contents"),
     ],
 )
-def test_a_corpus_that_cannot_be_read(root: Path, said: Said, content: bytes, part: str) -> None:
+def test_a_corpus_that_cannot_be_read_is_refused(root: Path, said: Said, content: bytes, part: str) -> None:
     (root / "corpus.jsonl").write_bytes(content)
     assert part in said("build-index", root / "corpus.jsonl", root / "new")
     assert not (root / "new").exists()
 
 
-def test_an_index_that_cannot_be_written(root: Path, said: Said) -> None:
+def test_an_index_that_cannot_be_written_is_refused(root: Path, said: Said) -> None:
     (root / "corpus.jsonl").write_text('{"id": 1, "contents": "Paris"}\n')
     message = said("build-index", root / "corpus.jsonl", root / "corpus.jsonl" / "index")
     assert (
@@ -265,7 +269,7 @@ def test_the_retrievers_address_is_announced_only_when_it_listens(root: Path, sa
     )
 
 
-def test_a_rollout_with_nothing_left_to_play(root: Path, said: Said) -> None:
+def test_a_rollout_with_nothing_left_to_play_is_refused(root: Path, said: Said) -> None:
     for step in (3, 4):
         (root / "runs" / "other" / "checkpoints" / f"step_{step}").mkdir(parents=True)
     command = ("rollout", root / "run.yaml", "--from", root / "runs" / "other")
@@ -276,7 +280,7 @@ def test_a_rollout_with_nothing_left_to_play(root: Path, said: Said) -> None:
     assert "--start=step_3" in said(*command, "--start", "step_3", "run.iterations=2")
 
 
-def test_fewer_tasks_than_an_iteration_draws_are_warned_about(
+def test_fewer_tasks_than_an_iteration_needs_give_a_warning(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -290,7 +294,7 @@ def test_fewer_tasks_than_an_iteration_draws_are_warned_about(
     assert capsys.readouterr().err == ""
 
 
-def test_under_torchrun_the_reason_is_the_last_thing_that_is_said(root: Path) -> None:
+def test_under_torchrun_the_reason_is_the_last_thing_printed(root: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "megatron_stppo", "train", str(root / "run.yaml"), "update.epoch=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -147,7 +147,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run
 
 
-def test_an_environment_without_a_problem_is_said_to_have_none(check: Check) -> None:
+def test_a_correct_environment_is_reported_without_problems(check: Check) -> None:
     code, (line,) = check("right")
     assert code == 0
     assert re.fullmatch(r"no problem in \d+ episodes, \d+ turns: \d+ ok, \d+ wrong", line)
@@ -175,7 +175,7 @@ def test_an_environment_without_a_problem_is_said_to_have_none(check: Check) -> 
         ("absent", "has no attribute 'absent'; give search, or MODULE:FACTORY"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_one_line_and_exit_2(
+def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(
     check: Check, name: str, problem: str
 ) -> None:
     code, lines = check(name)

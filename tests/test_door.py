@@ -93,7 +93,7 @@ def test_bad_usage_exits_2(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("field", ["update.actor.lr", "run.seed", "megatron.layernorm_epsilon"])
-def test_infinity_is_no_setting(field: str) -> None:
+def test_infinity_is_refused(field: str) -> None:
     result = run("train", QUICKSTART, f"{field}=.inf")
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert result.stderr.startswith(f"megatron-stppo: {field}=inf: ")
@@ -128,19 +128,19 @@ def test_a_missing_model_is_one_clear_line_and_nothing_is_written(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_only_the_first_rank_speaks() -> None:
+def test_only_the_first_rank_prints() -> None:
     result = run("train", QUICKSTART, "update.epoch=2", RANK="1", WORLD_SIZE="2")
     assert (result.returncode, result.stderr) == (2, "")
 
 
-def test_a_retriever_others_could_reach_is_refused_without_a_token(tmp_path: Path) -> None:
+def test_a_retriever_that_others_can_reach_is_refused_without_a_token(tmp_path: Path) -> None:
     result = run("serve-retriever", str(tmp_path), "--host", "0.0.0.0")
     assert result.returncode == 2
     assert "--token-env" in result.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [(DoNotRestart, 93), (CheckpointError, 93), (Requeue, 85)])
-def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
+def test_every_end_that_a_scheduler_distinguishes_has_its_own_exit_code(
     end: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -157,14 +157,14 @@ def test_an_end_that_a_scheduler_must_know_has_a_code_of_its_own(
     assert capsys.readouterr().err == "megatron-stppo: 7 steps were not finite\n"
 
 
-def test_a_note_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+def test_an_exit_json_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
     with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):
         raise CheckpointError("the disk is full")  # while there is no folder to write to
 
 
 @pytest.mark.parametrize(("end", "drawn"), [(None, True), (DoNotRestart, True), (Requeue, False)])
-def test_a_run_that_nobody_goes_on_with_leaves_its_page(
+def test_a_run_that_is_not_resumed_has_its_report_page(
     end: type[Exception] | None, drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -179,7 +179,7 @@ def test_a_run_that_nobody_goes_on_with_leaves_its_page(
     assert not drawn or "collapsed" in page.read_text()
 
 
-def test_variables_of_srun_that_are_incomplete_are_one_line_of_the_first_rank_on_a_node() -> None:
+def test_incomplete_variables_of_srun_give_one_line_from_the_first_rank_of_a_node() -> None:
     variables = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
     first, second, third = (
         run("train", QUICKSTART, **variables, SLURM_PROCID=rank, SLURM_LOCALID=local)

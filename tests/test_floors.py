@@ -43,22 +43,22 @@ def test_modules_import_only_from_lower_floors() -> None:
     assert not wrong
 
 
-def test_every_file_stands_on_a_floor() -> None:
+def test_every_file_belongs_to_a_floor() -> None:
     assert {unit_of(path) for path in sources()} <= set(FLOOR) | {"__init__"}
 
 
-def test_mathematics_sees_no_configuration() -> None:
+def test_the_mathematics_does_not_import_the_configuration() -> None:
     assert not [
         path for path, target in edges() if unit_of(path) in ("algorithm", "ops") and target == "config"
     ]
 
 
-def test_no_file_has_a_name_that_says_nothing() -> None:
+def test_no_file_has_a_meaningless_name() -> None:
     names = {part for path in sources() for part in path.with_suffix("").parts}
     assert not names & {"utils", "util", "common", "helpers", "core", "misc"}
 
 
-def test_imports_stand_at_the_top_of_their_file() -> None:
+def test_imports_are_at_the_top_of_their_file() -> None:
     wrong = []
     for path in sources():
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def test_imports_stand_at_the_top_of_their_file() -> None:
     assert not wrong
 
 
-def test_an_upward_import_is_seen() -> None:
+def test_an_upward_import_is_detected() -> None:
     tree = ast.parse("from megatron_stppo import loop\nimport megatron_stppo.model.build as build\n")
     assert sorted(targets(tree)) == ["loop", "model"]
 

@@ -41,7 +41,7 @@ MERGES = "a: &a {k: 1}\n" + "".join(
         ("model: {path: m}\nx: {y: " + "x" * 60_000 + "}\n", "x={'y': 'xxx"),
     ],
 )
-def test_a_hostile_file_is_one_short_line_at_once(tmp_path: Path, text: str, part: str) -> None:
+def test_a_hostile_file_is_refused_at_once_with_one_short_line(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     start = time.process_time()
@@ -53,7 +53,7 @@ def test_a_hostile_file_is_one_short_line_at_once(tmp_path: Path, text: str, par
     assert time.process_time() - start < 5.0, "written out, one of them would take hours"
 
 
-def test_a_file_that_never_ends_or_is_no_text_is_one_line(tmp_path: Path) -> None:
+def test_an_endless_or_binary_file_is_refused_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is longer than 65536 bytes"):
         load(Path("/dev/zero"))
     (tmp_path / "run.yaml").write_bytes(b"run: \xff\xfe\n")
@@ -62,7 +62,7 @@ def test_a_file_that_never_ends_or_is_no_text_is_one_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["[&a x, *a]", "!!python/name:os.system", "[" * 3_000, "9" * 5_000])
-def test_an_override_is_as_little_trusted(tmp_path: Path, value: str) -> None:
+def test_a_hostile_override_is_refused_too(tmp_path: Path, value: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\n")
     with pytest.raises(ConfigError, match="the value is not YAML; quote it") as raised:
         load(tmp_path / "run.yaml", [f"run.seed={value}"])
@@ -92,7 +92,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(tmp_path: Path, ur
 
 
 @pytest.mark.parametrize("override", ["url=[{}", "ur={}", "url.x={}"])
-def test_a_password_in_a_mistake_is_not_repeated_either(tmp_path: Path, override: str) -> None:
+def test_a_password_in_an_invalid_value_is_not_repeated(tmp_path: Path, override: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\n")
     text = "environment.retrieval." + override.format("http://user:hunter2@host")
     with pytest.raises(ConfigError, match=r"://\.\.@host") as raised:

@@ -50,7 +50,7 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(tmp_path: Pat
     assert (folder / "runs/first/report.html").exists()
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(ConfigError, match=rf"FOLDER={target}: is not an empty folder; name a new one"):

@@ -44,7 +44,7 @@ def test_episodes_that_never_began_are_counted_too() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "turn_mean", "sequence_mean_token_mean"])
-def test_failures_of_the_environment_weigh_nothing_in_the_loss(aggregation: str) -> None:
+def test_failures_of_the_environment_have_no_weight_in_the_loss(aggregation: str) -> None:
     """There are two tokens each of ok, wrong, truncated, error and timeout.
 
     The first three weigh 1/3 each.
@@ -54,14 +54,14 @@ def test_failures_of_the_environment_weigh_nothing_in_the_loss(aggregation: str)
     torch.testing.assert_close(weight_T, torch.tensor([1 / 6] * 6 + [0.0] * 4))
 
 
-def test_mismatch_between_engine_and_trainer_is_read_from_what_carries_loss() -> None:
+def test_mismatch_between_engine_and_trainer_is_measured_on_tokens_with_loss() -> None:
     played = [trajectory("ok"), trajectory("timeout")]
     batch = to_batch(played)
     old = batch.rollout_logprob_T + torch.tensor([0.5, 0.5, 9.0, 9.0])
     assert describe(played, replace(batch, old_logprob_T=old), 0)["mismatch/mean_abs"] == pytest.approx(0.5)
 
 
-def test_behaviour_is_counted_by_hand() -> None:
+def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
     """Two episodes were played, of 2 and 1 turns, by versions 3, 4 and 4, when the policy was at 5."""
     turns = [Turn((5,) * n, (-1.0,) * n, (), r, v) for n, r, v in ((2, 0.0, 3), (4, 1.0, 4), (1, 0.0, 4))]
     played = [
@@ -95,7 +95,7 @@ def test_the_95th_percentile_is_the_nearest_rank() -> None:
     assert describe_rollouts(played, 0)["rollout/response_tokens_p95"] == 38
 
 
-def test_a_scored_batch_is_described_by_hand() -> None:
+def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
     """Two live tokens have log-probs -1, -2 and reference -2, -2; values are 0, 1 and returns 1, 1."""
     played = [trajectory("ok"), trajectory("timeout")]
     batch = replace(

@@ -69,7 +69,7 @@ def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, t
     assert not again.is_done(driver.Stage("train", (), stage.product, "b"))
 
 
-def test_an_interrupted_training_goes_on_and_another_one_starts_clean(
+def test_an_interrupted_training_is_resumed_and_a_changed_one_starts_again(
     driver: ModuleType, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -79,7 +79,7 @@ def test_an_interrupted_training_goes_on_and_another_one_starts_clean(
     assert not checkpoints.exists()
 
 
-def test_a_failing_stage_shows_what_its_ranks_said_last(
+def test_a_failing_stage_shows_the_last_lines_of_its_ranks(
     driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('one'); print('the reason'); print('torch/distributed/elastic: x'); sys.exit(3)"
@@ -89,7 +89,7 @@ def test_a_failing_stage_shows_what_its_ranks_said_last(
     assert (tmp_path / "logs" / "train.log").exists()
 
 
-def test_output_is_seen_and_kept(
+def test_output_is_shown_and_kept(
     driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status = driver.forward((sys.executable, "-c", "print('hello')"), tmp_path / "x.log", os.environ)

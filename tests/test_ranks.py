@@ -34,7 +34,7 @@ def test_every_rank_returns_its_result_and_a_failing_rank_ends_the_others():
         run_ranks(fail_on_rank_1, 2)
 
 
-def test_what_a_rank_says_counts_more_than_that_another_died():
+def test_the_error_of_a_rank_is_reported_before_the_death_of_another():
     with pytest.raises(RankError, match=r"rank 0 raised[\s\S]*ValueError: left alone"):
         run_ranks(die_on_rank_1, 2)
 

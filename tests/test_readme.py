@@ -20,7 +20,7 @@ def test_the_readme_has_at_most_150_lines() -> None:
     assert len(README.splitlines()) <= 150
 
 
-def test_the_example_of_a_run_is_a_configuration() -> None:
+def test_the_example_of_a_run_is_a_valid_configuration() -> None:
     block = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
     assert block is not None and len(block[1].splitlines()) <= 20
     config = Config.model_validate(yaml.safe_load(block[1]))
@@ -35,7 +35,7 @@ def test_links_lead_to_files() -> None:
     assert not wrong
 
 
-def test_files_named_exist() -> None:
+def test_files_that_documents_name_exist() -> None:
     named = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     assert not [

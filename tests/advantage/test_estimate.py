@@ -38,7 +38,7 @@ def groups(batch):
     return torch.zeros(len(batch.live_N), dtype=torch.int64)
 
 
-def test_equal_outcomes_in_a_group_leave_only_the_kl_penalty_not_its_noise_blown_up():
+def test_equal_outcomes_in_a_group_leave_only_the_kl_penalty_which_is_not_scaled_up():
     batch = scored([trajectory([0.0]), trajectory([0.0])])
     batch = replace(batch, reference_logprob_T=torch.tensor([-1.1, -0.9, -1.2, -1.0]))
     advantage_T = estimate(batch, settings(preset="grpo", kl_coefficient=0.1), groups(batch)).advantage_T
@@ -46,7 +46,7 @@ def test_equal_outcomes_in_a_group_leave_only_the_kl_penalty_not_its_noise_blown
     assert advantage_T.tolist() == pytest.approx([0.0, 0.01, -0.02, 0.0], abs=1e-7)
 
 
-def test_a_group_pays_for_the_kl_still_to_come_as_gae_does_and_a_failed_trajectory_poisons_none():
+def test_group_advantages_subtract_the_kl_of_later_tokens_and_ignore_failed_trajectories():
     batch = scored([trajectory([0.0, 1.0]), trajectory([0.0]), trajectory([0.0], outcome="error")])
     reference_T = torch.tensor([-1.5, -3.0, -1.0, -2.0, -0.5, -1.5, math.nan, math.nan])
     batch = replace(batch, reference_logprob_T=reference_T)
@@ -68,7 +68,7 @@ def test_a_group_pays_for_the_kl_still_to_come_as_gae_does_and_a_failed_trajecto
         ([[0.0, 1.0], [1.0, 0.0], [1.0], [1.0]], False, False),  # the same sums at other times
     ],
 )
-def test_rewards_are_a_signal_where_they_differ_among_what_is_compared(rewards, in_batch, in_groups):
+def test_rewards_are_a_signal_if_they_differ_within_a_compared_group(rewards, in_batch, in_groups):
     batch = scored([trajectory(given) for given in rewards])
     group_N = torch.tensor([0, 0, 1, 1])
     assert has_signal(batch, settings(), group_N) == in_batch
@@ -76,7 +76,7 @@ def test_rewards_are_a_signal_where_they_differ_among_what_is_compared(rewards, 
         assert has_signal(batch, settings(preset=preset), group_N) == in_groups
 
 
-def test_a_failed_trajectorys_reward_is_no_signal_and_a_discounted_one_is():
+def test_the_reward_of_a_failed_trajectory_is_no_signal_and_a_discounted_reward_is():
     batch = scored([trajectory([1.0]), trajectory([1.0]), trajectory([0.0], outcome="error")])
     assert not has_signal(batch, settings(), groups(batch))
     assert has_signal(batch, settings(gamma=0.9), groups(batch)), "earlier is better"
@@ -84,7 +84,7 @@ def test_a_failed_trajectorys_reward_is_no_signal_and_a_discounted_one_is():
     assert not has_signal(zero, settings(gamma=0.9), groups(zero))
 
 
-def test_kl_penalty_is_taken_from_every_action_token():
+def test_kl_penalty_is_subtracted_at_every_action_token():
     # k1 = -1 - -3 = 2 at coefficient 0.1: 0.2 off each token; the outcome sits on the last action token.
     batch = scored([trajectory([0.0, 1.0])])
     assert with_kl_penalty(batch, 0.1).tolist() == pytest.approx([-0.2, -0.2, -0.2, 0.8])
@@ -98,7 +98,7 @@ def test_outcome_is_the_sum_of_a_trajectorys_rewards():
     assert outcomes(batch.reward_T, batch.action_offsets).tolist() == [1.5, 2.0]
 
 
-def test_gae_reaches_every_action_token_and_skips_observations():
+def test_gae_covers_every_action_token_and_skips_observations():
     # gamma = 1/2, values 0: reward 1 on the last of 4 action tokens; the observation tokens do not count.
     batch = scored([trajectory([0.0, 1.0])])
     out = estimate(batch, settings(gamma=0.5), groups(batch))
@@ -108,7 +108,7 @@ def test_gae_reaches_every_action_token_and_skips_observations():
     assert turn.advantage_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0])
 
 
-def test_failed_trajectories_carry_no_advantage_and_do_not_move_the_others():
+def test_failed_trajectories_have_no_advantage_and_do_not_change_the_others():
     good, bad, failed = (
         trajectory([1.0]),
         trajectory([0.0], outcome="wrong"),
@@ -162,7 +162,7 @@ def test_group_mean_is_a_baseline_that_is_not_divided_by_the_deviation():
     assert out.advantage_T.tolist() == [0.5] * 4 + [-0.5] * 2 and out.return_T is None
 
 
-def test_observations_take_part_in_gae_only_where_the_flag_says_so():
+def test_gae_includes_observations_only_if_configured():
     # Two turns of 2 and 1 tokens, 3 observation tokens between; reward 1 at the end, gamma = lambda = 1/2.
     # Values: 0, 0 | 4, 4, 4 | 0. Without observations: delta = 0, 0, 1; A = 1/16, 1/4, 1.
     turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
@@ -182,7 +182,7 @@ def test_observations_take_part_in_gae_only_where_the_flag_says_so():
     )
 
 
-def test_the_kl_penalty_is_on_action_tokens_also_where_gae_runs_over_observations():
+def test_the_kl_penalty_is_on_action_tokens_only_even_if_gae_includes_observations():
     # gamma = lambda = 1, values 0: A = reward to come. Each of 3 action tokens pays 0.1 * 2.
     turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
     batch = scored([Trajectory(TASK, (1, 2), turns, "ok")])

@@ -12,7 +12,7 @@ TURNS, TRAJECTORIES = torch.tensor([0, 3, 4, 6, 8]), torch.tensor([0, 4, 6, 8])
 LIVE = torch.tensor([True] * 6 + [False] * 2)
 
 
-def test_weights_by_hand():
+def test_aggregation_weights_match_a_hand_calculation():
     expected = {
         "token_mean": [1 / 6] * 6,
         "turn_mean": [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2,
@@ -29,12 +29,12 @@ def test_weights_by_hand():
         assert sum(weights) == pytest.approx(totals.get(kind, 1))
 
 
-def test_nothing_live_gives_zero_weights():
+def test_without_live_tokens_all_weights_are_zero():
     for kind in KINDS:
         assert not token_weights(kind, torch.zeros(8, dtype=torch.bool), TURNS, TRAJECTORIES, length=10).any()
 
 
-def test_a_sum_over_a_constant_length_needs_one():
+def test_a_sum_over_a_constant_length_needs_that_length():
     with pytest.raises(ValueError, match="divides by a constant length"):
         token_weights("sequence_mean_token_sum_norm", LIVE, TURNS, TRAJECTORIES)
 

@@ -6,12 +6,12 @@ import torch
 from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit, squared_estimate
 
 
-def test_nothing_clipped_leaves_the_step_alone():
+def test_without_clipping_the_step_is_not_scaled():
     assert correction_scale(bias_norm=7.0, clipped_tokens=0, floor=1.0) == 1.0
     assert correction_scale(bias_norm=7.0, clipped_tokens=0, floor=0.0) == 1.0
 
 
-def test_floor_1_only_weighs_down():
+def test_floor_1_never_enlarges_a_step():
     assert correction_scale(0.5, 3, floor=1.0) == 1.0
     assert correction_scale(4.0, 3, floor=1.0) == 0.25
 
@@ -41,7 +41,7 @@ def test_coefficient_estimate_is_the_sum_of_squares_and_adds_up():
     assert sum(parts) == 25.0
 
 
-def test_tokens_without_coefficient_may_hold_nan_and_rounding_never_goes_negative():
+def test_tokens_without_coefficient_may_be_nan_and_rounding_gives_no_negative_norm():
     b = torch.tensor([0.0, 1.0])
     logprob, sum_p_sq = torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, 0.9999999])
     assert squared_estimate("logit", b, logprob, sum_p_sq).item() == 0.0
@@ -64,14 +64,14 @@ def test_sum_unit_counts_the_minibatchs_action_tokens():
     assert in_unit(0.0, "sum", tokens=0, weight=0) == 0.0
 
 
-def test_relative_unit_is_a_multiple_of_the_gradient_that_is_left():
+def test_relative_unit_is_a_multiple_of_the_remaining_gradient():
     # ||C|| = 0.5 beside a gradient of 2, and both 10 times as large: a quarter. Beside 0.1: five times.
     assert in_unit(0.5, "relative", tokens=400, gradient_norm=2.0) == 0.25
     assert in_unit(5.0, "relative", tokens=400, gradient_norm=20.0) == 0.25
     assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
 
 
-def test_the_less_clipping_leaves_the_less_a_minibatch_weighs_down_to_nothing():
+def test_the_scale_falls_to_zero_with_the_remaining_gradient():
     # ||C|| = 1 and what is left of the gradient: the scale falls with it, and stays 0 for all purposes at 0.
     left = [1.0, 0.1, 1e-3, 1e-5, 1e-9, 0.0]
     scales = [

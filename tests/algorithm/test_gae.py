@@ -22,7 +22,7 @@ def by_definition(reward, value, offsets, gamma, lam):
     return advantage
 
 
-def test_three_tokens_by_hand():
+def test_gae_of_three_tokens_matches_a_hand_calculation():
     # delta = (0.5*0.5-1, 0.5*2-0.5, 1-2) = (-0.75, 0.5, -1), gamma lam = 1/4:
     # A = (-0.75 + 0.25/4, 0.5 - 0.25, -1) = (-0.6875, 0.25, -1); returns = A + V
     advantage, returns = token_level(
@@ -32,7 +32,7 @@ def test_three_tokens_by_hand():
     assert returns.tolist() == pytest.approx([0.3125, 0.75, 1.0])
 
 
-def test_undiscounted_advantage_is_reward_to_come_less_value_in_each_trajectory():
+def test_undiscounted_advantage_is_future_reward_minus_value_in_each_trajectory():
     advantage, returns = token_level(
         torch.tensor([0.0, 1.0, 0.0, 0.0, 5.0]),
         torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0]),
@@ -98,7 +98,7 @@ def test_doubling_equals_the_recursion(lengths, seed, gamma, lam):
     torch.testing.assert_close(advantage, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_trajectory_gets_the_same_bits_in_any_company():
+def test_the_bits_of_a_trajectory_do_not_depend_on_other_trajectories():
     generator = torch.Generator().manual_seed(0)
     reward, value = (torch.randn(300, generator=generator) for _ in range(2))
     together, _ = token_level(reward, value, torch.tensor([0, 100, 117, 300]), 0.9, 0.9)

@@ -6,7 +6,7 @@ import torch
 from megatron_stppo.algorithm.penalties import clipped_value_loss, kl, mismatch_weight, weighted_sum
 
 
-def test_kl_estimators_by_hand():
+def test_kl_estimators_match_a_hand_calculation():
     # log pi = ln 1/2, log ref = ln 1/4: k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = 1/2 - 1 + ln 2
     logprob, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
     assert kl("k1", logprob, reference).item() == pytest.approx(math.log(2))
@@ -21,11 +21,11 @@ def test_k1_and_k3_average_to_the_kl_divergence():
         torch.testing.assert_close((policy * kl(estimator, policy.log(), reference.log())).sum(), exact)
 
 
-def test_k3_stays_finite_where_the_reference_is_far_likelier():
+def test_k3_is_finite_if_the_reference_is_much_more_likely():
     assert kl("k3", torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()
 
 
-def test_clipped_value_loss_by_hand():
+def test_clipped_value_loss_matches_a_hand_calculation():
     # Old value 0, clip 0.5. V = 1, R = 1: max(0, (0.5-1)^2)/2 = 1/8. V = 0.3, R = 1: inside, 0.49/2.
     # V = 1, R = 0: max(1, 0.25)/2 = 1/2. Gradients V - R where the unclipped error is the larger, else 0.
     value = torch.tensor([1.0, 0.3, 1.0], requires_grad=True)

@@ -107,7 +107,7 @@ def test_zero_advantage_of_either_sign_is_never_clipped():
     assert not out.gradient_T.any() and not out.bias_T.any()
 
 
-def test_only_the_side_that_the_advantage_pulls_to_is_clipped():
+def test_ratios_are_clipped_only_on_the_side_that_the_advantage_favours():
     # w = 3 with A < 0 and w = 0.1 with A > 0 keep their gradient c w A.
     out = evaluate([3.0, 0.1], [-1.0, 1.0], None)
     assert not out.clipped_T.any()
@@ -145,7 +145,7 @@ def test_empty_turns_have_ratio_1_and_change_nothing():
     assert padded.gradient_T.equal(plain.gradient_T)
 
 
-def test_what_carries_no_weight_may_hold_nan():
+def test_tokens_without_weight_may_be_nan():
     nan = math.nan
     # Segment two has no weight at all; token 1 has none and its advantage is NaN, but its ratio counts.
     out = surrogate(
@@ -163,13 +163,13 @@ def test_what_carries_no_weight_may_hold_nan():
     assert out.bias_T.tolist() == [0, 0, 0, 0]
 
 
-def test_nan_that_carries_weight_reaches_objective_and_gradient():
+def test_nan_with_weight_reaches_objective_and_gradient():
     for ratios, advantage in (([math.nan, 1.0], [1.0, 1.0]), ([1.0, 1.0], [math.nan, 1.0])):
         out = evaluate(ratios, advantage, torch.tensor([0, 2]))
         assert out.objective.isnan() and out.gradient_T.isnan().all()
 
 
-def test_no_tokens_give_zero():
+def test_the_objective_of_no_tokens_is_zero():
     out = evaluate([], [], torch.tensor([0]))
     assert out.objective.item() == 0 and len(out.gradient_T) == 0
 

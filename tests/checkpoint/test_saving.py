@@ -48,11 +48,13 @@ def case(name: str, *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["goes_on", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"])
-def test_saver(run: Run, model: Path, tmp_path: Path, name: str) -> None:
+def test_the_saver_handles_resumes_failures_and_full_disks(
+    run: Run, model: Path, tmp_path: Path, name: str
+) -> None:
     assert run(case, name, tmp_path, model, *([[]] if name == "disk_full" else [])) == 0
 
 
-def test_a_save_killed_at_a_call_leaves_the_step_before_or_its_own(
+def test_a_save_killed_at_any_call_leaves_the_previous_or_the_new_step(
     run: Run, model: Path, tmp_path: Path
 ) -> None:
     """At every rename, after which something else is visible, and at four calls drawn at random."""
@@ -71,7 +73,7 @@ def die(root: Path, model: Path, draws: int) -> tuple[set[int], list[str]]:
     return {step for step, _ in results}, [wrong for _, wrong in results if wrong]
 
 
-def test_random_damage_is_noticed_and_the_newest_whole_step_is_taken(run: Run, tmp_path: Path) -> None:
+def test_random_damage_is_detected_and_the_newest_undamaged_step_is_used(run: Run, tmp_path: Path) -> None:
     assert run(damage, tmp_path, 100) == 0
 
 
@@ -81,7 +83,7 @@ def damage(root: Path, examples: int) -> int:
     return one_rank.in_child(corruption.always_noticed, root, examples, 0)
 
 
-def test_a_checkpoint_of_other_layers_or_of_experts_on_every_rank_is_refused_by_name(run: Run) -> None:
+def test_a_checkpoint_of_other_layers_or_of_undivided_experts_is_refused_with_the_field(run: Run) -> None:
     for message, beginning in zip(
         run(refuse),
         (

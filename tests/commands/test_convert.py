@@ -43,7 +43,7 @@ FAMILIES = {
 }
 
 
-def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
+def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
     for family, make in FAMILIES.items():
         torch.manual_seed(0)
         model = make()
@@ -74,7 +74,7 @@ def test_a_checkpoint_comes_back_bitwise_from_tensor_2_pipeline_2(tmp_path):
         assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)
 
 
-def test_a_checkpoint_is_put_together_where_the_parameters_are(monkeypatch):
+def test_a_checkpoint_is_assembled_on_the_device_of_the_parameters(monkeypatch):
     # a reshard's copies stay on one device: what a GPU's parameters are copied into must lie there too
     class Given(Exception):
         pass

@@ -40,7 +40,7 @@ def run(monkeypatch, module, evaluate):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [5, 33, 1003, 5000])
-def test_vocab_logprob(columns, dtype, older, monkeypatch):
+def test_vocab_logprob_agrees_between_processors(columns, dtype, older, monkeypatch):
     logits, target = rows(9, columns)
     logits[:, columns // 2] = -torch.inf
     for temperature in (1.0, 0.7):
@@ -54,7 +54,7 @@ def test_vocab_logprob(columns, dtype, older, monkeypatch):
 
 
 @pytest.mark.parametrize("by_turn", [True, False])
-def test_clipped_surrogate(by_turn, older, monkeypatch):
+def test_clipped_surrogate_agrees_between_processors(by_turn, older, monkeypatch):
     lengths = [1, 2, 3, 4, 0, 33, 700, 5000, *[5] * 50]
     total, cut = sum(lengths), offsets_of(*lengths) if by_turn else None
     settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=2), "with_bias": True}
@@ -65,7 +65,7 @@ def test_clipped_surrogate(by_turn, older, monkeypatch):
         )
 
 
-def test_gae(older, monkeypatch):
+def test_gae_agrees_between_processors(older, monkeypatch):
     given = (normal(2000), normal(2000, seed=1), offsets_of(700, 0, 1300))
     actual, expected = run(monkeypatch, older, lambda: ops.gae(*given, gamma=0.99, lam=0.95))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

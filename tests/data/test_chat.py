@@ -141,7 +141,7 @@ def test_a_special_token_that_only_appears_when_text_is_normalised_is_text_too()
     assert len(controls(tokenizer, encode_chat(tokenizer, [forged]))) == 1
 
 
-def test_messages_that_a_template_refuses_are_one_line_with_its_reason() -> None:
+def test_messages_that_a_template_rejects_give_one_line_with_its_reason() -> None:
     with pytest.raises(ConfigError) as raised:
         encode_chat(TOKENIZERS["llama 2"][0], [Message("user", "a"), Message("user", "b")])
     assert str(raised.value) == (

@@ -79,7 +79,7 @@ def test_a_malformed_row_names_file_row_and_field(tmp_path, tokenizer, row, fiel
     assert f"d.jsonl row 2: {field}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_no_rows_and_no_file_are_one_clear_line(tmp_path, tokenizer):
+def test_missing_rows_and_missing_files_give_a_one_line_error(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="no row fits"):
         read(written(tmp_path / "d.jsonl"), tokenizer, 1000)
     with pytest.raises(ConfigError, match="cannot be read"):

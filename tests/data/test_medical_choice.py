@@ -46,7 +46,7 @@ def options(question):
     return [line.partition(") ")[2] for line in question.splitlines()[1:]]
 
 
-def test_an_entry_is_what_wordnet_says(tmp_path):
+def test_an_entry_agrees_with_wordnet(tmp_path):
     """Three lines of data.noun: a root, a kind of it, and a kind of that one with an example of use."""
     path = tmp_path / "data.noun"
     path.write_text(
@@ -69,7 +69,7 @@ def test_an_entry_is_what_wordnet_says(tmp_path):
     ]
 
 
-def test_the_bundled_entries_are_wordnets_and_its_notice_is_there():
+def test_the_bundled_entries_agree_with_wordnet_and_include_its_notice():
     known = {entry.name: entry for entry in entries.entries()}
     assert len(known) == len(entries.entries()) > 1500
     assert known["retinitis"] == entries.Entry("symptom", "retinitis", "inflammation of the retina")
@@ -78,7 +78,7 @@ def test_the_bundled_entries_are_wordnets_and_its_notice_is_there():
     assert "WordNet 3.0 Copyright 2006 by Princeton University." in notice
 
 
-def test_no_held_out_term_is_asked_or_offered_before(built):
+def test_no_held_out_term_is_asked_or_offered_in_training(built):
     asked = {name: [row["prompt"][0]["content"] for row in rows(built / f"{name}.jsonl")] for name in PARTS}
     offered = {name: {term for text in texts for term in options(text)} for name, texts in asked.items()}
     real = {entry.name for entry in entries.entries()}
@@ -94,7 +94,7 @@ def test_no_held_out_term_is_asked_or_offered_before(built):
     assert not offered["train"] & shown
 
 
-def test_the_description_finds_the_right_option_and_position_tells_nothing(built, config):
+def test_the_description_finds_the_right_option_and_its_position_is_uninformative(built, config):
     """What an oracle scores in the real environment; one fixed option is right in about a quarter."""
     environment = factory(config.environment)()
     tasks = read(built / "evaluate.jsonl")

@@ -23,7 +23,7 @@ def batch() -> Batch:
     return to_batch(played)
 
 
-def test_everything_after_the_prompts_counts_and_a_turn_takes_its_observation_along() -> None:
+def test_all_tokens_after_the_prompt_are_included_and_a_turn_ends_with_its_observation() -> None:
     whole = with_observations(batch())
     assert whole.action_index_T.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 14, 15, 16]
     assert whole.turn_offsets.tolist() == [0, 7, 8, 11]
@@ -53,7 +53,7 @@ def test_observations_have_no_reward_and_no_logprob() -> None:
     assert whole.reference_logprob_T is None
 
 
-def test_action_rows_are_where_the_action_tokens_went() -> None:
+def test_action_rows_are_the_positions_of_the_action_tokens() -> None:
     rows = action_rows(batch())
     assert rows.tolist() == [0, 1, 2, 7, 8, 9]
     assert torch.equal(with_observations(batch()).action_index_T[rows], batch().action_index_T)

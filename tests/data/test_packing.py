@@ -35,7 +35,7 @@ def trajectory(prompt: int, turns: list[tuple[int, int]], first: int = 0, outcom
     return Trajectory(TASK, prompt_ids, tuple(made), outcome)  # type: ignore[arg-type]
 
 
-def test_example_of_the_docstring() -> None:
+def test_the_example_of_the_docstring_is_correct() -> None:
     batch = to_batch([trajectory(2, [(3, 4), (1, 0)])])
     assert batch.action_index_T.tolist() == [2, 3, 4, 9]
     assert batch.turn_offsets.tolist() == [0, 3, 4]
@@ -58,22 +58,22 @@ def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:
     assert batch.tokens_P[microbatch.hidden_index_T].tolist() == [101, 102, 106, 107]
 
 
-def test_two_turns_without_an_observation_between_them_stay_two() -> None:
+def test_two_turns_without_an_observation_between_them_are_not_merged() -> None:
     assert to_batch([trajectory(1, [(2, 0), (3, 0)])]).turn_offsets.tolist() == [0, 2, 5]
 
 
-def test_failed_trajectories_keep_their_place_and_carry_no_loss() -> None:
+def test_failed_trajectories_keep_their_position_and_have_no_loss() -> None:
     batch = to_batch([trajectory(1, [(2, 0)]), trajectory(1, [(3, 0)], outcome="timeout")])
     assert batch.live_T.tolist() == [True, True, False, False, False]
 
 
-def test_deal_balances_cost_and_leaves_nobody_without() -> None:
+def test_partition_balances_cost_and_gives_every_part_an_item() -> None:
     assert partition([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
     assert partition([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
     assert partition([0, 0, 0], 3) == [[0], [1], [2]]
 
 
-def test_bins_keep_the_budget_and_a_longer_trajectory_has_one_of_its_own() -> None:
+def test_microbatches_keep_the_budget_and_a_longer_trajectory_has_its_own() -> None:
     assert split_by_budget([3, 9, 2, 2], [0, 1, 2, 3], 4) == [[1], [0], [2, 3]]
     assert split_by_budget([1, 3, 1, 3], [3, 2, 1, 0], 4) == [[3, 2], [1, 0]]
 
@@ -116,7 +116,7 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
 
 @given(shapes, st.integers(2, 4))
 @settings(max_examples=30, deadline=None)
-def test_context_ranks_share_tokens_and_turns_and_agree_on_the_whole(shapes, size) -> None:
+def test_context_ranks_divide_tokens_and_turns_and_know_the_undivided_offsets(shapes, size) -> None:
     batch = to_batch([trajectory(p, turns, 1 + 1000 * i) for i, (p, turns) in enumerate(shapes)])
     order, alone = list(range(len(shapes))), pack(batch, list(range(len(shapes))), PackingSpec(10_000))[0]
     parts = [pack(batch, order, PackingSpec(10_000, 1, rank, size))[0] for rank in range(size)]
@@ -128,7 +128,7 @@ def test_context_ranks_share_tokens_and_turns_and_agree_on_the_whole(shapes, siz
         assert all(torch.equal(getattr(part, f"whole_{axis}"), getattr(alone, axis)) for part in parts)
 
 
-def test_a_piece_attends_to_its_sequence_up_to_its_end() -> None:
+def test_a_context_piece_attends_to_its_sequence_up_to_the_end_of_the_piece() -> None:
     padded = torch.tensor([8, 4])
     queries, keys, where = context.attended(padded, 1, 2)
     assert (queries.tolist(), keys.tolist()) == ([2, 2, 1, 1], [4, 6, 2, 3])
@@ -159,7 +159,7 @@ def test_a_segment_attends_to_its_history_and_to_itself() -> None:
     assert places.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
 
 
-def test_without_a_shared_prompt_nothing_is_laid_out_otherwise() -> None:
+def test_without_a_shared_prompt_the_packing_is_unchanged() -> None:
     # Two of other tokens but of the same length, and one without action tokens: it has no prompt to share.
     batch = to_batch([trajectory(3, [(2, 0)]), trajectory(3, [(2, 0)], first=5), trajectory(3, [])])
     (shared,) = pack(batch, [0, 1, 2], PackingSpec(100, share_prompts=True))

@@ -42,7 +42,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_same_seed_gives_the_same_files_and_another_seed_other_ones(built, tmp_path):
+def test_the_same_seed_gives_the_same_files_and_another_seed_gives_others(built, tmp_path):
     build.main(["--output", str(tmp_path / "again"), "--tokens", str(TOKENS)])
     build.main(["--output", str(tmp_path / "other"), "--tokens", str(TOKENS), "--seed", "1"])
     first, again, other = digests(built), digests(tmp_path / "again"), digests(tmp_path / "other")
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_other_ones(built, t
     }
 
 
-def test_a_second_run_leaves_the_folder_as_it_is(built, capsys):
+def test_a_second_build_does_not_change_the_folder(built, capsys):
     before = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
     build.main(["--output", str(built), "--tokens", str(TOKENS)])
     assert "already built" in capsys.readouterr().out

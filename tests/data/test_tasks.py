@@ -69,13 +69,13 @@ def test_a_malformed_row_names_file_row_and_field(tmp_path, field, change):
 
 
 @pytest.mark.parametrize("line", ["{", "[" * 100_000, "", "5"])
-def test_a_line_that_is_no_object_names_file_and_row(tmp_path, line):
+def test_a_line_that_is_not_an_object_gives_an_error_with_file_and_row(tmp_path, line):
     path = written(tmp_path / "a.jsonl", ROW, line)
     with pytest.raises(ConfigError, match=r"a\.jsonl row 2: is "):
         read(path)
 
 
-def test_a_long_value_is_shown_short(tmp_path):
+def test_a_long_value_is_shortened_in_the_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read(written(tmp_path / "a.jsonl", {**ROW, "prompt": "x" * 10**6}))
     assert len(str(caught.value)) < 400
@@ -84,7 +84,7 @@ def test_a_long_value_is_shown_short(tmp_path):
 @pytest.mark.parametrize(
     "name", ["missing.jsonl", "missing.parquet", "broken.parquet", "broken.jsonl", "a.csv"]
 )
-def test_an_unreadable_file_is_one_clear_line(tmp_path, name):
+def test_an_unreadable_file_gives_a_one_line_error(tmp_path, name):
     if name.startswith("broken"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError) as caught:
@@ -97,21 +97,21 @@ def test_an_empty_file_is_refused(tmp_path):
         read(written(tmp_path / "a.jsonl"))
 
 
-def test_every_epoch_holds_every_task_once_in_an_order_of_its_own():
+def test_every_epoch_has_every_task_once_in_a_different_order():
     cursor = TaskCursor(TASKS, 0)
     epochs = [[task.index for task in cursor.take(5)] for _ in range(4)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
     assert len(set(map(tuple, epochs))) > 1
 
 
-def test_the_order_depends_on_the_seed_only_and_not_on_how_it_is_taken():
+def test_the_order_depends_on_the_seed_and_not_on_the_number_of_tasks_per_call():
     whole = TaskCursor(TASKS, 3).take(23)
     cursor = TaskCursor(TASKS, 3)
     assert [task for n in (0, 4, 1, 11, 7) for task in cursor.take(n)] == whole
     assert TaskCursor(TASKS, 4).take(23) != whole
 
 
-def test_a_restored_cursor_continues_where_the_saved_one_stood():
+def test_a_restored_cursor_continues_at_the_saved_position():
     saved, resumed = TaskCursor(TASKS, 3), TaskCursor(TASKS, 3)
     saved.take(13)
     resumed.restore(json.loads(json.dumps(saved.state())))
@@ -119,12 +119,12 @@ def test_a_restored_cursor_continues_where_the_saved_one_stood():
 
 
 @pytest.mark.parametrize(("tasks", "seed", "named"), [(TASKS[:4], 3, "tasks is 4"), (TASKS, 4, "seed is 4")])
-def test_a_cursor_is_not_restored_over_other_tasks(tasks, seed, named):
+def test_a_cursor_is_not_restored_for_different_tasks(tasks, seed, named):
     state = TaskCursor(TASKS, 3).state()
     with pytest.raises(ConfigError, match=named):
         TaskCursor(tasks, seed).restore(state)
 
 
-def test_a_cursor_over_nothing_is_refused():
+def test_a_cursor_without_tasks_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         TaskCursor([], 0)

@@ -18,12 +18,12 @@ def test_any_target_matches_and_a_part_of_one_does_not():
     assert not exact_match("Par", ["Paris"])
 
 
-def test_nothing_matches_nothing():
+def test_an_empty_answer_matches_no_target():
     assert not exact_match(None, ["Paris"])
     assert not exact_match("The ...", ["The ..."])
 
 
-def test_an_answer_beyond_the_cap_matches_nothing():
+def test_an_answer_above_the_length_limit_matches_no_target():
     assert not exact_match("Paris" + " " * 600, ["Paris"])
 
 
@@ -50,7 +50,7 @@ def test_the_last_closed_tag_decides_the_action(text, expected):
     assert parse_action(text) == expected
 
 
-def test_a_thousand_answers_are_no_answer():
+def test_a_turn_with_a_thousand_answers_has_no_answer():
     assert parse_action("<answer>Paris</answer>" * 1000) == ("invalid", "")
     assert parse_action("<answer>Lyon</answer>" * 4 + "<answer>Paris</answer>") == ("invalid", "")
 

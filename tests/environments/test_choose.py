@@ -28,7 +28,7 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["own_environment:factory", "own_environment", "own_package.inside:factory"])
-def test_an_own_environment_is_made_from_its_section(own, kind):
+def test_a_user_environment_is_created_from_its_section(own, kind):
     choose.check(EnvironmentConfig(kind=kind))
     make = choose.factory(EnvironmentConfig(kind=kind, max_turns=7))
     first, second = make(), make()
@@ -40,7 +40,7 @@ def test_an_own_environment_is_made_from_its_section(own, kind):
     "kind",
     ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"],
 )
-def test_what_cannot_be_imported_is_one_line(own, kind):
+def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
     with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, or MODULE:FACTORY"):
         choose.factory(EnvironmentConfig(kind=kind))
 
@@ -48,9 +48,7 @@ def test_what_cannot_be_imported_is_one_line(own, kind):
 @pytest.mark.parametrize(
     "kind", ["this:factory", "numpy:array", "here:factory", "../here:factory", "own.here"]
 )
-def test_a_configuration_cannot_have_anything_imported_that_is_not_on_pythonpath(
-    own, tmp_path, monkeypatch, kind
-):
+def test_a_configuration_cannot_import_modules_that_are_not_on_pythonpath(own, tmp_path, monkeypatch, kind):
     """`this` is a module of the standard library, `here` one in the current folder, which sys.path names."""
     (tmp_path / "current").mkdir()
     Path(tmp_path, "current", "here.py").write_text("raise SystemExit('imported')")

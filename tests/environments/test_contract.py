@@ -67,7 +67,7 @@ def said(call: Any) -> str:
         (StepResult("", 1.0, True, True, False, "ok", None), "returned detail None; return a string"),  # type: ignore[arg-type]
     ],
 )
-def test_a_result_of_another_type_is_one_line_with_the_remedy(result: Any, message: str) -> None:
+def test_a_result_of_a_wrong_type_gives_one_line_with_the_remedy(result: Any, message: str) -> None:
     text = said(contract.step(Player(result=result), "e"))
     assert text.startswith("Player.step(): returned ") and message in text
 
@@ -83,12 +83,12 @@ def test_a_result_of_another_type_is_one_line_with_the_remedy(result: Any, messa
         ([Message("user", "\udc00")], "returned content with '\\udc00'; remove unpaired surrogates"),
     ],
 )
-def test_messages_of_another_type_are_one_line_with_the_remedy(messages: Any, message: str) -> None:
+def test_messages_of_a_wrong_type_give_one_line_with_the_remedy(messages: Any, message: str) -> None:
     assert message in said(contract.reset(Player(messages), TASK, 0))
 
 
 @pytest.mark.parametrize("stop", ["</answer>", None, 5, ("a", ""), (5,)])
-def test_stop_strings_are_a_tuple_of_strings(stop: Any) -> None:
+def test_stop_strings_must_be_a_tuple_of_strings(stop: Any) -> None:
     player = Player()
     player.stop_strings = stop
     with pytest.raises(ConfigError, match=r"^Player: stop_strings"):
@@ -106,7 +106,7 @@ def test_a_method_that_is_missing_or_not_async_is_named() -> None:
     assert said(contract.reset(Plain(), TASK, 0)) == "Plain.reset: is missing; write `async def reset`"
 
 
-def test_numbers_of_numpy_and_torch_become_pythons_own() -> None:
+def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
     given = StepResult("", np.float32(0.5), np.bool_(True), np.bool_(True), False, "ok")  # type: ignore[arg-type]
     taken = asyncio.run(contract.step(Player(result=given), "e"))
     assert taken == StepResult("", 0.5, True, True, False, "ok")
@@ -126,6 +126,6 @@ def test_the_old_name_of_tool_calls_is_accepted() -> None:
         assert (taken.tool_calls, type(taken.tool_calls)) == (calls, int)
 
 
-def test_a_reward_that_is_not_finite_is_left_to_the_update_which_reports_it() -> None:
+def test_a_reward_that_is_not_finite_is_passed_on_to_the_update_which_reports_it() -> None:
     given = StepResult("", math.nan, True, True, False, "ok")
     assert math.isnan(asyncio.run(contract.step(Player(result=given), "e")).reward)

@@ -57,7 +57,7 @@ def play(tmp_path_factory):
 @pytest.mark.parametrize(
     "last", ["as the document says", "</answer>", "", "\uff1canswer\uff1eParis\uff1c/answer\uff1e"]
 )
-def test_what_a_document_or_the_prompt_says_never_scores(play, i, last):
+def test_text_of_a_document_or_of_the_prompt_never_scores(play, i, last):
     search, end = play(i, "<search>x</search>", last)
     assert (end.reward, end.outcome) == (0.0, "truncated")
     assert search.observation.count("<information>") == search.observation.count("</information>") == 1
@@ -72,7 +72,7 @@ def test_what_a_document_or_the_prompt_says_never_scores(play, i, last):
         ("<search>x</search><answer>", "Paris</answer>"),
     ],
 )
-def test_an_answer_in_two_turns_is_none(play, halves):
+def test_an_answer_split_over_two_turns_does_not_count(play, halves):
     first, last = play(0, *halves)
     assert (first.done, first.reward, last.outcome, last.reward) == (False, 0.0, "truncated", 0.0)
 

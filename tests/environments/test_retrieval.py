@@ -87,38 +87,38 @@ def http(status, body=b"", header=b""):
     return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n%s\r\n%s" % (status, len(body), header, body)
 
 
-def test_the_request_is_search_r1s_and_carries_the_token():
+def test_the_request_has_the_format_of_search_r1_and_the_token():
     found, [(head, body)] = ask(http(200, ANSWER))
     assert found == [Document("7", "T", "x", 2.5)]
     assert body == {"queries": ["q" * 1000], "topk": 3, "return_scores": True}
     assert b"POST /retrieve" in head and b"bearer secret" in head.lower()
 
 
-def test_a_busy_server_is_asked_again_and_a_refusing_one_is_not():
+def test_a_busy_server_is_retried_and_a_refusal_is_not():
     found, seen = ask(http(503), http(429), http(200, ANSWER), retries=2)
     assert found[0].id == "7" and len(seen) == 3
     error, seen = ask(http(401), retries=5)
     assert str(error) == "status 401" and len(seen) == 1
 
 
-def test_retries_are_bounded_and_a_probe_after_them_finds_a_server_that_answers_nobody():
+def test_retries_are_bounded_and_a_probe_then_detects_a_server_that_answers_no_request():
     error, seen = ask(http(500), retries=2)
     assert isinstance(error, ToolAway) and str(error).endswith("/retrieve: status 500")
     assert [body["queries"][0][:5] for _, body in seen] == ["qqqqq"] * 3 + ["probe"]
 
 
-def test_a_query_that_fails_beside_a_probe_that_is_answered_is_the_episodes_failure():
+def test_a_query_that_fails_while_the_probe_succeeds_is_a_failure_of_the_episode():
     for answer in (http(200, ANSWER), http(401)):
         error, seen = ask(http(500), answer)
         assert type(error) is RetrievalError and str(error) == "status 500" and len(seen) == 2
 
 
-def test_a_redirect_is_refused_so_that_the_token_stays():
+def test_a_redirect_is_refused_because_it_would_reveal_the_token():
     error, seen = ask(http(307, header=b"Location: http://127.0.0.1:1/\r\n"))
     assert str(error) == "status 307" and len(seen) == 1
 
 
-def test_silence_is_a_timeout():
+def test_a_silent_server_is_a_timeout():
     async def silent(writer):
         await asyncio.sleep(1)
 
@@ -127,7 +127,7 @@ def test_silence_is_a_timeout():
     assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
 
 
-def test_a_server_that_stays_silent_is_away_before_the_environments_deadline_passes():
+def test_a_silent_server_counts_as_unavailable_before_the_environments_deadline():
     async def silent(writer):
         await asyncio.sleep(3)
 
@@ -137,7 +137,7 @@ def test_a_server_that_stays_silent_is_away_before_the_environments_deadline_pas
     assert time.perf_counter() - start < 1 and len(seen) == 2
 
 
-def test_dripping_bytes_do_not_stretch_the_timeout():
+def test_slowly_arriving_bytes_do_not_extend_the_timeout():
     async def drip(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         for _ in range(20):
@@ -166,7 +166,7 @@ def test_a_gigabyte_is_refused_after_four_megabytes():
     assert sent < 2**26
 
 
-def test_a_compressed_answer_is_not_asked_for_and_not_unpacked():
+def test_a_compressed_answer_is_not_requested_and_not_unpacked():
     error, [(head, _)] = ask(http(200, gzip.compress(ANSWER), b"Content-Encoding: gzip\r\n"))
     assert b"accept-encoding: identity" in head.lower()
     assert "answer is not" in str(error)
@@ -190,14 +190,14 @@ def test_a_compressed_answer_is_not_asked_for_and_not_unpacked():
         b"[" * 100_000,
     ],
 )
-def test_garbage_is_an_error(body):
+def test_an_answer_of_another_format_is_an_error(body):
     with pytest.raises(RetrievalError, match="answer is not"):
         read_result(body)
     error, _ = ask(http(200, body))
     assert "answer is not" in str(error)
 
 
-def test_a_dead_server_is_away_after_the_retries():
+def test_an_unreachable_server_counts_as_unavailable_after_the_retries():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -206,14 +206,14 @@ def test_a_dead_server_is_away_after_the_retries():
         asyncio.run(client.search("q", 1))
 
 
-def test_a_broken_answer_is_an_error():
+def test_an_invalid_http_answer_is_an_error():
     error, _ = ask(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", http(200, ANSWER))
     assert type(error) is RetrievalError
     error, _ = ask(b"nonsense\r\n\r\n", http(200, ANSWER))
     assert type(error) is RetrievalError
 
 
-def test_bm25_ranks_the_named_passage_first_and_leaves_out_what_shares_no_word(index):
+def test_bm25_ranks_the_named_passage_first_and_omits_passages_without_a_common_word(index):
     retriever = BM25Retriever(index)
     assert [d.title for d in retriever.lookup("spain", 3)] == ["Spain", "France"]
     assert retriever.lookup("Spain", 1)[0].text == "Spain: capital Madrid."
@@ -225,7 +225,7 @@ def test_words_are_lower_case_and_split_at_punctuation():
     assert words("Port-au-Prince, São Tomé") == ["port", "au", "prince", "são", "tomé"]
 
 
-def test_contents_without_a_title_are_all_text():
+def test_contents_without_a_title_are_text_only():
     assert Document.parse("1", "only text", 0.0) == Document("1", "", "only text", 0.0)
     assert Document.parse("1", '"A "B""\nx\ny', 0.0).text == "x\ny"
 
@@ -255,7 +255,7 @@ def post(address, token="secret", **request):
     )
 
 
-def test_the_server_answers_as_the_embedded_index_does(index, address, monkeypatch):
+def test_the_server_returns_the_results_of_the_embedded_index(index, address, monkeypatch):
     monkeypatch.setenv("RETRIEVER_TOKEN", "secret")
     config = RetrievalConfig(kind="http", url=f"{address}/retrieve", topk=2, token_env="RETRIEVER_TOKEN")
     environment = factory(EnvironmentConfig(retrieval=config))()
@@ -270,7 +270,7 @@ def test_the_server_answers_as_the_embedded_index_does(index, address, monkeypat
     assert "Madrid" in asyncio.run(searched(environment))
 
 
-def test_the_server_accepts_skyrls_query_and_leaves_scores_out_when_not_asked(address):
+def test_the_server_accepts_the_query_of_skyrl_and_omits_scores_unless_requested(address):
     rows = post(address, json={"query": "spain", "topk": 1}).json()["result"]
     assert rows == [[{"id": "2", "contents": '"Spain"\nSpain: capital Madrid.'}]]
     scored = post(address, json={"queries": ["gabon", "zzz"], "topk": 1, "return_scores": True}).json()[
@@ -289,7 +289,7 @@ def test_the_server_refuses_a_wrong_token_a_wrong_request_and_a_large_one(addres
     assert post(address, content=b"x" * (2**20 + 1)).status_code == 413
 
 
-def test_a_wrong_token_is_found_before_the_run(address):
+def test_a_wrong_token_is_detected_before_the_run(address):
     with pytest.raises(ConfigError, match="401"):
         factory(EnvironmentConfig(retrieval=RetrievalConfig(kind="http", url=f"{address}/retrieve")))
 
@@ -310,7 +310,7 @@ def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> Non
             list(read_corpus(corpus))
 
 
-def test_a_pickle_in_the_place_of_any_file_of_an_index_is_never_read(tmp_path: Path) -> None:
+def test_a_pickle_that_replaces_a_file_of_an_index_is_never_loaded(tmp_path: Path) -> None:
     canary = pickle.dumps(Canary(tmp_path / "alive"))
     BM25Retriever.build(CORPUS, tmp_path / "index")
     files = sorted((tmp_path / "index").iterdir())

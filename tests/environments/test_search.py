@@ -100,7 +100,7 @@ def test_an_invalid_action_is_corrected_and_uses_up_a_turn(make):
     assert last.reward == 1.0
 
 
-def test_a_search_that_finds_its_tool_away_uses_up_no_turn(make):
+def test_a_search_while_the_tool_is_unavailable_uses_up_no_turn(make):
     environment = make()
     retriever, environment._retriever = environment._retriever, Failing(ToolAway("down"))
 
@@ -156,7 +156,7 @@ def test_a_bug_in_a_retriever_is_not_swallowed():
         play(environment, "<search>France</search>")
 
 
-def test_the_search_environment_is_an_environment(make):
+def test_the_search_environment_meets_the_contract_of_environments(make):
     environment = make()
     assert isinstance(environment, Environment)
     assert environment.stop_strings == ("</search>", "</answer>")
@@ -192,13 +192,13 @@ def test_documents_share_the_observation_limit():
         ({"kind": "http", "url": "http://127.0.0.1:9", "token_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
     ],
 )
-def test_an_unusable_retriever_is_one_clear_line(retrieval, named):
+def test_an_unusable_retriever_gives_a_one_line_error(retrieval, named):
     with pytest.raises(ConfigError) as caught:
         factory(EnvironmentConfig(retrieval=RetrievalConfig(**retrieval)))
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_no_index_is_one_clear_line(tmp_path):
+def test_a_folder_without_an_index_gives_a_one_line_error(tmp_path):
     (tmp_path / "params.index.json").write_text("{}")
     (tmp_path / "vocab.index.json").write_text("[")
     with pytest.raises(ConfigError, match="no BM25 index"):

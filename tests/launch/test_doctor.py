@@ -21,7 +21,7 @@ def test_this_environment_can_run_the_quickstart() -> None:
     assert doctor.doctor(Console(file=io.StringIO())) == 0
 
 
-def test_what_only_costs_speed_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_that_only_cost_speed_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     status, text = report(monkeypatch, INSTALLED)
     assert status == 0
     assert "without it the optimizer's multi-tensor kernels" in text
@@ -39,7 +39,7 @@ def test_what_only_costs_speed_does_not_fail(monkeypatch: pytest.MonkeyPatch) ->
         ({"transformer-engine": "2.17.1"}, "transformer-engine"),
     ],
 )
-def test_what_breaks_the_quickstart_is_named(
+def test_findings_that_break_the_quickstart_are_named(
     change: dict[str, str | None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = {key: value for key, value in (INSTALLED | change).items() if value is not None}
@@ -48,7 +48,7 @@ def test_what_breaks_the_quickstart_is_named(
     assert f"the quickstart cannot run; fix: {name}" in text
 
 
-def test_a_matching_torchvision_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matching_torchvision_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     packages = INSTALLED | {"torchvision": "0.28.0+cpu", "torch": "2.13.0+cpu"}
     assert report(monkeypatch, packages)[0] == 0
 
@@ -64,7 +64,9 @@ def test_a_matching_torchvision_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -
         ("", (9, 0), False),
     ],
 )
-def test_kernels_are_live_where_they_were_built_for(archs, capability, runs, monkeypatch) -> None:
+def test_kernels_are_usable_on_the_architectures_they_were_built_for(
+    archs, capability, runs, monkeypatch
+) -> None:
     built = {"cpu": "built"} | ({"cuda": f"sm_{archs}"} if archs else {})
     monkeypatch.setattr(extension, "parts", lambda: built)
     found = doctor._kernels(*capability)

@@ -44,7 +44,7 @@ SRUN |= {"SLURM_JOB_NODELIST": socket.gethostname(), "SLURM_GTIDS": "0,1", "SLUR
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
-def test_the_first_rank_listens_on_the_address_that_the_others_were_given_and_nowhere_else(
+def test_the_first_rank_listens_only_on_the_address_that_the_others_were_given(
     monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
 ) -> None:
     port, before, got = free_port(), listeners(), []
@@ -64,7 +64,7 @@ def test_the_first_rank_listens_on_the_address_that_the_others_were_given_and_no
     assert listeners() - before == {("127.0.0.1", port)}
 
 
-def test_ranks_of_one_host_talk_over_the_loopback_unless_told_otherwise(
+def test_ranks_of_one_host_use_the_loopback_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}

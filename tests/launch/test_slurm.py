@@ -36,22 +36,22 @@ def test_a_task_finds_its_rank_and_the_first_host_of_its_step() -> None:
     }
 
 
-def test_the_tasks_of_a_single_node_meet_on_its_loopback() -> None:
+def test_tasks_of_a_single_node_meet_on_its_loopback() -> None:
     found = torchrun_variables(TASK | {"SLURM_PROCID": "1", "SLURM_NTASKS": "8"})
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("8", "8", "127.0.0.1")
 
 
-def test_without_a_step_the_first_host_is_the_jobs() -> None:
+def test_without_a_step_the_first_host_of_the_job_is_used() -> None:
     task = without("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_GTIDS")
     assert torchrun_variables(task)["MASTER_ADDR"] == "gpu01"
 
 
-def test_the_port_stays_below_those_of_outgoing_connections() -> None:
+def test_the_port_is_below_the_ports_of_outgoing_connections() -> None:
     jobs = [TASK | {"SLURM_JOB_ID": job} for job in ("1", "67108863")]
     assert [torchrun_variables(job)["MASTER_PORT"] for job in jobs] == ["20001", "28863"]
 
 
-def test_what_torchrun_or_the_user_has_set_is_left_alone() -> None:
+def test_variables_set_by_torchrun_or_the_user_are_kept() -> None:
     assert torchrun_variables(TASK | TORCHRUN) == {}
     found = torchrun_variables(TASK | {"MASTER_ADDR": "ib0", "MASTER_PORT": "29500"})
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("ib0", "29500")
@@ -60,7 +60,7 @@ def test_what_torchrun_or_the_user_has_set_is_left_alone() -> None:
 @pytest.mark.parametrize(
     "alone", [{}, BATCH_SCRIPT, BATCH_SCRIPT | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "8"}]
 )
-def test_a_process_on_its_own_stays_alone(alone: dict[str, str]) -> None:
+def test_a_process_without_a_launcher_stays_a_single_rank(alone: dict[str, str]) -> None:
     assert torchrun_variables(alone) == {}
     assert not started_by_srun(alone)
 
@@ -76,7 +76,7 @@ def test_a_process_on_its_own_stays_alone(alone: dict[str, str]) -> None:
         ("c-1.example.org,c-2.example.org", "c-1.example.org"),
     ],
 )
-def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+def test_the_first_host_of_a_list_is_read(nodes: str, host: str) -> None:
     assert first_host("SLURM_JOB_NODELIST", nodes) == host
 
 
@@ -98,12 +98,12 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
         (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE=four: is not a whole number"),
     ],
 )
-def test_wrong_or_incomplete_variables_are_one_line(environment: dict[str, str], said: str) -> None:
+def test_wrong_or_incomplete_variables_give_one_line(environment: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         torchrun_variables(environment)
     assert "\n" not in str(error.value)
 
 
-def test_what_is_not_on_the_list_is_not_logged() -> None:
+def test_only_listed_variables_are_logged() -> None:
     told_of = json.loads(told(TASK | {"API_KEY": "s3cret", "SLURM_JWT": "s3cret"}))
     assert told_of == without("SLURM_STEP_ID", "SLURM_GTIDS")

@@ -4,7 +4,7 @@ from megatron_stppo.parallel.layout import Layout
 from tests.reshard.pieces import model_shape
 
 
-def test_every_axis_and_product_that_fits_four_ranks_is_there():
+def test_every_axis_and_product_that_fits_four_ranks_is_a_case():
     found = {Case(parallel, 64).name(4) for parallel in layouts(model_shape(layers=4), 4)}
     wanted = (
         *("DP4", "TP2 DP2", "TP2 SP DP2", "TP2 CP2", "TP2 SP CP2", "TP2 PP2", "TP2 SP PP2 VPP2", "TP4 SP"),
@@ -15,7 +15,7 @@ def test_every_axis_and_product_that_fits_four_ranks_is_there():
     assert not [text for text in found if "PP4 VPP2" in text], "one layer cannot be two chunks"
 
 
-def test_experts_lie_on_one_rank_or_on_several_and_ask_for_sequence_parallelism():
+def test_experts_are_undivided_or_divided_and_need_sequence_parallelism():
     found = {Case(parallel, 64).name(4) for parallel in layouts(model_shape(layers=4, experts=4), 4)}
     wanted = (
         "EP4 DP4",
@@ -31,13 +31,13 @@ def test_experts_lie_on_one_rank_or_on_several_and_ask_for_sequence_parallelism(
     assert not [text for text in found if "TP" in text and "SP" not in text]
 
 
-def test_what_the_model_forbids_is_left_out():
+def test_layouts_that_the_model_forbids_are_omitted():
     found = list(layouts(model_shape(heads=3, kv_heads=3, layers=3), 4))
     assert {parallel.tensor for parallel in found} == {1}
     assert {parallel.pipeline for parallel in found if not parallel.first_stage_layers} == {1}
 
 
-def test_the_configured_layout_comes_first_in_every_size_and_order_and_only_once_more():
+def test_the_configured_layout_comes_first_in_every_size_and_order_and_is_not_repeated():
     given = ParallelConfig(tensor=2)
     found = cases(model_shape(layers=4), 4, given, [64, 1, 1000])
     assert [(case.budget, case.reverse) for case in found[:4]] == [

@@ -76,9 +76,7 @@ def test_four_ranks_agree_under_every_layout(models: Path, tmp_path: Path, name:
     assert 0.05 < record["cases"][0]["numbers"]["actor/clip_fraction"] < 0.9
 
 
-def test_a_turn_and_a_small_tensor_of_which_ranks_forget_the_others_part_are_found(
-    models: Path, tmp_path: Path
-) -> None:
+def test_missing_parts_of_a_turn_and_of_a_small_tensor_are_detected(models: Path, tmp_path: Path) -> None:
     output = tmp_path / "cases.json"
     broken = run_ranks(check, 2, str(models / "dense"), str(output), {"tensor": 2}, True)
     cases = {case["case"]: set(case["broken"]) for case in json.loads(output.read_text())["cases"]}

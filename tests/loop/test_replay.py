@@ -147,7 +147,7 @@ def test_a_reward_that_is_not_finite_on_one_rank_skips_the_update_on_all(recorde
     assert "iteration 2: reward_T: 1 of" in said
 
 
-def test_failed_episodes_and_overlong_prompts_are_one_line_of_the_first_rank(
+def test_failed_episodes_and_overlong_prompts_give_one_line_from_the_first_rank(
     recorded: tuple[Path, str],
 ) -> None:
     run, said = recorded
@@ -160,14 +160,14 @@ def test_failed_episodes_and_overlong_prompts_are_one_line_of_the_first_rank(
     assert [row["rollout/overlong_prompts"] for row in rows(run)] == [n == OVERLONG for n in range(1, 9)]
 
 
-def test_faults_are_dumped_and_say_why(recorded: tuple[Path, str]) -> None:
+def test_faults_are_dumped_with_their_reason(recorded: tuple[Path, str]) -> None:
     dumps = {path.name: json.loads((path / "batch.json").read_text()) for path in recorded[0].glob("dumps/*")}
     assert sorted(dumps) == [f"iteration-{n:05d}" for n in PLANTED]
     assert dumps["iteration-00002"]["reasons"][0] == "actor: steps that are not finite"
     assert any("critic/loss=" in reason for reason in dumps["iteration-00006"]["reasons"])
 
 
-def test_a_spike_rolls_back_once_per_checkpoint_and_goes_on_with_the_next_tasks(
+def test_a_spike_rolls_back_once_per_checkpoint_and_the_run_continues_with_the_next_tasks(
     recorded: tuple[Path, str],
 ) -> None:
     run, said = recorded
@@ -193,7 +193,7 @@ def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
     assert tensors(replayed / "checkpoints/step_3") == tensors(recorded[0] / "checkpoints/step_3")
 
 
-def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budget_again(
+def test_replayed_batches_give_the_same_steps_on_other_ranks_and_use_the_budget_again(
     config: Path, replayed: Path, no_engine: str
 ) -> None:
     given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", f"--from={replayed}")
@@ -208,7 +208,7 @@ def test_replayed_batches_give_the_same_steps_on_other_ranks_and_spend_the_budge
     assert "iteration 2: reward_T: 1 of" in done.stderr
 
 
-def test_rewards_that_never_vary_leave_the_actor_as_it_was_and_are_warned_of(
+def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(
     config: Path, recorded: tuple[Path, str], no_engine: str
 ) -> None:
     """Replay four iterations of the run with all rewards replaced by 1."""
@@ -237,7 +237,7 @@ def test_rewards_that_never_vary_leave_the_actor_as_it_was_and_are_warned_of(
 
 
 @pytest.mark.long
-def test_rollouts_without_a_trainer_are_those_of_the_run(config: Path, recorded: tuple[Path, str]) -> None:
+def test_rollouts_without_a_trainer_equal_those_of_the_run(config: Path, recorded: tuple[Path, str]) -> None:
     done = command(config.parent, 2, "rollout", str(config), "run.name=played", "run.iterations=1")
     assert done.returncode == 0, done.stderr[-3000:]
     played = config.parent / "runs" / "played"

@@ -73,7 +73,7 @@ def leave(run: Path, job: cluster.Job, ranks: int) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_notice_to_one_rank_checkpoints_requeues_and_ends_at_the_same_bits(
+def test_notice_to_one_rank_leads_to_a_checkpoint_a_requeue_and_the_same_final_bits(
     straight: tuple[Path, Path], ranks: int
 ) -> None:
     config, reference = straight

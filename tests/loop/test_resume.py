@@ -60,7 +60,7 @@ def test_failed_engine_was_replaced_once_and_the_failure_logged(runs: tuple[Path
     assert "engine restart 1 of at most 3: rollout failed on rank 0: EngineFailure: vLLM failed:" in logged
 
 
-def test_a_run_that_is_done_leaves_its_page(runs: tuple[Path, Path]) -> None:
+def test_a_finished_run_has_its_report_page(runs: tuple[Path, Path]) -> None:
     for run in runs:
         assert '"name":"' + run.name in (run / "report.html").read_text()
         assert "report.html: not drawn" not in (run / "logs/rank-0.log").read_text()

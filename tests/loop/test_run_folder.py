@@ -38,7 +38,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_name_is_not_used_again_and_a_mistyped_one_is_not_resumed(config: Path) -> None:
+def test_a_name_is_not_reused_and_a_mistyped_name_is_not_resumed(config: Path) -> None:
     run = config.parent / "runs" / "held"
     (run / "trajectories").mkdir(parents=True)
     (run / "config.yaml").write_text("run: {name: held}\n")
@@ -74,7 +74,7 @@ def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> 
         wait_for_holder(lock, third)
 
 
-def test_ctrl_c_checkpoints_and_a_resumed_run_says_what_it_changes(config: Path) -> None:
+def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config: Path) -> None:
     """A resume with other models is refused before anything is written; one with another rate is accepted."""
     run = config.parent / "runs" / "interrupted"
     name = ("run.name=interrupted", "run.checkpoint_every=99", "update.critic.warmup_fraction=0")

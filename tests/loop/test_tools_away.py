@@ -108,7 +108,7 @@ def wait_until(there: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_tools_that_come_back_are_waited_for_and_those_that_stay_away_end_the_run_with_a_checkpoint(
+def test_the_run_waits_for_unavailable_tools_and_ends_with_a_checkpoint_if_they_stay_unavailable(
     ended: tuple[Ended, Ended],
 ) -> None:
     run, _ = ended
@@ -120,7 +120,7 @@ def test_tools_that_come_back_are_waited_for_and_those_that_stay_away_end_the_ru
     assert run.reason.endswith("/retrieve: status 503")
 
 
-def test_a_wait_is_one_line_when_it_begins_and_one_when_it_ends_without_a_traceback(
+def test_a_wait_prints_one_line_at_its_start_and_one_at_its_end_without_a_traceback(
     ended: tuple[Ended, Ended],
 ) -> None:
     run, _ = ended
@@ -138,7 +138,7 @@ def test_a_wait_is_one_line_when_it_begins_and_one_when_it_ends_without_a_traceb
     assert not any("Error" in line and "megatron_stppo" in line for line in run.said)
 
 
-def test_a_resumed_run_waits_for_its_tools_and_goes_on_after_the_last_finished_iteration(
+def test_a_resumed_run_waits_for_its_tools_and_continues_after_the_last_finished_iteration(
     ended: tuple[Ended, Ended],
 ) -> None:
     run, resumed = ended

@@ -102,7 +102,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
 
 
 @pytest.mark.long
-def test_a_dumped_batch_brings_its_routes_back_to_their_stages(config: Path) -> None:
+def test_the_routes_of_a_dumped_batch_return_to_their_stages(config: Path) -> None:
     """Needs the run of pipeline_to_tensor_so_grpo; other experts would give other numbers."""
     name = "pipeline_to_tensor_so_grpo"
     source = config.parent / "runs" / name
@@ -200,7 +200,9 @@ def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_ru
         assert sum(listener.owner == "agent" for listener in done.listeners) <= 2, "for agents, for ranks"
 
 
-def test_no_secret_is_in_what_a_run_leaves_or_says(config: Path, finished: dict[str, small_run.Done]) -> None:
+def test_no_secret_is_in_the_files_or_the_output_of_a_run(
+    config: Path, finished: dict[str, small_run.Done]
+) -> None:
     """The secrets are in the environment of the runs; one is the retriever's token."""
     left = [path for path in (config.parent / "runs").rglob("*") if path.is_file()]
     assert {"config.yaml", "metrics.jsonl", "rank-1.log", "state.json"} <= {path.name for path in left}
@@ -211,7 +213,7 @@ def test_no_secret_is_in_what_a_run_leaves_or_says(config: Path, finished: dict[
             assert not [text for text in said if form in text]
 
 
-def test_a_pickle_in_the_place_of_any_file_of_a_checkpoint_is_refused_unread(
+def test_a_pickle_that_replaces_a_file_of_a_checkpoint_is_refused_unread(
     config: Path, tmp_path: Path
 ) -> None:
     """Needs the run of tensor_to_replicas_s_ppo."""

@@ -57,7 +57,7 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_step_has_the_same_bits_whatever_waited_on_the_host(tmp_path: Path, name: str) -> None:
+def test_a_step_has_the_same_bits_with_any_offload(tmp_path: Path, name: str) -> None:
     layouts.write_model(tmp_path)
     modes = ("none", "optimizer", "all") if name == "bfloat16" else ("none", "all")
     runs = {mode: run_ranks(steps, 1, str(tmp_path), mode, name)[0] for mode in modes}
@@ -68,7 +68,7 @@ def test_a_step_has_the_same_bits_whatever_waited_on_the_host(tmp_path: Path, na
     assert sizes["all"] == [0, 0, 0]
 
 
-def test_what_need_not_be_kept_comes_back_as_zeros_and_views_hold() -> None:
+def test_memory_that_is_not_kept_comes_back_as_zeros_and_views_stay_valid() -> None:
     base = torch.arange(6.0)
     view, kept = base[2:4], torch.arange(3.0)
     lost, held = Storages(lambda: [base, view], keep=False), Storages(lambda: [kept])

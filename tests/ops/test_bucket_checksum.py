@@ -48,7 +48,7 @@ def views(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(views(), max_size=6), st.data())
-def test_every_sum_is_the_definitions(cases, data):
+def test_every_sum_agrees_with_the_definition(cases, data):
     tensors, dtypes = [tensor for tensor, _ in cases], [dtype for _, dtype in cases]
     expected = [by_definition(tensor.to(dtype)) for tensor, dtype in cases]
     prepared = ops.BucketChecksum(tensors, dtypes)
@@ -62,7 +62,7 @@ def test_every_sum_is_the_definitions(cases, data):
 
 @pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 3])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_pieces_end_where_they_must(size, dtype):
+def test_sums_are_correct_around_the_ends_of_pieces(size, dtype):
     source = normal(size + 3)
     for tensor in (source[:size], source[3:]):
         assert sums(tensor, dtype=dtype) == [by_definition(tensor.to(dtype))]
@@ -79,7 +79,7 @@ def test_a_cast_is_summed_with_the_bits_that_the_copy_writes(dtype):
     assert sums(source[:, 1:67], dtype=dtype) == sums(target)
 
 
-def test_every_bit_counts():
+def test_every_bit_changes_the_sum():
     assert sums(torch.tensor([0.0])) != sums(torch.tensor([-0.0]))
     rows = normal(7, 13).bfloat16()
     total, bits = sums(rows), rows.view(torch.int16)
@@ -93,7 +93,7 @@ def test_every_bit_counts():
     assert sums(nans[:1]) != sums(nans[1:])
 
 
-def test_order_and_length_count_and_memory_does_not():
+def test_sums_depend_on_order_and_length_but_not_on_the_memory_layout():
     rows = normal(7, 13)
     assert sums(rows[[1, 0, 2, 3, 4, 5, 6]]) != sums(rows)
     assert sums(rows[:, :12]) != sums(rows[:, 1:])
@@ -104,7 +104,7 @@ def test_order_and_length_count_and_memory_does_not():
     assert sums(rows[:, 2:9], rows.t()) == sums(rows[:, 2:9].clone(), rows.t().contiguous())
 
 
-def test_types_that_the_kernel_does_not_know_are_summed_too():
+def test_types_without_a_kernel_are_summed_too():
     source = normal(5, 9)
     for dtype in (torch.float64, torch.float16):
         cast = source.to(dtype)
@@ -114,7 +114,7 @@ def test_types_that_the_kernel_does_not_know_are_summed_too():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])  # 1: threads share a row; 3: a cut falls inside one
-def test_any_number_of_threads_finds_the_same_sums(rows):
+def test_any_number_of_threads_gives_the_same_sums(rows):
     wide = normal(rows, (1 << 18) // rows)
     found, before = set(), torch.get_num_threads()
     try:
@@ -137,7 +137,7 @@ def test_a_prepared_checksum_follows_the_values():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_finds_the_sums_of_the_cpu():
+def test_a_gpu_gives_the_sums_of_the_cpu():
     if os.environ["STPPO_OPS"] == "torch":
         pytest.skip("the fallback is the same code on both")
     tensors, dtypes = [], []

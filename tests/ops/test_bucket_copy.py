@@ -50,7 +50,7 @@ def test_rounding_to_bfloat16_is_to_nearest_even_and_nan_stays_nan():
     assert out[7].isnan() and out[8] == 0
 
 
-def test_every_bit_survives_where_nothing_is_cast():
+def test_every_bit_is_kept_without_a_cast():
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)  # every bfloat16, all NaNs among them
     out = torch.empty(1 << 16, dtype=BFLOAT16)
     ops.bucket_copy([bits.view(BFLOAT16)], [out])
@@ -86,7 +86,7 @@ def test_a_prepared_copy_follows_the_values_and_carries_no_gradient():
     assert target.tolist() == [[0, 0, 2, 2]] * 3 and not target.requires_grad
 
 
-def test_nothing_to_copy():
+def test_empty_copies_are_allowed():
     ops.bucket_copy([], [])
     ops.bucket_copy([torch.ones(0, 5)], [torch.ones(0, 5)])
 

@@ -16,7 +16,7 @@ def logs(*ratios):
     return torch.tensor(ratios).log()
 
 
-def test_token_level_by_hand():
+def test_token_level_surrogate_matches_a_hand_calculation():
     # Ratios 1.5 and 0.9, A = 1: (1.2 + 0.9) / 2. One of two clipped. g = (0, 0.45), b = (0.75, 0).
     logprob = logs(1.5, 0.9).requires_grad_()
     out = ops.clipped_surrogate(logprob, torch.zeros(2), torch.ones(2))
@@ -85,7 +85,7 @@ def test_microbatches_add_up_to_the_whole():
     assert torch.cat([part.grad_T for part in parts]).equal(whole.grad_T)
 
 
-def test_masked_tokens_may_hold_nan_and_are_not_counted():
+def test_masked_tokens_may_be_nan_and_are_not_counted():
     logprob = torch.tensor([math.log(1.5), math.nan], requires_grad=True)
     out = ops.clipped_surrogate(
         logprob,
@@ -100,7 +100,7 @@ def test_masked_tokens_may_hold_nan_and_are_not_counted():
     assert logprob.grad.tolist() == [0.0, 0.0]
 
 
-def test_no_tokens_and_no_segments_still_run_backward():
+def test_backward_runs_without_tokens_or_segments():
     for offsets in (None, torch.tensor([0]), torch.tensor([0, 0, 0])):
         logprob = torch.zeros(0, requires_grad=True)
         out = ops.clipped_surrogate(logprob, torch.zeros(0), torch.zeros(0), offsets)

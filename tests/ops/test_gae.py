@@ -8,7 +8,7 @@ from megatron_stppo import ops
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def test_two_trajectories_by_hand():
+def test_gae_of_two_trajectories_matches_a_hand_calculation():
     # gamma = lambda = 1: the sum of future rewards minus the value.
     advantage, returns = ops.gae(
         torch.tensor([0.0, 1.0, 2.0]),
@@ -20,7 +20,7 @@ def test_two_trajectories_by_hand():
     assert advantage.dtype == returns.dtype == torch.float32
 
 
-def test_no_tokens():
+def test_gae_of_no_tokens_is_empty():
     advantage, returns = ops.gae(torch.zeros(0), torch.zeros(0), torch.tensor([0]))
     assert len(advantage) == len(returns) == 0
 

@@ -64,7 +64,7 @@ def test_advantages_equal_the_fallbacks(lengths, by_turn, gamma, lam):
 
 
 @pytest.mark.parametrize("by_turn", [False, True])
-def test_no_trajectories_no_tokens_and_trajectories_without_tokens(by_turn):
+def test_empty_inputs_and_trajectories_without_tokens_are_allowed(by_turn):
     for lengths in ([], [0], [0, 0, 0]):
         turns = turns_of(lengths) if by_turn else None
         out = ops.gae(torch.zeros(0), torch.zeros(0), offsets_of(*lengths), turn_offsets=turns)
@@ -72,7 +72,7 @@ def test_no_trajectories_no_tokens_and_trajectories_without_tokens(by_turn):
 
 
 @pytest.mark.parametrize("by_turn", [False, True])
-def test_a_trajectorys_bits_do_not_depend_on_its_neighbours(by_turn):
+def test_the_bits_of_a_trajectory_do_not_depend_on_its_neighbours(by_turn):
     lengths = [9, 1500, 4]
     reward, value = draw(sum(lengths))
 
@@ -134,7 +134,7 @@ def test_offsets_without_an_element_are_refused(name):
         ops.gae(torch.zeros(3), torch.zeros(3), **given)
 
 
-def test_a_turn_that_reaches_over_a_trajectorys_end_is_refused(raises):
+def test_a_turn_that_crosses_the_end_of_a_trajectory_is_refused(raises):
     if not raises:
         pytest.skip("the extension on a GPU reads no offset back")
     reward = torch.ones(10)

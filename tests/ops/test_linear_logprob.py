@@ -55,7 +55,7 @@ def test_chunks_change_neither_values_nor_gradients(rows, columns, chunk, seed, 
     close(torch.autograd.grad(weighted(parts, cotangents), (hidden, weight)), expected, dtype)
 
 
-def test_rows_without_a_cotangent_are_left_out_of_the_backward():
+def test_rows_without_a_cotangent_are_omitted_from_the_backward():
     hidden, weight, target, cotangents = draw(60, 30)
     cotangent = cotangents[0] * (torch.arange(60) % 5 == 0)
     whole = ops.vocab_logprob(hidden @ weight.t(), target)[0]
@@ -93,7 +93,7 @@ def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
 
 
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.5])
-def test_rows_of_a_loss_without_a_gradient_are_left_out_and_may_hold_anything(entropy_weight):
+def test_rows_of_a_loss_without_a_gradient_are_omitted_and_may_contain_anything(entropy_weight):
     hidden, weight, target, cotangents = draw(60, 30)
     live = torch.arange(60) % 5 == 0
     coefficient = cotangents[0] * live
@@ -119,7 +119,7 @@ def test_a_second_backward_is_refused():
         torch.autograd.grad(total, hidden)
 
 
-def test_a_main_gradient_takes_the_weights_gradient_in_float32():
+def test_a_main_gradient_accumulates_the_gradient_of_the_weight_in_float32():
     hidden, weight, target, cotangents = draw(60, 30, dtype=torch.bfloat16)
 
     def loss(chunk):
@@ -136,7 +136,7 @@ def test_a_main_gradient_takes_the_weights_gradient_in_float32():
 
 @pytest.mark.parametrize("live", [1.0, 0.88, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype, live):
+def test_memory_beyond_the_gradients_is_one_chunk_of_logits(implementation, dtype, live):
     if implementation == "torch":
         pytest.skip("the fallback makes float32 copies; the bound is the extension's")
     rows, columns, width, chunk = 2048, 4096, 32, 256
@@ -162,7 +162,7 @@ def test_memory_beyond_the_gradients_is_a_chunk_of_logits(implementation, dtype,
     assert a_chunk < peak.peak <= limit
 
 
-def test_memory_of_the_log_probs_backward_is_their_statistics(implementation):
+def test_the_backward_of_log_probs_keeps_only_their_statistics(implementation):
     if implementation == "torch":
         pytest.skip("the fallback makes float32 copies; the bound is the extension's")
     rows, columns = 512, 4096
@@ -173,7 +173,7 @@ def test_memory_of_the_log_probs_backward_is_their_statistics(implementation):
     assert peak.peak <= 4 * rows * 32  # a few numbers per row, none per logit
 
 
-def test_segments_are_not_cut():
+def test_chunks_do_not_split_segments():
     offsets = torch.tensor([0, 3, 5, 9])
     assert ops.chunk_bounds(offsets, 9, 5) == [0, 5, 9]
     assert ops.chunk_bounds(offsets, 9, 2) == [0, 3, 5, 9]  # a longer segment is a longer chunk

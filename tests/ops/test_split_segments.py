@@ -73,7 +73,7 @@ def on_ranks(implementation):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_ranks_with_parts_of_turns_agree_with_one_that_has_all(on_ranks, case):
+def test_ranks_with_parts_of_turns_agree_with_one_rank_that_has_all(on_ranks, case):
     settings = CASES[case]
     new, old, advantage, weight, sum_p_sq = draw()
     offsets = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])

@@ -39,7 +39,7 @@ def test_100_repeats_are_bitwise_equal(evaluate):
 
 
 @pytest.mark.parametrize("evaluate", [mixed, by_token])
-def test_a_gpus_grid_changes_no_bit(evaluate, monkeypatch, raises):
+def test_the_grid_of_a_gpu_changes_no_bit(evaluate, monkeypatch, raises):
     if raises:
         pytest.skip("no grid: these run on a GPU, and on the CUDA kernels in tests/csrc/emulated")
     whole, module = evaluate(), import_module("megatron_stppo.ops.clipped_surrogate")
@@ -65,7 +65,7 @@ def test_threads_change_no_bit(evaluate, implementation):
 
 
 @pytest.mark.parametrize("length", [1, 3, 31, 33, 100, 512, 513, 5000, 33_000])
-def test_a_turns_bits_do_not_depend_on_what_is_packed_around_it(length):
+def test_the_bits_of_a_turn_do_not_depend_on_its_neighbours(length):
     turn = three(length, seed=1)
     alone = ops.clipped_surrogate(*turn, offsets_of(length), weight=0.5, with_bias=True)
     for before in (1, 2, 7, 17, 4096) if length < 4096 else (1, 7, 4095):
@@ -79,7 +79,7 @@ def test_a_turns_bits_do_not_depend_on_what_is_packed_around_it(length):
             assert out.grad_T[mine].equal(alone.grad_T) and out.bias_T[mine].equal(alone.bias_T)
 
 
-def test_a_tokens_bits_do_not_depend_on_its_neighbours():
+def test_the_bits_of_a_token_do_not_depend_on_its_neighbours():
     given = three(4200)
     whole = ops.clipped_surrogate(*given, weight=0.5)
     for start in range(1, 18):

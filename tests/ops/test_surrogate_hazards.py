@@ -51,7 +51,7 @@ def test_a_ratio_on_the_dual_bound_keeps_its_gradient_and_the_next_float_loses_i
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_an_advantage_of_minus_infinity_makes_the_objective_that(length):
+def test_an_advantage_of_minus_infinity_makes_the_objective_minus_infinity(length):
     advantage = torch.ones(length)
     advantage[length // 2] = -INF
     for segments in (None, offsets_of(length)):
@@ -85,7 +85,7 @@ def test_empty_segments_have_ratio_1_and_change_nothing_else():
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_where_nothing_is_valid_all_sums_are_0_and_backward_runs(length):
+def test_without_valid_tokens_all_sums_are_0_and_backward_runs(length):
     logprob = normal(length).requires_grad_()
     old = torch.full((length,), INF)
     for segments in (None, offsets_of(1, length - 1)):
@@ -99,7 +99,7 @@ def test_where_nothing_is_valid_all_sums_are_0_and_backward_runs(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_masked_token_may_hold_any_advantage(length):
+def test_a_masked_token_may_have_any_advantage(length):
     new, old, advantage = three(length)
     weight = (uniform(length) < 0.5).float()
     weight[0] = 1
@@ -115,7 +115,7 @@ def test_a_masked_token_may_hold_any_advantage(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_nan_that_counts_is_seen(length):
+def test_a_nan_of_a_valid_token_reaches_the_objective(length):
     new, old, advantage = three(length + 5)
     new[length // 2] = NAN
     out = ops.clipped_surrogate(new, old, advantage, offsets_of(length, 5))
@@ -148,7 +148,7 @@ def test_arrays_may_start_at_any_element():
         [0, 2**40, 1000],
     ],
 )
-def test_offsets_out_of_order_are_an_error_or_nan_and_harm_nothing(wrong, raises):
+def test_offsets_out_of_order_are_an_error_or_nan_and_corrupt_no_memory(wrong, raises):
     refuse(wrong, 1000, [400, 600], raises)
 
 
@@ -161,7 +161,7 @@ def test_offsets_out_of_order_are_an_error_or_nan_and_harm_nothing(wrong, raises
     ],
     ids=["back and forth", "zigzag", "giants"],
 )
-def test_long_turns_out_of_order_harm_nothing(wrong, raises):
+def test_long_turns_out_of_order_corrupt_no_memory(wrong, raises):
     refuse(wrong, 120_000, [50_000, 40_000, 30_000], raises)
 
 
@@ -176,7 +176,7 @@ def refuse(wrong, total, right, raises):
     assert ops.clipped_surrogate(*given, offsets_of(*right)).grad_T.equal(expected.grad_T)
 
 
-def test_one_token_turns_giants_side_by_side_and_a_turn_of_131072_tokens():
+def test_turns_of_1_to_131072_tokens_agree_with_float64():
     lengths = [1, 7, 40_000, 33_000, 1, 12, 131_072, 700, 1, 1]
     new, old, advantage = three(sum(lengths), scale=0.1)
     weight, new = uniform(sum(lengths)), new + 0.1

@@ -28,7 +28,7 @@ def test_100_repeats_are_bitwise_equal(columns, dtype):
 
 
 @pytest.mark.parametrize(("columns", "dtype"), SHAPES)
-def test_a_rows_bits_do_not_depend_on_the_rows_before_and_after_it(columns, dtype):
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_before_and_after_it(columns, dtype):
     logits, target = draw(40, columns, dtype)
     together = logprob_and_gradient(logits, target)
     for first in range(1, 18):

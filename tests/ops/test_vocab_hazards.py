@@ -40,7 +40,7 @@ def exact(logits, target, temperature=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 127, 129, 1003, 5000, 10_001])
-def test_a_vocabulary_of_any_size(columns, dtype):
+def test_a_vocabulary_may_have_any_size(columns, dtype):
     logits, target = rows(3, columns)
     logits = logits.to(dtype)
     close(logprob_and_gradient(logits, target), exact(logits, target), dtype)
@@ -85,7 +85,7 @@ def test_equal_logits_of_any_size_are_uniform(level, dtype):
 
 @pytest.mark.parametrize("forbidden", [-INF, LOWEST])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forbidden_tokens_before_and_after_allowed_ones_take_no_part(forbidden, dtype):
+def test_forbidden_tokens_before_and_after_allowed_ones_are_ignored(forbidden, dtype):
     columns, allowed = 6000, slice(2500, 3500)  # many whole packs of forbidden tokens on either side
     few, target = rows(3, 1000)
     logits = torch.full((3, columns), forbidden, dtype=dtype)
@@ -105,7 +105,7 @@ def test_a_forbidden_tokens_gradient_is_0_however_much_the_entropy_weighs(weight
     torch.testing.assert_close(logits.grad[:, [0, 1, 3]], kept.grad, rtol=1e-5, atol=1e-6 * weight)
 
 
-def test_who_else_needs_the_logits_hears_that_they_were_written_over():
+def test_another_use_of_overwritten_logits_is_an_error():
     leaf, target = rows(3, 50)
     logits = leaf.requires_grad_() * 1
     squares = logits.square().sum()  # its backward reads the logits
@@ -173,7 +173,7 @@ def test_a_target_outside_every_shard_is_an_error_or_a_nan_row(raises):
             assert ops.vocab_logprob(logits, target)[0].isnan().tolist() == [False, True, False]
 
 
-def test_any_number_may_be_the_ignored_one():
+def test_any_number_may_be_the_ignore_index():
     logits, target = rows(4, 300)
     logits[2] = NAN
     for ignored in (-100, -1, 7, 300):
@@ -207,7 +207,7 @@ def test_a_bfloat16_gradient_is_the_float32_one_rounded_to_nearest_even(columns)
     assert narrow.dtype == torch.bfloat16 and narrow.equal(wide.bfloat16())
 
 
-def test_rows_beyond_2_to_the_31_elements_are_found(device):
+def test_rows_beyond_2_to_the_31_elements_are_addressed_correctly(device):
     # only the first 48 columns of each row are read, and memory that is not touched is not allocated
     count, columns = 2080, 1 << 20
     logits = torch.empty(count, columns, dtype=torch.bfloat16)

@@ -29,7 +29,7 @@ def gradients(outputs, logits, cotangents):
     return torch.autograd.grad(total, logits)[0]
 
 
-def test_two_logits_by_hand():
+def test_two_logits_match_a_hand_calculation():
     # p = (1/4, 3/4): log p_0 = -ln 4, entropy = ln 4 - 3/4 ln 3, sum p^2 = 10/16
     logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
     logprob, entropy, sum_p_sq = ops.vocab_logprob(logits, torch.tensor([0]))
@@ -139,7 +139,7 @@ def test_padding_columns_never_make_a_logprob_positive():
     assert logits.grad.tolist()[0] == pytest.approx([-0.5, 0.5, 0.0, 0.0])
 
 
-def test_ignored_rows_give_0_and_no_gradient_whatever_they_hold():
+def test_ignored_rows_give_0_and_no_gradient_whatever_they_contain():
     logits = torch.tensor([[NAN, INF], [0.0, 0.0], [-INF, -INF]], requires_grad=True)
     outputs = ops.vocab_logprob(logits, torch.tensor([-100, 0, -100]))
     assert [row.tolist()[::2] for row in outputs] == [[0.0, 0.0]] * 3
@@ -147,7 +147,7 @@ def test_ignored_rows_give_0_and_no_gradient_whatever_they_hold():
     assert gradient.tolist() == [[0.0, 0.0], [0.5, -0.5], [0.0, 0.0]]
 
 
-def test_nothing_valid_and_no_rows_still_run_backward():
+def test_backward_runs_without_rows_or_valid_rows():
     for logits, target in (
         (torch.randn(3, 5), torch.full((3,), -100)),
         (torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)),
@@ -180,7 +180,7 @@ def test_a_token_gets_the_same_bits_in_any_microbatch():
         assert all(a[part].equal(b) for a, b in zip(together, alone, strict=True))
 
 
-def test_unused_outputs_cost_nothing_and_no_grad_saves_nothing():
+def test_unused_outputs_cost_nothing_and_nothing_is_saved_under_no_grad():
     logits, target = rows(4, 9)
     logits.requires_grad_()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tests.ops.sharded import VOCABULARY, evaluate, on_a_rank, whole_logits
 from tests.ranks import run_ranks
 
 
-def test_two_ranks_equal_one_and_complain_together():
+def test_two_ranks_equal_one_and_raise_together():
     expected, expected_grad = evaluate(whole_logits())
     ranks = run_ranks(on_a_rank, 2)
     for outputs, _, complaint, lengths in ranks:

@@ -52,7 +52,7 @@ def test_ranks_exchange_records_bytes_sums_and_flags() -> None:
         assert (got["one raised"], got["none raised"]) == (True, False)
 
 
-def test_record_of_another_shape_is_refused() -> None:
+def test_a_record_of_another_shape_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         decode(encode({"token_ids": ["5"], "rollout_logprob": [-0.1]}), Turn)
     with pytest.raises(msgspec.ValidationError):

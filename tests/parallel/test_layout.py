@@ -9,7 +9,7 @@ from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Coordinates, Layout
 
 
-def test_ranks_are_ordered_as_megatron_orders_them():
+def test_ranks_are_ordered_as_in_megatron():
     layout = Layout(tensor=2, pipeline=3, data=4, context=2)
     groups = RankGenerator(tp=2, ep=1, dp=4, pp=3, cp=2, order="tp-cp-ep-dp-pp")
     for axis, token in (("tensor", "tp"), ("context", "cp"), ("data", "dp"), ("pipeline", "pp")):
@@ -18,14 +18,14 @@ def test_ranks_are_ordered_as_megatron_orders_them():
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4, 8])
-def test_experts_are_shared_out_as_megatron_does(expert):
+def test_experts_are_divided_as_in_megatron(expert):
     layout = Layout(tensor=2, pipeline=2, data=4, context=2, expert=expert)
     groups = RankGenerator(tp=2, ep=expert, dp=8 // expert, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     for ranks in groups.get_ranks("ep"):
         assert [layout.expert_rank(rank) for rank in ranks] == list(range(expert))
 
 
-def test_rank_9_of_2x2x3_stands_where_the_docstring_says_and_rank_inverts_coordinates():
+def test_rank_9_of_2x2x3_has_the_coordinates_of_the_docstring_and_rank_inverts_them():
     layout = Layout(tensor=2, pipeline=2, data=3)
     assert layout.coordinates(9) == Coordinates(tensor=1, pipeline=1, data=1)
     layout = Layout(tensor=2, pipeline=2, data=3, context=2)
@@ -40,7 +40,7 @@ def test_rank_9_of_2x2x3_stands_where_the_docstring_says_and_rank_inverts_coordi
         (6, {"expert": 4}, r"parallel\.expert=4 must divide the 6 ranks .* choose from \[1, 2, 3, 6\]"),
     ],
 )
-def test_a_world_that_the_model_does_not_fill_is_refused(world, parallel, message):
+def test_a_number_of_ranks_that_the_layout_does_not_divide_is_refused(world, parallel, message):
     fits = ParallelConfig(tensor=2, pipeline=2)
     assert Layout.fits(8, fits) and Layout.of_world(8, fits) == Layout(2, 2, 2)
     assert not Layout.fits(world, ParallelConfig(**parallel))
@@ -66,7 +66,7 @@ def test_a_world_that_the_model_does_not_fill_is_refused(world, parallel, messag
         ),
     ],
 )
-def test_layers_lie_where_megatron_puts_them(layout, layers, expected):
+def test_layers_are_placed_as_in_megatron(layout, layers, expected):
     assert [layout.chunks(layers, stage) for stage in range(layout.pipeline)] == expected
     settings = TransformerConfig(
         num_layers=layers,
@@ -94,5 +94,5 @@ def test_layers_lie_where_megatron_puts_them(layout, layers, expected):
         (Layout(pipeline=2, first_stage_layers=3, last_stage_layers=4), 8),
     ],
 )
-def test_layers_that_cannot_be_shared_out(layout, layers):
+def test_layers_that_cannot_be_divided_have_no_stage_sizes(layout, layers):
     assert layout.stage_sizes(layers) is None

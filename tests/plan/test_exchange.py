@@ -18,7 +18,7 @@ SIDES = (
 )
 
 
-def test_two_stages_send_each_other_half_the_layers() -> None:
+def test_two_stages_send_half_the_layers_to_each_other() -> None:
     """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows and a norm. Every
     rank serves its tensor half of all, and lacks what the other stage holds."""
     found = exchange(*SIDES, ALIKE, 2, H100)
@@ -38,14 +38,14 @@ def test_two_stages_send_each_other_half_the_layers() -> None:
     assert found.seconds == found.busiest_rank / H100.node_rate
 
 
-def test_one_layer_of_a_stage_stands_for_all() -> None:
+def test_one_layer_of_a_stage_represents_all_its_layers() -> None:
     assert ALIKE == {0: 2, 2: 2}
     every = exchange(*SIDES, dict.fromkeys(range(4), 1), 2, H100)
     found = exchange(*SIDES, ALIKE, 2, H100)
     assert (found.copies, found.moved, found.least) == (every.copies, every.moved, every.least)
 
 
-def test_what_leaves_a_node_is_counted_apart() -> None:
+def test_bytes_between_nodes_are_counted_separately() -> None:
     found = exchange(*SIDES, ALIKE, 2, replace(H100, per_node=2, network_rate=1.0))
     assert found.between_nodes == found.moved
     assert found.moved / 2 < found.busiest_node < found.moved / 2 * 1.01  # what one stage lacks, of two

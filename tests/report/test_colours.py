@@ -53,7 +53,7 @@ def seen(colour: str, eye: object) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK])
-def test_curves_differ_for_every_eye(scheme: dict[str, str]) -> None:
+def test_curves_differ_for_every_kind_of_colour_vision(scheme: dict[str, str]) -> None:
     """0.09 is about the distance between greys of 50 % and 60 %."""
     curves = [colour for name, colour in scheme.items() if re.fullmatch(r"c\d", name)]
     assert len(curves) == 8
@@ -63,7 +63,7 @@ def test_curves_differ_for_every_eye(scheme: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK])
-def test_text_and_curves_stand_out_from_the_paper(scheme: dict[str, str]) -> None:
+def test_text_and_curves_have_contrast_with_the_background(scheme: dict[str, str]) -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     for name, colour in scheme.items():
         wanted = 4.5 if name in {"ink", "dim", "link", "bad", "good"} else 3.0

@@ -68,7 +68,9 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Browser, pages: tuple[P
     assert "8 damaged lines" in text(browser, "#notes")
 
 
-def test_the_policy_holds_where_markup_has_come_in(browser: Browser, pages: tuple[Path, Path]) -> None:
+def test_the_content_security_policy_blocks_injected_markup(
+    browser: Browser, pages: tuple[Path, Path]
+) -> None:
     opened(browser, pages[0])
     browser.ask(
         """document.body.insertAdjacentHTML('beforeend',
@@ -81,7 +83,7 @@ def test_the_policy_holds_where_markup_has_come_in(browser: Browser, pages: tupl
     assert all(f"{kind}-src" in refused for kind in ("script", "img", "frame", "connect"))
 
 
-def test_every_number_has_its_panel_and_is_read_by_keyboard(
+def test_every_metric_has_a_panel_that_can_be_read_by_keyboard(
     browser: Browser, pages: tuple[Path, Path]
 ) -> None:
     opened(browser, pages[0])
@@ -153,7 +155,7 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
     assert "the update recorded nothing for this turn" in text(browser, ".turn h4")
 
 
-def test_the_list_is_walked_with_the_arrow_keys(browser: Browser, pages: tuple[Path, Path]) -> None:
+def test_arrow_keys_move_through_the_list(browser: Browser, pages: tuple[Path, Path]) -> None:
     opened(browser, pages[0])
     seen: list[str] = []
     for _ in range(40):
@@ -225,7 +227,7 @@ def test_runs_of_one_algorithm_share_a_colour_and_have_a_mean(browser: Browser, 
     assert browser.ask("browser.shown.slice(0, 5).map((one) => one.r)") == [0, 1, 2, 3, 0]
 
 
-def test_means_are_of_the_runs_that_go_on(browser: Browser, pages: tuple[Path, Path]) -> None:
+def test_means_include_only_runs_that_have_not_ended(browser: Browser, pages: tuple[Path, Path]) -> None:
     opened(browser, pages[0])
     two = "[[[1, 3], [0, 4]], [[1, 2, 3, 4], [2, 4, 6, null]]]"
     assert browser.ask(f"mean({two})") == [[1, 2, 3, 4], [1, 2, 5, None]]
@@ -235,12 +237,12 @@ def test_means_are_of_the_runs_that_go_on(browser: Browser, pages: tuple[Path, P
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_phone_s_width_suffices(browser: Browser, pages: tuple[Path, Path], which: int) -> None:
+def test_the_page_fits_the_width_of_a_phone(browser: Browser, pages: tuple[Path, Path], which: int) -> None:
     opened(browser, pages[which], width=360)
     assert browser.ask("document.documentElement.scrollWidth") <= 360
 
 
-def test_light_and_dark_are_the_reader_s_choice(browser: Browser, pages: tuple[Path, Path]) -> None:
+def test_the_page_follows_the_setting_for_light_or_dark(browser: Browser, pages: tuple[Path, Path]) -> None:
     ask = "getComputedStyle(document.body).backgroundColor"
     assert opened(browser, pages[0]).ask(ask) == "rgb(255, 255, 255)"
     assert opened(browser, pages[0], scheme="dark").ask(ask) == "rgb(20, 22, 26)"

@@ -53,7 +53,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
     ]
 
 
-def test_what_the_update_did_not_tell_is_not_a_number_of_a_turn(tmp_path: Path) -> None:
+def test_numbers_that_the_update_did_not_record_are_absent_from_turns(tmp_path: Path) -> None:
     page.draw([hostile.write(tmp_path / "run")], tmp_path / "page.html")
     (shown,) = data_of(tmp_path / "page.html")["runs"]
     (turn,) = shown["episodes"][2]["turns"]
@@ -64,12 +64,12 @@ def test_what_the_update_did_not_tell_is_not_a_number_of_a_turn(tmp_path: Path) 
     assert "run: the updates recorded no ratios and no advantages of these turns" in notes
 
 
-def test_every_panel_draws_what_docs_metrics_md_has() -> None:
+def test_every_panel_draws_metrics_of_docs_metrics_md() -> None:
     names = re.findall(r'"([a-z]+/\w+)"', (ROOT / "report" / "panels.js").read_text())
     assert len(names) > 20 and not set(names) - set(documented.metrics())
 
 
-def test_gaps_are_told_once_for_all_columns_that_share_them() -> None:
+def test_columns_with_the_same_gaps_are_reported_together() -> None:
     gone = ([1, 2, 3], [0.5, None, None])
     columns = {"a": gone, "b": gone, "c": ([1, 2], [None, 1.0]), "d": ([1], [1.0]), "straggler/rank": gone}
     assert numbers.not_numbers(columns) == [
@@ -86,7 +86,7 @@ def test_a_run_that_has_just_begun_makes_a_page(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_that_was_read_can_be_taken_for_markup(tmp_path: Path) -> None:
+def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     text = page.in_html({hostile.MARKUP: hostile.CODES})
     assert text.isascii() and text.isprintable() and not set(text) & set("<>&")
     assert json.loads(text) == {hostile.MARKUP: hostile.CODES}
@@ -95,9 +95,7 @@ def test_nothing_that_was_read_can_be_taken_for_markup(tmp_path: Path) -> None:
     assert whole.count("<script") == whole.count("</script") == 2
 
 
-def test_pages_are_bounded_and_say_what_they_leave_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_bounded_and_list_what_they_omit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hostile.write(tmp_path / "run")
     assert page.draw([run], tmp_path / "a.html", 3)[-1] == (
         "run: Episodes shown: the first 2 of iteration 1; all 1 of iteration 2."
@@ -114,7 +112,7 @@ def test_pages_are_bounded_and_say_what_they_leave_out(
     assert "the first 2 of iteration 1" in page.draw([run], tmp_path / "c.html")[-1]
 
 
-def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_LINE", 16)
     (tmp_path / "x").write_text('{"a": 1}\n{"a": "' + "y" * 50 + '"}\n{"a": 2}\n')
     found = lines.Lines(tmp_path / "x")
@@ -133,14 +131,14 @@ def test_thinning_keeps_spikes_and_the_end() -> None:
     assert gap == ([1, 2, 5, 6], [0.0, None, 1.0, 3.0])
 
 
-def test_many_iterations_are_not_told_one_by_one() -> None:
+def test_many_iterations_are_summarised_in_one_sentence() -> None:
     every_second = {iteration: (iteration % 2, True) for iteration in range(1, 1000)}
     assert episodes.left_out(every_second) == (
         "Episodes shown: at most the first 1 of 500 of 999 iterations, from 1 to 999."
     )
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_get_distinct_labels(tmp_path: Path) -> None:
     folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     assert page.names(folders) == [str(folder) for folder in folders]
     assert page.names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
@@ -156,7 +154,7 @@ def test_a_page_that_cannot_be_drawn_does_not_fail_the_run(
     assert "report.html: not drawn: ConfigError: --output=" in caplog.text
 
 
-def test_the_command_writes_beside_the_run_and_refuses_what_is_none(tmp_path: Path) -> None:
+def test_the_command_writes_into_the_run_folder_and_refuses_other_folders(tmp_path: Path) -> None:
     def report(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megatron_stppo", "report", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -173,7 +171,7 @@ def test_the_command_writes_beside_the_run_and_refuses_what_is_none(tmp_path: Pa
         page.draw([run], tmp_path / "missing" / "page.html")
 
 
-def test_the_page_s_files_are_installed_with_the_package() -> None:
+def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
     packaged = settings["tool"]["setuptools"]["package-data"]["megatron_stppo.report"]
     found = {path.name for pattern in packaged for path in (ROOT / "report").glob(pattern)}

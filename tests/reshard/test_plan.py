@@ -67,7 +67,7 @@ def models_and_layouts(draw):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models_and_layouts())
-def test_every_element_is_written_once_and_a_detour_over_the_checkpoint_changes_nothing(case):
+def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(case):
     shape, layout, spec, serving = case
     widths, held = row_widths(shape), checkpoint(shape)
     train, engine, whole = (
@@ -110,7 +110,7 @@ def mutate(layouts, rank, name, index, **change):
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models_and_layouts(), st.data())
-def test_one_mutated_span_is_caught(case, data):
+def test_one_changed_span_is_detected(case, data):
     shape, layout, spec, serving = case
     train, engine = (
         training_layouts(shape, layout, spec=spec),
@@ -135,7 +135,7 @@ def test_one_mutated_span_is_caught(case, data):
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_a_gate_that_passes_for_the_up_projection_is_caught_though_another_rank_holds_both(side):
+def test_a_gate_labelled_as_up_projection_is_detected_although_another_rank_holds_both(side):
     shape = model_shape()
     train, engine = training_layouts(shape, Layout(2, 1, 2)), serving_layouts(shape, 4, 2)
     up = {"hf_key": "model.layers.0.mlp.up_proj.weight"}
@@ -147,7 +147,7 @@ def test_a_gate_that_passes_for_the_up_projection_is_caught_though_another_rank_
         build_plan(train, engine, row_widths(shape))
 
 
-def test_a_row_comes_from_its_own_rank_then_its_node_then_from_whoever_sent_least():
+def test_a_row_comes_from_its_own_rank_else_its_node_else_the_rank_that_sends_least():
     one_row = {"w": (Span("k", 0, 0, 1, 0),)}
     sources = {rank: one_row for rank in (0, 1, 2, 3)}
 
@@ -170,14 +170,14 @@ def test_tied_embedding_comes_from_the_first_stage_and_the_engine_has_no_head():
     assert not any("lm_head" in c.hf_key or "output_layer" in c.source for c in copies)
 
 
-def test_vocabulary_of_1000_at_tensor_8_leaves_the_padding_behind():
+def test_the_padding_of_a_vocabulary_of_1000_at_tensor_8_is_not_copied():
     shape = model_shape(heads=8, kv_heads=8, ffn=16, vocab=1000)
     spans = training_layouts(shape, Layout(8, 1, 1))[7]["embedding.word_embeddings.weight"]
     # megatron pads to 1024 = 8 * 128; the last rank has rows 896..999 and 24 rows of padding
     assert spans == (Span("model.embed_tokens.weight", 0, 896, 104, 0), Span(PADDING, 0, 0, 24, 104))
 
 
-def test_digest_tells_two_layouts_apart_and_is_repeatable():
+def test_the_digest_differs_between_layouts_and_is_repeatable():
     shape = model_shape()
     widths = row_widths(shape)
 

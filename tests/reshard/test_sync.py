@@ -142,7 +142,7 @@ def every_case():
     return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived(), compare_every_third_copy()
 
 
-def test_a_sync_equals_the_plan_carried_out_by_hand_and_an_error_refuses_generation_until_a_whole_sync():
+def test_a_sync_equals_the_plan_and_after_an_error_generation_needs_a_complete_sync():
     for failed, corrupted, sampled in run_ranks(every_case, WORLD):
         assert "poisoned" in failed and "sync to version 2 failed" in failed and "OSError" in failed
         assert "poisoned" in corrupted and "arrived changed" in corrupted
@@ -150,11 +150,11 @@ def test_a_sync_equals_the_plan_carried_out_by_hand_and_an_error_refuses_generat
         assert sum(thirds) == whole and max(thirds) - min(thirds) < whole / 9 and difference == 0
 
 
-def test_ranks_that_plan_differently_or_hold_other_tensors_than_planned_stop_together():
+def test_ranks_with_different_plans_or_unplanned_tensors_raise_together():
     assert run_ranks(disagree, 2) == [True, True]
 
 
-def test_other_types_are_copied_too_and_their_sums_are_of_the_bits_that_the_copy_writes():
+def test_other_types_are_copied_too_and_checksums_are_of_the_copied_bits():
     source = torch.arange(12 * 40, dtype=torch.int32).view(12, 40).mul(9_000_001).view(torch.float32)
     source[3, 5:30] = float("nan")
     for dtype in (torch.bfloat16, torch.float16, torch.float64):

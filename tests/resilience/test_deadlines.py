@@ -74,7 +74,7 @@ def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Pat
         assert "thread MainThread:" in logged and "in all_reduce" in logged
 
 
-def test_a_rank_alone_past_its_deadline_ends_with_its_stacks(tmp_path: Path) -> None:
+def test_a_single_rank_past_its_deadline_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     body = 'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"): time.sleep(9)'
     code, told, seconds = run(body, tmp_path)
     assert code == 1 and seconds < 5
@@ -82,7 +82,7 @@ def test_a_rank_alone_past_its_deadline_ends_with_its_stacks(tmp_path: Path) -> 
     assert "thread MainThread:" in told
 
 
-def test_a_thread_that_never_lets_go_of_the_interpreter_does_not_outlive_the_timer(tmp_path: Path) -> None:
+def test_a_thread_that_never_releases_the_gil_is_ended_by_the_timer(tmp_path: Path) -> None:
     """PyDLL keeps the GIL while it calls: no thread of Python runs."""
     body = (
         'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"):\n'
@@ -93,7 +93,9 @@ def test_a_thread_that_never_lets_go_of_the_interpreter_does_not_outlive_the_tim
     assert "Timeout" in told and "<module>" in told
 
 
-def test_a_phase_counts_from_its_own_start_and_gives_its_time_back(tmp_path: Path) -> None:
+def test_a_phase_is_timed_from_its_own_start_and_its_time_is_not_charged_to_the_outer_phase(
+    tmp_path: Path,
+) -> None:
     body = (
         "with deadlines.Watchdog(folder, limits, 0, 1) as watch:\n"
         "    for _ in range(3):\n"
@@ -105,7 +107,7 @@ def test_a_phase_counts_from_its_own_start_and_gives_its_time_back(tmp_path: Pat
     assert (code, told) == (0, "")
 
 
-def test_a_run_that_raised_ends_though_one_of_its_threads_does_not(tmp_path: Path) -> None:
+def test_a_run_that_raised_ends_even_if_one_of_its_threads_does_not(tmp_path: Path) -> None:
     body = (
         "threading.Thread(target=time.sleep, args=(15,)).start()\n"
         "with deadlines.Watchdog(folder, limits, 0, 1): raise ValueError('out of blocks')\n"
@@ -115,7 +117,7 @@ def test_a_run_that_raised_ends_though_one_of_its_threads_does_not(tmp_path: Pat
     assert "ValueError: out of blocks" in told
 
 
-def test_a_run_that_raised_keeps_its_exit_code_while_a_checkpoint_in_flight_is_waited_for(
+def test_a_run_that_raised_keeps_its_exit_code_while_it_waits_for_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     body = (
@@ -129,7 +131,7 @@ def test_a_run_that_raised_keeps_its_exit_code_while_a_checkpoint_in_flight_is_w
     assert run(body, tmp_path)[:2] == (93, "")
 
 
-def test_a_disk_that_was_full_does_not_end_the_signs_of_life(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_end_the_heartbeats(tmp_path: Path) -> None:
     """A folder in the scratch file's place refuses the writes."""
     body = (
         "blocked = folder / 'heartbeats' / 'rank-0.json.tmp'\n"
@@ -164,7 +166,7 @@ def test_the_rank_that_others_wait_for_is_named(after: list[Beat | None], said: 
     assert verdict(before, after).startswith(said)
 
 
-def test_a_place_is_the_packages_own_frame_and_the_innermost_one() -> None:
+def test_the_reported_place_is_the_innermost_frame_of_the_package() -> None:
     at, waits = place(sys._getframe())
     assert at.startswith("resilience/test_deadlines.py:") and at.endswith(sys._getframe().f_code.co_name)
     assert not waits

@@ -52,7 +52,7 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert record == {"iteration": 7, "reasons": ["because"], "routed": None}
 
 
-def test_the_newest_are_kept_and_one_of_an_interrupted_attempt_is_replaced(tmp_path: Path) -> None:
+def test_the_newest_dumps_are_kept_and_a_dump_of_an_interrupted_attempt_is_replaced(tmp_path: Path) -> None:
     for iteration in (1, 2, 3, 3):
         write(tmp_path, iteration, scored(float(iteration)))
     write(tmp_path, 3, scored(4.0))
@@ -65,19 +65,19 @@ def test_the_newest_are_kept_and_one_of_an_interrupted_attempt_is_replaced(tmp_p
     assert again.old_logprob_T is not None and again.old_logprob_T[0] == 4
 
 
-def test_later_dumps_of_a_course_that_was_left_do_not_push_out_the_new_one(tmp_path: Path) -> None:
+def test_dumps_of_an_abandoned_course_do_not_displace_new_ones(tmp_path: Path) -> None:
     for iteration in (7, 8, 3, 4, 5):
         write(tmp_path, iteration, scored())
     assert dumps.recorded(tmp_path) == [4, 5, 7, 8]
 
 
-def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "dumps").write_text("a file where the folder belongs")
     write(tmp_path, 1, scored())
     assert "not dumped" in caplog.text
 
 
-def test_a_damaged_dump_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_damaged_dump_is_refused_with_its_name(tmp_path: Path) -> None:
     write(tmp_path, 1, scored())
     path = tmp_path / "dumps/iteration-00001/stage-0.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -44,7 +44,9 @@ def alone(flag: bool) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_waits_until_it_is_asked_for_and_a_second_one_does_nothing(number: signal.Signals) -> None:
+def test_a_signal_takes_effect_at_the_next_check_and_a_second_one_does_nothing(
+    number: signal.Signals,
+) -> None:
     notice = PreemptionNotice(margin=0)
     assert not notice.due(alone)
     os.kill(os.getpid(), number)
@@ -55,7 +57,7 @@ def test_a_signal_waits_until_it_is_asked_for_and_a_second_one_does_nothing(numb
         assert signal.getsignal(again) == signal.SIG_IGN, "children would die of it"
 
 
-def test_ctrl_c_is_a_notice_and_the_kernel_ends_the_process_at_the_second(
+def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     notice = PreemptionNotice(margin=0)
@@ -68,20 +70,20 @@ def test_ctrl_c_is_a_notice_and_the_kernel_ends_the_process_at_the_second(
     assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_ctrl_c_that_comes_after_another_ranks_does_not_end_this_one() -> None:
+def test_ctrl_c_after_the_notice_of_another_rank_does_not_end_this_one() -> None:
     notice = PreemptionNotice(margin=0)
     assert notice.due(lambda mine: True)
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_signals_that_nohup_ignores_stay_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     notice = PreemptionNotice(margin=0)
     os.kill(os.getpid(), signal.SIGHUP)
     assert not notice.due(alone)
 
 
-def test_a_terminal_that_closes_is_a_notice_and_what_is_printed_later_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_terminal_is_a_notice_and_later_output_raises_no_error(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if not child:
         os.execv(sys.executable, [sys.executable, "-c", PRINTS, str(tmp_path / "reason")])
@@ -91,7 +93,7 @@ def test_a_terminal_that_closes_is_a_notice_and_what_is_printed_later_is_no_erro
     assert (tmp_path / "reason").read_text() == "SIGHUP"
 
 
-def test_a_pipe_whose_reader_dies_of_the_same_ctrl_c_ends_nothing(tmp_path: Path) -> None:
+def test_a_pipe_whose_reader_is_ended_by_the_same_ctrl_c_does_not_end_the_run(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PRINTS, str(tmp_path / "reason")],
         stdout=subprocess.PIPE,
@@ -104,7 +106,7 @@ def test_a_pipe_whose_reader_dies_of_the_same_ctrl_c_ends_nothing(tmp_path: Path
     assert (tmp_path / "reason").read_text() == "SIGINT"
 
 
-def test_another_ranks_notice_is_ours() -> None:
+def test_a_notice_to_another_rank_applies_to_this_rank() -> None:
     notice = PreemptionNotice(margin=0)
     assert notice.due(lambda mine: True)
     assert notice.reason == "another rank received notice"
@@ -120,7 +122,7 @@ def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: py
     assert notice.reason == "SLURM_JOB_END_TIME is near"
 
 
-def test_an_end_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_time_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
     with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is not a time"):
         PreemptionNotice(margin=0)

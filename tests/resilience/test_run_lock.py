@@ -70,7 +70,7 @@ def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def test_a_second_process_is_refused_and_told_host_and_process_of_the_first(config: Config) -> None:
+def test_a_second_process_is_refused_with_host_and_process_of_the_first(config: Config) -> None:
     with holder(config) as first:
         said = f"in use by process {first.pid} on {socket.gethostname()}; wait until it ends"
         with pytest.raises(ConfigError, match=said):
@@ -81,7 +81,7 @@ def test_a_second_process_is_refused_and_told_host_and_process_of_the_first(conf
 
 
 @pytest.mark.parametrize("options", [(), ("fork",)])
-def test_a_killed_process_and_its_children_block_nobody(config: Config, options: tuple[str, ...]) -> None:
+def test_a_killed_process_and_its_children_hold_no_lock(config: Config, options: tuple[str, ...]) -> None:
     with holder(config, *options) as first:
         first.kill()
         first.wait()
@@ -107,7 +107,7 @@ def test_without_the_kernels_locks_a_living_process_of_this_host_keeps_the_folde
         run_lock.take(config)
 
 
-def test_another_hosts_lock_is_taken_when_it_is_no_longer_renewed(
+def test_the_lock_of_another_host_is_taken_over_when_it_is_no_longer_renewed(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_lock, "SILENT", 0.5)
@@ -120,7 +120,7 @@ def test_another_hosts_lock_is_taken_when_it_is_no_longer_renewed(
     assert "node7" not in (config.run.folder / run_lock.LOCK).read_text()
 
 
-def test_another_hosts_lock_that_is_renewed_is_refused(
+def test_the_lock_of_another_host_that_is_renewed_is_respected(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "LOOK", 0.1)
@@ -133,7 +133,7 @@ def test_another_hosts_lock_that_is_renewed_is_refused(
     assert "node7" in path.read_text()
 
 
-def test_a_lock_that_a_file_server_keeps_for_another_host_is_waited_for(
+def test_the_process_waits_for_a_lock_that_a_file_server_keeps_for_another_host(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder here stands for the file server: the text names a machine that is gone."""

@@ -28,27 +28,27 @@ def test_the_sign_of_the_objective_does_not_matter() -> None:
     assert len(spikes.look({"actor/objective": -4.1})) == 1  # 2 + 10 * 0.1 * 2 = 4
 
 
-def test_nothing_is_judged_before_half_a_window_is_known() -> None:
+def test_no_value_is_a_spike_before_half_a_window_is_recorded() -> None:
     assert watched(1, 1, 1).look({NAME: 1e9}) == []
     assert len(watched(1, 1, 1, 1).look({NAME: 1e9})) == 1
 
 
-def test_rewards_that_set_in_are_no_spike() -> None:
+def test_the_first_rewards_are_no_spike() -> None:
     assert watched(0, 0, 0, 0, 0).look({NAME: 0.9}) == []
 
 
-def test_one_spike_does_not_hide_the_next_and_a_lasting_change_is_got_used_to() -> None:
+def test_one_spike_does_not_hide_the_next_and_a_lasting_change_becomes_the_new_normal() -> None:
     spikes = watched(2, 2, 2, 2, 2, 2)
     assert [len(spikes.look({NAME: 50})) for _ in range(6)] == [1, 1, 1, 1, 0, 0]
 
 
-def test_what_is_not_finite_or_missing_is_passed_over() -> None:
+def test_values_that_are_missing_or_not_finite_are_skipped() -> None:
     spikes = watched(2, 2, 2, 2)
     assert spikes.look({NAME: math.nan}) == spikes.look({NAME: math.inf}) == spikes.look({}) == []
     assert len(spikes.look({NAME: 50})) == 1
 
 
-def test_a_restored_state_judges_alike() -> None:
+def test_a_restored_state_gives_the_same_results() -> None:
     spikes, again = watched(2, 2, 2, 2), Spikes(window=8, deviations=10)
     again.restore(spikes.state())
     assert again.look({NAME: 50}) == spikes.look({NAME: 50}) != []

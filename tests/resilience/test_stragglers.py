@@ -41,7 +41,7 @@ def observe() -> tuple[list[dict[str, Any]], list[str], bool]:
     return rows, kept.lines, dist.Work.wait is original
 
 
-def test_a_rank_that_keeps_the_others_waiting_is_named_after_some_iterations_in_a_row() -> None:
+def test_a_rank_that_the_others_wait_for_is_named_after_some_iterations_in_a_row() -> None:
     first, second, third = run_ranks(observe, 3)
     assert first[0] == second[0] == third[0]
     rows, restored = first[0], first[2]
@@ -62,7 +62,7 @@ def test_a_rank_is_compared_with_the_median_of_the_others(
     assert slowest(seconds) == (rank, pytest.approx(ratio))
 
 
-def test_waiting_is_measured_also_where_it_fails() -> None:
+def test_the_time_of_a_wait_that_fails_is_measured_too() -> None:
     original = dist.Work.wait
     with pytest.raises(ZeroDivisionError), waiting():
         _ = 1 / 0

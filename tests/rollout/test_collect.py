@@ -106,7 +106,7 @@ def test_trajectories_replay_in_transformers_token_for_token(seen: dict[str, Any
     check_against(reference, seen["overlapped"])
 
 
-def test_observation_tells_the_environment_what_the_turn_said(seen: dict[str, Any], tokenizer: Any) -> None:
+def test_the_environment_receives_the_text_of_the_turn(seen: dict[str, Any], tokenizer: Any) -> None:
     for trajectory in seen["first"]:
         for turn in trajectory.turns[:-1]:
             ids = turn.token_ids
@@ -135,7 +135,7 @@ def test_progress_counts_every_episode_once(seen: dict[str, Any]) -> None:
     assert seen["progress"] == [(ended, 6) for ended in range(1, 7)]
 
 
-def test_failures_are_outcomes_and_leave_the_other_episodes_alone(seen: dict[str, Any]) -> None:
+def test_failures_are_outcomes_and_do_not_affect_the_other_episodes(seen: dict[str, Any]) -> None:
     good, hung, raised, unset, long = seen["troubled"]
     assert good.outcome in ("ok", "wrong", "truncated")
     assert (hung.outcome, hung.detail) == ("timeout", "no answer within 0.5 s")
@@ -150,7 +150,7 @@ def test_failures_are_outcomes_and_leave_the_other_episodes_alone(seen: dict[str
     assert [t.group for t in seen["troubled"]] == [7, 7, 8, 8, 9]
 
 
-def test_vllm_that_raises_is_an_engine_failure_with_its_place(seen: dict[str, Any]) -> None:
+def test_an_exception_of_vllm_is_an_engine_failure_with_its_place(seen: dict[str, Any]) -> None:
     said, place = seen["broken"]
     assert place.startswith("rank 0: MemoryError at failing.py:") and place.endswith(" in step 9")
     assert said.startswith(
@@ -176,7 +176,7 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, ref
     check_against(reference, overlapped)
 
 
-def test_dealing_tasks_to_replicas_changes_nothing_and_failure_ends_all_of_them(
+def test_dividing_tasks_among_replicas_changes_nothing_and_a_failure_ends_all_replicas(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
     ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240, engine=True)

@@ -122,11 +122,11 @@ def test_same_seeds_give_the_same_bits(seen: dict[str, Any]) -> None:
     assert seen["sampled"] == seen["again"]
 
 
-def test_a_request_draws_the_same_tokens_whatever_runs_beside_it(seen: dict[str, Any]) -> None:
+def test_a_request_draws_the_same_tokens_whatever_else_is_running(seen: dict[str, Any]) -> None:
     assert seen["alone"][0].token_ids == seen["sampled"][2].token_ids
 
 
-def test_prompts_of_more_tokens_than_a_step_takes_wait_whole(seen: dict[str, Any]) -> None:
+def test_prompts_beyond_the_tokens_of_a_step_wait_undivided(seen: dict[str, Any]) -> None:
     assert sum(map(len, CROWD)) > 8192
     assert all(finished.token_ids for finished in seen["crowded"])
     assert seen["last of the crowd"][0].token_ids == seen["crowded"][-1].token_ids
@@ -196,7 +196,7 @@ def test_written_weights_are_used_and_the_prefix_cache_is_forgotten(
         ("no room", "ValueError: request 'a': 256 tokens and max_tokens=1 do not fit a context of 256"),
     ],
 )
-def test_engine_refuses(seen: dict[str, Any], when: str, message: str) -> None:
+def test_the_engine_refuses_invalid_calls(seen: dict[str, Any], when: str, message: str) -> None:
     assert seen[when].startswith(message)
 
 

@@ -54,7 +54,7 @@ def test_reset_answers_with_messages_and_stop_strings() -> None:
     assert answer == Answer(0, task(0).prompt, ("e", "</answer>"))
 
 
-def test_deadline_that_passes_is_a_timeout_and_leaves_the_others_alone() -> None:
+def test_an_exceeded_deadline_is_a_timeout_and_does_not_affect_other_calls() -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=0.3) as host:
         host.reset(0, task(0, "hang"), seed=0)
         host.reset(1, task(1), seed=0)
@@ -80,9 +80,7 @@ def test_exception_is_an_error_logged_with_its_traceback_and_without_control_cod
 
 
 @pytest.mark.parametrize(("behave", "kind"), [("cancel", "CancelledError"), ("exit", "SystemExit")])
-def test_an_environment_that_cancels_itself_or_exits_is_an_error_and_not_waited_for(
-    behave: str, kind: str
-) -> None:
+def test_an_environment_that_cancels_itself_or_exits_is_an_error_at_once(behave: str, kind: str) -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
         for index, way in enumerate((behave, "play")):
             host.reset(index, task(index, way), seed=0)
@@ -94,7 +92,7 @@ def test_an_environment_that_cancels_itself_or_exits_is_an_error_and_not_waited_
     assert other.result is not None
 
 
-def test_a_result_of_the_wrong_type_is_misuse_and_no_outcome() -> None:
+def test_a_result_of_the_wrong_type_is_misuse_instead_of_an_outcome() -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
         host.reset(0, task(0, "return nothing"), seed=0)
         host.take(1)
@@ -104,7 +102,7 @@ def test_a_result_of_the_wrong_type_is_misuse_and_no_outcome() -> None:
     assert answer.misuse == "Game.step(): returned None; return an environments.base.StepResult"
 
 
-def test_concurrency_bounds_the_calls_under_way() -> None:
+def test_concurrency_bounds_the_calls_in_progress() -> None:
     Watched.under_way = Watched.most = 0
     with EnvironmentHost(Watched, concurrency=3, deadline=5) as host:
         for index in range(10):
@@ -116,7 +114,7 @@ def test_concurrency_bounds_the_calls_under_way() -> None:
     assert Watched.most == 3
 
 
-def test_every_environment_is_closed_at_the_end_even_those_still_asked() -> None:
+def test_every_environment_is_closed_at_the_end_even_with_a_call_in_progress() -> None:
     Watched.closed = 0
     with EnvironmentHost(Watched, concurrency=8, deadline=5) as host:
         for index in range(4):
@@ -127,7 +125,7 @@ def test_every_environment_is_closed_at_the_end_even_those_still_asked() -> None
     assert Watched.closed == 4
 
 
-def test_environment_that_blocks_the_event_loop_is_named_instead_of_waited_for(
+def test_an_environment_that_blocks_the_event_loop_is_named_instead_of_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(environment_host, "PATIENCE", 0.4)

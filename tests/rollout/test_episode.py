@@ -72,7 +72,9 @@ def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTraine
     assert list(episode.turns[0].observation_ids) == tokenizer.encode(text)[:20]
 
 
-def test_prompt_beyond_its_limit_is_an_error_that_says_so(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     episode = started(tokenizer, Limits(5, 8, 20, 100))
     assert episode.outcome == "error"
     whole = started(tokenizer).prompt_ids
@@ -80,7 +82,9 @@ def test_prompt_beyond_its_limit_is_an_error_that_says_so(tokenizer: PreTrainedT
     assert episode.prompt_ids == whole[:5], "cut, so that it cannot swamp a microbatch"
 
 
-def test_turn_cut_by_its_own_limit_still_goes_to_the_environment(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     episode = started(tokenizer)
     finished = turn(*tokenizer.encode("Paris the"), reason="length")
     episode.add_turn(finished)
@@ -96,7 +100,7 @@ def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrained
     assert (episode.outcome, len(episode.context)) == ("truncated", prompt + 3)
 
 
-def test_answer_that_fills_the_context_is_still_judged(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_that_fills_the_context_is_still_graded(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = len(started(tokenizer).prompt_ids)
     episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
     episode.add_turn(turn(5, 6, 7, reason="stop"))
@@ -114,7 +118,9 @@ def test_observation_without_room_for_a_reply_is_dropped(tokenizer: PreTrainedTo
     assert episode.trajectory().token_ids == (*episode.prompt_ids, 5)
 
 
-def test_end_of_text_token_is_kept_as_an_id_and_is_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     episode = started(tokenizer)
     finished = turn(*tokenizer.encode("Paris"), tokenizer.eos_token_id, reason="end")
     episode.add_turn(finished)

@@ -54,14 +54,14 @@ def test_a_tool_that_always_fails_ends_the_run_although_few_episodes_call_it() -
         limit.check(rollout(57, 7))
 
 
-def test_one_failure_among_few_tool_calls_ends_nothing_and_old_failures_are_forgotten() -> None:
+def test_one_failure_among_few_tool_calls_does_not_end_the_run_and_old_failures_expire() -> None:
     limit = FailureLimit(0.2)
     for _ in range(10):
         limit.check(rollout(60, 1, 3))  # 25 %, of 4: may be chance; of 20: 5 failures, more than allowed
         limit.check(rollout(60, 0, 16))  # 1 of 20 together
 
 
-def test_failed_episodes_are_one_line_with_count_kinds_and_first_reason() -> None:
+def test_failed_episodes_give_one_line_with_count_kinds_and_first_reason() -> None:
     played = [*rollout(5, 2, 1), episode(30, "timeout", 0, "no answer within 30 s")]
     assert report(played) == [
         "3 of 9 episodes failed (2 error, 1 timeout), 2 of the 3 that called a tool; the first: task 0: "
@@ -79,7 +79,7 @@ def test_overlong_prompts_are_named_by_task_and_length() -> None:
     assert report(many)[0].endswith("task 0: prompt 0; task 1: prompt 1; task 2: prompt 2; ...")
 
 
-def test_a_rollout_without_failures_is_silent_and_only_the_first_rank_warns(
+def test_a_rollout_without_failures_prints_nothing_and_only_the_first_rank_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -90,7 +90,7 @@ def test_a_rollout_without_failures_is_silent_and_only_the_first_rank_warns(
     assert record.getMessage().startswith("iteration 3: 1 of 4 episodes failed (1 error)")
 
 
-def test_too_many_failures_leave_their_reason_in_exit_json(
+def test_too_many_failures_write_their_reason_to_exit_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

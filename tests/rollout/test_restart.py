@@ -20,14 +20,14 @@ def test_failures_are_counted_and_the_one_beyond_the_budget_is_raised() -> None:
     assert raised.value is last and restarts.count == 2
 
 
-def test_the_same_failure_at_the_same_place_of_the_same_rollout_is_not_worth_a_restart() -> None:
+def test_a_failure_repeated_at_the_same_place_of_a_rollout_is_not_retried() -> None:
     restarts = Restarts(budget=9)
     restarts.admit(failure("ValueError at scheduler.py:310 in step 12"), seed=1)
     with pytest.raises(DoNotRestart, match=r"failed at the same place.*step 12"):
         restarts.admit(failure("ValueError at scheduler.py:310 in step 12"), seed=1)
 
 
-def test_the_same_failure_after_the_rollout_has_passed_is_another() -> None:
+def test_the_same_failure_after_a_successful_rollout_counts_as_new() -> None:
     restarts = Restarts(budget=9)
     restarts.admit(failure("in step 12"), seed=1)
     restarts.passed()
@@ -35,7 +35,7 @@ def test_the_same_failure_after_the_rollout_has_passed_is_another() -> None:
     assert restarts.count == 2
 
 
-def test_the_same_failure_in_another_rollout_or_step_is_another() -> None:
+def test_the_same_failure_in_another_rollout_or_step_counts_as_new() -> None:
     restarts = Restarts(budget=9)
     restarts.admit(failure("in step 12"), seed=1)
     restarts.admit(failure("in step 12"), seed=2)

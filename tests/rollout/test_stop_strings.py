@@ -20,7 +20,7 @@ def first_completion(finder: StopFinder, ids: list[int]) -> int | None:
     return next((n for n in range(1, len(ids) + 1) if finder.completed(ids[:n])), None)
 
 
-def test_stop_string_is_seen_at_the_token_that_completes_it() -> None:
+def test_a_stop_string_is_found_at_the_token_that_completes_it() -> None:
     ids = TOKENIZER.encode("<search>capital</search> and more")
     seen = first_completion(StopFinder(TOKENIZER, ("</search>",)), ids)
     assert seen is not None
@@ -28,7 +28,7 @@ def test_stop_string_is_seen_at_the_token_that_completes_it() -> None:
     assert "</search>" not in plain_text(TOKENIZER, ids[: seen - 1])
 
 
-def test_special_tokens_are_text_to_the_finder() -> None:
+def test_the_finder_treats_special_tokens_as_text() -> None:
     ids = [*TOKENIZER.encode("done"), TOKENIZER.eos_token_id]
     assert StopFinder(TOKENIZER, (END,)).completed(ids) == END
 
@@ -39,7 +39,7 @@ def test_of_two_stop_strings_the_one_that_ends_first_is_named() -> None:
     assert StopFinder(TOKENIZER, ("is", "ar")).completed(ids) == "ar"
 
 
-def test_no_stop_strings_never_stop() -> None:
+def test_without_stop_strings_nothing_stops() -> None:
     assert StopFinder(TOKENIZER, ()).completed([5, 6, 7]) is None
 
 

@@ -49,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_wait, "LONGEST", 0.1)
 
 
-def test_calls_are_made_again_until_the_tool_answers_and_the_wait_is_two_lines(
+def test_calls_are_repeated_until_the_tool_answers_and_the_wait_prints_two_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The wait of 0.5 s is longer than the deadline of a call, 0.2 s."""
@@ -77,7 +77,7 @@ def test_calls_are_made_again_until_the_tool_answers_and_the_wait_is_two_lines(
     assert [line.startswith((begins, ends)[n % 2]) for n, line in enumerate(lines)] == [True] * 4
 
 
-def test_a_rollout_gives_up_when_its_waits_together_are_longer_than_the_patience() -> None:
+def test_a_rollout_gives_up_when_its_total_wait_exceeds_tool_wait() -> None:
     Asking.back = time.monotonic() + 0.4
     with EnvironmentHost(Asking, concurrency=8, deadline=5, tools=ToolWait(0.6)) as host:
         host.reset(0, task(0), seed=0)
@@ -135,7 +135,7 @@ def away_on_the_second_rank(folder: str) -> list[str]:
     return said
 
 
-def test_a_tool_that_is_away_for_one_rank_is_waited_for_by_all_at_resume_only(tmp_path: Path) -> None:
+def test_all_ranks_wait_for_a_tool_that_one_rank_cannot_reach_only_when_resuming(tmp_path: Path) -> None:
     (tmp_path / "away.py").write_text(
         "import time\nfrom megatron_stppo.environments.base import ToolAway\nback = 0.0\n"
         "def factory(section):\n    if time.monotonic() < back:\n        raise ToolAway('down')\n"
@@ -153,7 +153,7 @@ def test_a_tool_that_is_away_for_one_rank_is_waited_for_by_all_at_resume_only(tm
     )
 
 
-def test_waiting_is_added_to_the_deadlines_where_a_tool_can_be_away() -> None:
+def test_tool_wait_is_added_to_deadlines_if_a_tool_can_be_unavailable() -> None:
     given = {"model": {"path": "m"}, "deadlines": {"rollout": 20, "score": 30}}
     embedded = Config.model_validate(given)
     own = Config.model_validate(given | {"environment": {"kind": "own:factory", "tool_wait": 600}})

@@ -53,7 +53,7 @@ def test_rows_are_cast_to_the_parameters_type_and_a_value_head_is_kept(tmp_path)
     assert (parameters["output_layer.weight"] == 5.0).all()
 
 
-def test_a_missing_tensor_or_file_or_another_size_is_named(tmp_path):
+def test_a_missing_tensor_or_file_or_a_wrong_size_is_named(tmp_path):
     key = "model.layers.3.mlp.up_proj.weight"
     held = checkpoint(SHAPE)
     save_file({k: v for k, v in held.items() if k != key}, tmp_path / "model.safetensors")
@@ -70,7 +70,7 @@ def test_a_missing_tensor_or_file_or_another_size_is_named(tmp_path):
         load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
 
 
-def test_an_index_may_not_lack_a_tensor_nor_point_out_of_the_folder(tmp_path):
+def test_an_index_must_name_every_tensor_and_only_files_in_its_folder(tmp_path):
     held = checkpoint(SHAPE)
     weight_map = two_files(tmp_path, held)
     key = "model.layers.3.mlp.up_proj.weight"
@@ -98,7 +98,7 @@ def test_an_index_may_not_lack_a_tensor_nor_point_out_of_the_folder(tmp_path):
             load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
 
 
-def test_pickled_weights_are_not_looked_at(tmp_path):
+def test_pickled_weights_are_never_loaded(tmp_path):
     canary = pickle.dumps(Canary(tmp_path / "alive"))
     (tmp_path / "pytorch_model.bin").write_bytes(canary)
     with pytest.raises(ConfigError, match="convert the weights to safetensors"):
@@ -109,7 +109,7 @@ def test_pickled_weights_are_not_looked_at(tmp_path):
     assert not (tmp_path / "alive").exists()
 
 
-def test_code_beside_a_model_is_not_run(tmp_path):
+def test_code_in_a_model_folder_is_not_run(tmp_path):
     """By the calls that the engine and the cold start make; tests/test_banned_calls.py knows no others."""
     build_tokenizer().save_pretrained(tmp_path)
     alive = tmp_path / "alive"

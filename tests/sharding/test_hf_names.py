@@ -31,7 +31,7 @@ def test_llama3_scaling_is_read_from_old_and_new_files(tmp_path):
     assert shape_of(tmp_path, rope_scaling=None).rope_factor is None
 
 
-def test_a_window_that_is_switched_off_is_none(tmp_path):
+def test_a_disabled_sliding_window_is_accepted(tmp_path):
     shape_of(tmp_path, sliding_window=4096, use_sliding_window=False)
     shape_of(tmp_path, sliding_window=None)
 
@@ -58,6 +58,6 @@ def test_a_window_that_is_switched_off_is_none(tmp_path):
         ),
     ],
 )
-def test_what_the_layers_cannot_do_is_refused(tmp_path, changes, message):
+def test_settings_that_the_layers_do_not_support_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         shape_of(tmp_path, **changes)

@@ -10,7 +10,7 @@ from tests.reshard.pieces import model_shape
 EXPERTS = model_shape(family="qwen3_moe", experts=6)  # ffn 12
 
 
-def test_a_rank_counts_its_experts_from_zero_and_cuts_them_over_the_tensor_axis():
+def test_a_rank_numbers_its_experts_from_zero_and_splits_them_over_the_tensor_axis():
     # rank 3 of tensor 2, data 2: the second half of the rows of the second three experts
     spans = training_spans(EXPERTS, Layout(2, 1, 2, expert=2), 3)
     expert = "model.layers.1.mlp.experts.4."
@@ -35,7 +35,7 @@ def test_transformer_engine_groups_experts_and_keeps_the_norm_before_them():
     assert prefix + "self_attention.linear_qkv.layer_norm_weight" in spans
 
 
-def test_mixtral_calls_gate_up_and_down_w1_w3_and_w2():
+def test_w1_w3_and_w2_of_mixtral_are_gate_up_and_down():
     spans = serving_spans(model_shape(family="mixtral", experts=2), 2, 1)
     prefix = "model.layers.0.block_sparse_moe.experts."
     assert spans[prefix + "routed_experts.w13_weight.1"] == (
@@ -53,7 +53,7 @@ def test_mixtral_calls_gate_up_and_down_w1_w3_and_w2():
         (EXPERTS, {"tensor": 2}, r"parallel\.sequence=false: .* parallel\.tensor=2 .*; set it to true"),
     ],
 )
-def test_impossible_expert_parallelism_names_field_value_and_remedy(shape, parallel, message):
+def test_impossible_expert_parallelism_gives_an_error_with_field_value_and_remedy(shape, parallel, message):
     with pytest.raises(ConfigError, match=message):
         check_experts(shape, ParallelConfig(**parallel))
 

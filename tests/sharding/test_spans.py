@@ -20,7 +20,7 @@ def test_a_tensor_rank_holds_whole_groups_of_query_key_value():
     )
 
 
-def test_with_more_ranks_than_groups_the_cut_falls_inside_a_group():
+def test_with_more_ranks_than_groups_a_group_is_split():
     # 4 rows each: rank 2 has the second group's queries, rank 3 its key and value
     shape, layout = model_shape(), Layout(4, 1, 1)
     assert training_spans(shape, layout, 2)[QKV] == (Span(A + "q_proj.weight", 0, 4, 4, 0),)
@@ -40,7 +40,7 @@ def test_the_engine_repeats_a_kv_head_on_the_ranks_that_share_it():
     assert serving_spans(model_shape(), 4, 2)[A + "qkv_proj.weight"][1] == spans[1]
 
 
-def test_gate_and_up_are_cut_before_they_are_joined():
+def test_gate_and_up_are_split_before_they_are_joined():
     spans = training_spans(model_shape(), Layout(2, 1, 1), 1)["decoder.layers.0.mlp.linear_fc1.weight"]
     assert spans == (
         Span("model.layers.0.mlp.gate_proj.weight", 0, 6, 6, 0),
@@ -48,7 +48,7 @@ def test_gate_and_up_are_cut_before_they_are_joined():
     )
 
 
-def test_a_stage_counts_its_layers_from_zero_and_only_the_ends_hold_vocabulary():
+def test_a_stage_numbers_its_layers_from_zero_and_only_the_end_stages_hold_the_vocabulary():
     spans = training_spans(model_shape(), Layout(1, 2, 1), 1)
     assert spans["decoder.layers.1.mlp.linear_fc2.weight"][0].hf_key == "model.layers.3.mlp.down_proj.weight"
     assert "embedding.word_embeddings.weight" not in spans
@@ -67,7 +67,7 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_filled_by_an_import_and_nev
     assert "output_layer.weight" not in training_spans(shape, Layout(1, 1, 1), 0, tied_copy=True)
 
 
-def test_a_critic_brings_its_own_head():
+def test_a_critic_has_its_own_head():
     assert "output_layer.weight" not in training_spans(model_shape(), Layout(), 0, head=False)
 
 
@@ -103,7 +103,7 @@ def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
         ),
     ],
 )
-def test_an_impossible_layout_names_field_value_and_what_would_work(sizes, layout, message):
+def test_an_impossible_layout_gives_an_error_with_field_value_and_choices(sizes, layout, message):
     with pytest.raises(ConfigError, match=message):
         check_layout(model_shape(**sizes), **layout)
 
@@ -121,12 +121,12 @@ def test_an_impossible_layout_names_field_value_and_what_would_work(sizes, layou
         ),
     ],
 )
-def test_impossible_stages_name_field_value_and_what_would_work(layers, layout, message):
+def test_impossible_stages_give_an_error_with_field_value_and_choices(layers, layout, message):
     with pytest.raises(ConfigError, match=message):
         check_stages(model_shape(layers=layers), layout)
 
 
-def test_chunks_of_a_pipeline_rank_keep_their_names_apart():
+def test_model_chunks_of_a_pipeline_rank_have_distinct_names():
     shape, layout = model_shape(layers=4), Layout(pipeline=2, virtual=2)
     norms = [
         {

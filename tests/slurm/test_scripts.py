@@ -36,7 +36,7 @@ def attempts(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "job" / "attempts").glob("4711.*"))
 
 
-def test_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> None:
+def test_exit_code_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> None:
     code, said = run(tmp_path, "85 3", "85 5", "0 6")
     assert (code, said[1::2]) == (0, ["exit code 85, step 3", "exit code 85, step 5", "exit code 0, step 6"])
     assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
@@ -50,33 +50,31 @@ def test_85_is_requeued_and_resumed_until_the_run_is_done(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("code", [2, 93])
-def test_what_would_fail_again_is_not_requeued(tmp_path: Path, code: int) -> None:
+def test_exit_codes_2_and_93_are_not_requeued(tmp_path: Path, code: int) -> None:
     assert run(tmp_path, f"{code} 3")[0] == code
     assert attempts(tmp_path) == ["4711.0"]
 
 
 @pytest.mark.parametrize("verdict", [2, 93])
-def test_the_first_ranks_verdict_counts_more_than_the_code_of_a_rank_that_was_killed(
-    tmp_path: Path, verdict: int
-) -> None:
+def test_the_code_in_exit_json_overrides_the_code_of_a_killed_rank(tmp_path: Path, verdict: int) -> None:
     assert run(tmp_path, "137 3 1", f"137 4 {verdict}")[0] == verdict
     assert attempts(tmp_path) == ["4711.0", "4711.1"]
 
 
-def test_a_verdict_of_an_attempt_before_is_none(tmp_path: Path) -> None:
+def test_an_exit_json_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job/exit.json").write_text('{"code": 93, "reason": "of another day"}\n')
     assert run(tmp_path, "1 3", "0 6")[0] == 0
 
 
-def test_two_attempts_without_a_newer_checkpoint_are_the_last(tmp_path: Path) -> None:
+def test_the_job_ends_after_two_attempts_without_a_newer_checkpoint(tmp_path: Path) -> None:
     code, said = run(tmp_path, "85 3", "1 3", "137 3", "0 6")
     assert code == 93
     assert said[-1].startswith("not started again: two attempts without a newer checkpoint than step 3")
     assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
 
 
-def test_a_damaged_latest_does_not_hide_what_is_published(tmp_path: Path) -> None:
+def test_a_damaged_latest_does_not_hide_published_steps(tmp_path: Path) -> None:
     checkpoints = tmp_path / "job" / "checkpoints"
     for name in ("step_3", "step_12", "step_15.tmp-0"):
         (checkpoints / name).mkdir(parents=True)
@@ -86,16 +84,16 @@ def test_a_damaged_latest_does_not_hide_what_is_published(tmp_path: Path) -> Non
     assert said[-1].startswith("not started again: two attempts without a newer checkpoint than step 12")
 
 
-def test_an_attempt_with_progress_clears_the_count(tmp_path: Path) -> None:
+def test_an_attempt_with_progress_resets_the_count(tmp_path: Path) -> None:
     assert run(tmp_path, "1 0", "1 3", "1 3", "85 4", "0 6")[0] == 0
 
 
-def test_attempts_further_back_do_not_count_after_a_fall_to_an_older_checkpoint(tmp_path: Path) -> None:
+def test_earlier_attempts_do_not_count_after_a_fallback_to_an_older_checkpoint(tmp_path: Path) -> None:
     """The second attempt cannot read the checkpoint of step 10. It continues from 5 and publishes 6."""
     assert run(tmp_path, "1 10", "1 6", "1 8", "1 8", "0 9")[0] == 0
 
 
-def test_attempts_that_ended_with_their_nodes_count(tmp_path: Path) -> None:
+def test_attempts_that_ended_with_their_nodes_are_counted(tmp_path: Path) -> None:
     started = tmp_path / "job/attempts/started"
     started.parent.mkdir(parents=True)
     started.write_text("4711.0 0\n4711.1 0\n")
@@ -103,7 +101,7 @@ def test_attempts_that_ended_with_their_nodes_count(tmp_path: Path) -> None:
     assert (code, len(said)) == (93, 1)
 
 
-def test_a_job_submitted_anew_counts_anew(tmp_path: Path) -> None:
+def test_a_newly_submitted_job_starts_a_new_count(tmp_path: Path) -> None:
     started = tmp_path / "job/attempts/started"
     started.parent.mkdir(parents=True)
     started.write_text("4710.0 0\n4710.1 0\n")
@@ -111,7 +109,7 @@ def test_a_job_submitted_anew_counts_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.stem)
-def test_every_script_asks_for_what_its_plan_counts_on(script: Path) -> None:
+def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     text = script.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[script.stem]
@@ -124,5 +122,5 @@ def test_every_script_asks_for_what_its_plan_counts_on(script: Path) -> None:
     assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, SHARED))
 
 
-def test_every_size_has_a_script() -> None:
+def test_every_plan_has_a_script() -> None:
     assert {path.stem for path in BATCH} == set(PLANNED) - {"qwen2.5-72b"}

@@ -20,7 +20,7 @@ ROW = {
 }
 
 
-def test_an_iteration_is_one_line_of_reward_exact_match_failures_and_speed(
+def test_an_iteration_prints_one_line_with_reward_exact_match_failures_and_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = Metrics(tmp_path, 0, reporters=[RowLines("st_ppo", 6)])
@@ -36,7 +36,7 @@ def test_a_row_shows_the_columns_that_it_has() -> None:
     assert line({"evaluate/exact_match": 0.5, "seconds": 2.0}) == "held-out exact match 0.500, 2.0 s"
 
 
-def test_a_number_that_was_not_finite_is_shown_as_nan() -> None:
+def test_a_number_that_is_not_finite_is_shown_as_nan() -> None:
     assert line(ROW | {"reward/mean": None}).startswith("reward nan, exact match 0.250, failed 3")
 
 

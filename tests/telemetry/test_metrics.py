@@ -47,7 +47,7 @@ def test_every_second_belongs_to_exactly_one_phase(tmp_path: Path, clock: Clock)
     assert (row["share/rollout"], row["share/reshard"], row["share/other"]) == (0.75, 0.125, 0.125)
 
 
-def test_the_next_row_starts_its_own_clock(tmp_path: Path, clock: Clock) -> None:
+def test_every_row_starts_its_own_clock(tmp_path: Path, clock: Clock) -> None:
     metrics = Metrics(tmp_path, 0)
     clock.now += 5
     metrics.log(1, {})
@@ -56,7 +56,7 @@ def test_the_next_row_starts_its_own_clock(tmp_path: Path, clock: Clock) -> None
     metrics.close()
 
 
-def test_a_phase_that_raises_ends_all_the_same(tmp_path: Path, clock: Clock) -> None:
+def test_a_phase_that_raises_is_ended_too(tmp_path: Path, clock: Clock) -> None:
     metrics = Metrics(tmp_path, 0)
     with pytest.raises(ZeroDivisionError), metrics.phase("update"):
         clock.now += 1
@@ -85,7 +85,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_resumed_run_writes_the_later_rows_again(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
     first = Metrics(tmp_path, 0)
     for iteration in (1, 2, 3):
         first.log(iteration, {"reward": 0.0})
@@ -120,7 +120,7 @@ def test_a_column_skips_rows_without_a_number() -> None:
     assert column(rows, "kl") == ([1], [0.5])
 
 
-def test_curves_are_drawn_from_whatever_columns_there_are(tmp_path: Path) -> None:
+def test_curves_are_drawn_from_the_columns_that_exist(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     for iteration in (1, 2):
         metrics.log(iteration, {"rollout/exact_match": 0.5, "actor/entropy": math.nan})
@@ -129,7 +129,7 @@ def test_curves_are_drawn_from_whatever_columns_there_are(tmp_path: Path) -> Non
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_progress_without_a_terminal_is_a_plain_line_now_and_then(
+def test_progress_without_a_terminal_is_an_occasional_plain_line(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in progress(range(4), "cold start", every=2.0):
@@ -137,7 +137,7 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == ["cold start 2/4, 2 s", "cold start 4/4, 4 s"]
 
 
-def test_progress_leaves_the_lines_to_a_caller_that_prints_its_own(
+def test_progress_prints_nothing_for_a_caller_that_prints_its_own_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert list(progress([1, 2], "st_ppo", every=None)) == [1, 2]
@@ -149,7 +149,7 @@ def test_other_ranks_show_no_progress(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == ""
 
 
-def test_the_steps_of_an_iteration_done_again_replace_the_earlier_ones(tmp_path: Path) -> None:
+def test_the_steps_of_a_repeated_iteration_replace_the_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for iteration, norms in ((1, [1.0, 2.0]), (2, [3.0, 4.0]), (2, [5.0, math.nan])):
         write_steps(path, iteration, [{"norm": norm} for norm in norms])

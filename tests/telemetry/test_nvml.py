@@ -42,7 +42,7 @@ def sample(library: Path, uuid: str = "GPU-1", **environment: str) -> subprocess
     )
 
 
-def test_samples_are_averaged_counters_are_told_by_their_rise_and_what_is_not_supported_is_left_out(
+def test_samples_are_averaged_counters_give_their_increase_and_unsupported_gauges_are_omitted(
     library: Path,
 ) -> None:
     done = sample(library)
@@ -58,7 +58,7 @@ def test_samples_are_averaged_counters_are_told_by_their_rise_and_what_is_not_su
         assert reading["nvlink_sent_gb_per_second"] > 2**30 / 1e9, "1 GiB in less than a second"
 
 
-def test_a_gpu_that_is_lost_ends_its_gauges_with_one_warning(library: Path) -> None:
+def test_a_lost_gpu_ends_its_gauges_with_one_warning(library: Path) -> None:
     done = sample(library, FAKE_NVML_LOST="3")
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
@@ -66,7 +66,7 @@ def test_a_gpu_that_is_lost_ends_its_gauges_with_one_warning(library: Path) -> N
     assert done.stderr == "no more GPU gauges: NVML reports GPU is lost\n"
 
 
-def test_another_gpu_and_a_machine_without_nvml_are_errors_of_nvml(library: Path, tmp_path: Path) -> None:
+def test_an_unknown_gpu_and_a_machine_without_nvml_raise_nvml_errors(library: Path, tmp_path: Path) -> None:
     assert "NVMLError_NotFound" in sample(library, uuid="GPU-2").stderr
     if not Path("/dev/nvidiactl").exists():
         assert "NVMLError_LibraryNotFound" in sample(tmp_path).stderr
@@ -79,7 +79,7 @@ def test_without_a_gpu_there_are_no_gauges_and_no_warning(caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_the_slowest_the_fullest_and_all_errors_are_told() -> None:
+def test_gauges_give_the_slowest_gpu_the_fullest_gpu_and_all_errors() -> None:
     readings = [
         {"watts": 600.0, "sm_mhz": 1980.0, "memory_gib": 3.0, "ecc_corrected": 1},
         {"watts": 700.0, "sm_mhz": 1200.0, "memory_gib": 4.0, "ecc_corrected": 2},

@@ -31,7 +31,7 @@ def test_a_window_of_iterations_is_traced_with_its_phases(tmp_path: Path) -> Non
     assert found.count("aten::add") == 2
 
 
-def test_a_run_that_leaves_inside_the_window_keeps_its_trace(tmp_path: Path) -> None:
+def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path: Path) -> None:
     for iteration in profiled(range(9), (2, 9), tmp_path):
         if iteration == 3:
             break
@@ -39,7 +39,7 @@ def test_a_run_that_leaves_inside_the_window_keeps_its_trace(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("first", "window"), [(0, (4, 9)), (3, (2, 9))])
-def test_a_window_that_the_run_cuts_is_traced_as_far_as_it_goes(
+def test_a_window_that_exceeds_the_run_is_traced_up_to_the_end_of_the_run(
     tmp_path: Path, first: int, window: tuple[int, int]
 ) -> None:
     """A run that ends in the window, and one that resumes inside it."""
@@ -47,7 +47,7 @@ def test_a_window_that_the_run_cuts_is_traced_as_far_as_it_goes(
     assert [path.name for path in tmp_path.iterdir()] == ["from-iteration-4.json.gz"]
 
 
-def test_nothing_is_traced_unless_asked(tmp_path: Path) -> None:
+def test_tracing_is_off_by_default(tmp_path: Path) -> None:
     assert list(profiled(range(3), None, tmp_path)) == [0, 1, 2]
     assert not list(tmp_path.iterdir())
 

@@ -30,7 +30,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_nothing_is_reported_elsewhere_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_external_reporters_are_off_by_default(tmp_path: Path) -> None:
     assert reporters(config(tmp_path), 0) == []
 
 
@@ -38,7 +38,7 @@ def test_only_the_first_rank_reports(tmp_path: Path) -> None:
     assert reporters(config(tmp_path, prometheus_port=free_port()), 1) == []
 
 
-def test_the_last_row_is_scraped_on_the_loopback(tmp_path: Path) -> None:
+def test_prometheus_serves_the_last_row_on_the_loopback(tmp_path: Path) -> None:
     port = free_port()
     metrics = Metrics(tmp_path, 0, reporters=reporters(config(tmp_path, prometheus_port=port), 0))
     metrics.log(1, {"reward/mean": 0.25})
@@ -56,7 +56,7 @@ def test_the_last_row_is_scraped_on_the_loopback(tmp_path: Path) -> None:
         urllib.request.urlopen(url)
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -65,7 +65,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
             reporters(config(tmp_path, prometheus_port=port), 0)
 
 
-def test_weights_and_biases_without_its_package_is_one_line(
+def test_weights_and_biases_without_its_package_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(config(tmp_path))
@@ -74,7 +74,7 @@ def test_weights_and_biases_without_its_package_is_one_line(
         check(config(tmp_path, wandb_project="p"))
 
 
-def test_weights_and_biases_gets_every_row_and_nothing_of_the_machine(
+def test_weights_and_biases_gets_every_row_and_no_data_about_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the calls of wandb's documentation; the test below makes them to the real package."""

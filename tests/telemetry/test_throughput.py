@@ -30,12 +30,12 @@ def test_a_forward_pass_takes_two_flop_per_weight_and_token_and_attention_sees_h
     assert forward(SHAPE, [3, 3], head_tokens=2) == 2 * 936 + 2 * 2 * 40
 
 
-def test_only_a_tokens_own_experts_count_and_the_router_does() -> None:
+def test_only_the_experts_of_a_token_and_the_router_are_counted() -> None:
     sparse = ModelShape(*("qwen3_moe", 1, 4, 2, 1, 2, 8, 10, False, False, False, 1e4, 1e-6, 64, None, 6, 2))
     assert forward(sparse, [1]) - forward(SHAPE, [1]) == 2 * (3 * 32 + 4 * 6)
 
 
-def test_every_model_scores_once_and_two_learn_in_every_epoch() -> None:
+def test_every_model_scores_once_and_two_models_train_in_every_epoch() -> None:
     policy, critic = 936 + 160, 936
     assert phase_flop(settings(), SHAPE, batch()) == {
         "score": 2 * policy + critic,  # with the reference
@@ -45,7 +45,7 @@ def test_every_model_scores_once_and_two_learn_in_every_epoch() -> None:
     assert phase_flop(alone, SHAPE, batch()) == {"score": policy, "update": 3 * 2 * policy}
 
 
-def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_reported_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     row = throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=2)
@@ -56,6 +56,6 @@ def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(monkeypatch: 
     assert "mfu/update" not in throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=2)
 
 
-def test_a_cpu_has_no_share_of_a_peak() -> None:
+def test_a_cpu_has_no_mfu() -> None:
     row = throughput(settings(), SHAPE, batch(), SECONDS.__getitem__, world=1)
     assert set(row) == {"rollout/tokens_per_second", "update/tokens_per_second"}

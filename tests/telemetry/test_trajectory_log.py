@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
 
 
-def test_a_line_holds_what_was_written_read_and_earned(tmp_path: Path) -> None:
+def test_a_line_has_the_actions_the_observations_and_the_rewards(tmp_path: Path) -> None:
     TrajectoryLog(tmp_path, 0, tokenizer()).write(12, [EPISODE, EPISODE])
     lines = (tmp_path / "trajectories" / "iteration-00012.jsonl").read_text().splitlines()
     row = json.loads(lines[0])
@@ -56,7 +56,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_is_read_back_as_the_same_batch(tmp_path: Path) -> None:
+def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
     """Log-probs are float32: the one nearest to -0.1 and the next one, which a rounded number would lose."""
     exact = np.nextafter(np.float32([-0.1, -0.1]), np.float32([-0.1, 0]))
     turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), 3)
@@ -79,7 +79,7 @@ def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])
-def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_trajectory_is_named(tmp_path: Path, line: str) -> None:
     TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
     path = tmp_path / "trajectories" / "iteration-00001.jsonl"
     path.write_text(path.read_text() + line + "\n", encoding="latin-1" if line == "\xff" else "utf-8")
@@ -95,7 +95,7 @@ def test_writing_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert len(only.read_text().splitlines()) == 1
 
 
-def test_text_that_acts_on_a_terminal_is_escaped_and_comes_back() -> None:
+def test_terminal_control_codes_are_escaped_and_restored() -> None:
     hostile = "Lomé \x1b[2J \x9b31m \u202e \u2028 \ud800 \x00 \r\n"
     line = encode({"action": hostile})
     assert json.loads(line) == {"action": hostile}
@@ -103,7 +103,7 @@ def test_text_that_acts_on_a_terminal_is_escaped_and_comes_back() -> None:
     assert all(character.isprintable() for character in line)
 
 
-def test_what_the_update_made_of_turns_lies_beside_and_goes_when_the_iteration_is_played_again(
+def test_turn_records_have_their_own_file_which_is_removed_when_the_iteration_is_repeated(
     tmp_path: Path,
 ) -> None:
     log = TrajectoryLog(tmp_path, 0, tokenizer())
@@ -116,7 +116,7 @@ def test_what_the_update_made_of_turns_lies_beside_and_goes_when_the_iteration_i
     assert not beside.exists()
 
 
-def test_every_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_every_evaluation_has_its_own_folder(tmp_path: Path) -> None:
     names = [new_folder(tmp_path / "evaluate", "step_4").name for _ in range(3)]
     assert names == ["step_4", "step_4-2", "step_4-3"]
     assert new_folder(tmp_path / "evaluate", "model").name == "model"

@@ -52,7 +52,7 @@ def measured(tmp_path_factory):
     return done.stdout, json.loads((folder / "kernels.json").read_text())
 
 
-def test_every_op_and_its_opponents_are_timed_or_say_why_not(measured) -> None:
+def test_every_op_and_its_opponents_are_timed_or_give_a_reason(measured) -> None:
     rows = measured[1]["rows"]
     ops = {"bucket_checksum", "bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_logprob", "gae"}
     assert {row["section"].split()[0] for row in rows} == ops
@@ -66,7 +66,7 @@ def test_every_op_and_its_opponents_are_timed_or_say_why_not(measured) -> None:
     ]
 
 
-def test_every_variant_computes_what_float64_says(measured) -> None:
+def test_every_variant_agrees_with_float64(measured) -> None:
     for row in measured[1]["rows"]:
         if row["error_rel"] is not None:
             assert row["error_rel"] < (0.05 if "bfloat16" in row["section"] else 1e-4), row
@@ -84,7 +84,7 @@ def test_limits_are_ratios_of_medians_with_a_verdict(measured) -> None:
     )  # the surrogate with and without weights on 8 turn sets, 2 dtypes
 
 
-def test_the_machine_is_named(measured) -> None:
+def test_the_machine_is_recorded(measured) -> None:
     about = measured[1]["machine"]
     assert about["device"] == "cpu" and about["threads"] == 2 and about["extension"]["cpu"] == "built"
     assert about["copy_bandwidth"] > 0 and about["torch"] and about["date"]

@@ -66,7 +66,7 @@ def test_both_trainers_read_the_same_tokens_after_a_turn() -> None:
     assert ids[1][len(ids[0]) :] == encode_plain(tokenizer, game.OBSERVATION)
 
 
-def test_our_configuration_is_valid_and_asks_for_the_case(tmp_path: Path) -> None:
+def test_our_configuration_is_valid_and_describes_the_case(tmp_path: Path) -> None:
     given = run.config(tmp_path, tmp_path / "model", CASES["large-3"], Start(1, 2, 4096), 5)
     config = Config.model_validate(given)
     assert (config.environment.max_turns, config.rollout.max_turn_tokens) == (3, 64)
@@ -91,7 +91,9 @@ def test_an_episode_has_as_many_turns_as_the_case(monkeypatch: pytest.MonkeyPatc
     assert steps[-1].reward == game.reward("abc") == float((97 + 98 + 99) % 2)
 
 
-def test_trls_side_reads_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_side_of_trl_reads_exactly_the_settings_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(python: Any, script: list[str], *_: Any) -> None:
         Path(script[2]).write_text('{"iterations": []}')
 

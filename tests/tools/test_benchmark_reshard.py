@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_pair_moves_the_bound_and_is_timed_against_its_floors(tmp_path: Path) -> None:
+def test_every_pair_moves_the_minimum_and_is_timed_against_lower_bounds(tmp_path: Path) -> None:
     done = run("--output", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
@@ -39,6 +39,6 @@ def test_a_pair_without_an_engine_is_refused() -> None:
     assert "--pairs 'tensor=2' is not TRAINING:ENGINE" in run("--pairs", "tensor=2").stderr
 
 
-def test_a_model_that_cannot_be_cut_so_is_refused() -> None:
+def test_a_model_that_cannot_be_divided_is_refused() -> None:
     said = run("--hidden", "128").stderr  # one head
     assert "\nparallel.tensor=2 must divide model.num_attention_heads=1" in "\n" + said

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_a_short_run_of_every_part_loses_nothing_and_is_written_down(tmp_path: Path) -> None:
+def test_a_short_run_of_every_part_loses_nothing_and_writes_its_table(tmp_path: Path) -> None:
     report = tmp_path / "reliability.md"
     shutil.copy(ROOT / "docs" / "reliability.md", report)
     given = ("--kills", "1", "--examples", "100", "--calls", "2", "--output", str(report))

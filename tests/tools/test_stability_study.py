@@ -34,7 +34,7 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
 
 
 @pytest.mark.parametrize("name", ["ppo", "turn_ppo", "s_ppo", "st_ppo", "grpo", "so_grpo"])
-def test_a_preset_s_name_stands_for_what_the_preset_is_today(name: str) -> None:
+def test_an_algorithm_with_the_name_of_a_preset_equals_the_preset(name: str) -> None:
     studied = load(CONFIG, matrix.Run("gentle", name, 0).overrides()).algorithm
     assert studied == load(CONFIG, [f"algorithm.preset={name}"]).algorithm
 
@@ -46,7 +46,7 @@ def test_the_papers_form_is_the_preset_of_that_name() -> None:
     assert (a.correction_unit, a.correction_floor) == ("mean", 0)
 
 
-def test_a_seed_is_finished_before_the_next_one_and_its_start_is_shared(tmp_path: Path) -> None:
+def test_a_seed_is_finished_before_the_next_one_and_its_runs_share_a_start(tmp_path: Path) -> None:
     tasks = tasks_of(matrix.select(["ppo", "st_ppo"], [0, 4], ["gentle"]), tmp_path)
     assert [(task.name, task.needs) for task in tasks[:4]] == [
         ("build-0", ""),
@@ -59,7 +59,7 @@ def test_a_seed_is_finished_before_the_next_one_and_its_start_is_shared(tmp_path
     assert [task.key for task in moved] == [task.key for task in tasks], "a key does not hold a place"
 
 
-def test_arguments_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_names_in_arguments_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     where = ["--root", str(tmp_path)]
     assert matrix.seeds_of("0-2,7") == [0, 1, 2, 7]
     for wrong in (["--only", "sppo"], ["--settings", "mild"], ["--seeds", "1-x"]):
@@ -67,7 +67,7 @@ def test_arguments_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[s
         assert wrong[1] in capsys.readouterr().err
 
 
-def test_the_ledger_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_ledger_continues_after_a_restart(tmp_path: Path) -> None:
     ledger = StudyLedger(tmp_path / "ledger.json")
     ledger.begin("a", "k1")
     assert StudyLedger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: nobody wrote how it ended"
@@ -101,7 +101,7 @@ time.sleep(60)
 """
 
 
-def test_interrupted_it_gives_notice_and_the_next_call_resumes(tmp_path: Path) -> None:
+def test_an_interrupted_study_signals_its_runs_and_the_next_call_resumes_them(tmp_path: Path) -> None:
     def python(name: str, code: str, needs: str = "", **more: Any) -> Task:
         return Task(
             name, (sys.executable, "-c", code, str(tmp_path / name)), "k", tmp_path / name, needs, **more
@@ -129,7 +129,7 @@ def test_interrupted_it_gives_notice_and_the_next_call_resumes(tmp_path: Path) -
     assert (tmp_path / "logs" / "start.log").read_text() == "built\n"
 
 
-def test_only_files_of_the_same_settings_are_gone_on_with(tmp_path: Path) -> None:
+def test_only_files_of_the_same_settings_are_continued(tmp_path: Path) -> None:
     task = Task("run", ("train",), "k", tmp_path / "run", is_run=True)
     (task.checkpoints / "step_1").mkdir(parents=True)
     assert prepare(task, was_begun=True) == ("train", "--resume")
@@ -159,7 +159,7 @@ def rows_of(exact_match: list[float], **changes: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_row_of_a_run() -> None:
+def test_the_row_of_a_run_matches_a_hand_calculation() -> None:
     run = matrix.Run("gentle", "ppo", 0)
     row = collect.summary(run, rows_of([0.2, 0.5, 0.7, 0.9, 0.4]), False, seconds=25.0)
     assert (row["first"], row["best"], row["final"]) == (0.2, 0.9, pytest.approx(2 / 3))
@@ -178,20 +178,20 @@ def test_a_run_collapses_by_its_exact_match_or_by_a_number_that_is_missing() -> 
     assert (ended["collapsed"], ended["not_finite"]) == (1, 1)
 
 
-def test_lines_of_a_figure_can_be_told_apart() -> None:
+def test_lines_of_a_figure_have_distinct_styles() -> None:
     for group, beside in TABLES.items():
         names = [*beside, *matrix.GROUPS[group]]
         assert len({STYLES[name] for name in names}) == len(names)
 
 
-def test_one_run_that_leaves_does_not_flatten_the_others() -> None:
+def test_one_outlying_run_does_not_flatten_the_others() -> None:
     values = np.array([1.0, 1.0, 1.0, 1e-9, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert cut(values, 1e-10, 1e10) == (1 / 30, 30.0), "zeros have no place on the axis"
     assert cut(values, 0.5, 2.0) == (0.5, 2.0), "never wider than what there is to see"
     assert cut(np.zeros(3), 0.1, 10.0) == (0.1, 10.0)
 
 
-def test_a_curve_is_of_the_iterations_that_all_seeds_have() -> None:
+def test_a_curve_has_the_iterations_that_all_seeds_have() -> None:
     of_seed = {0: [1.0, 3.0, 5.0, 7.0, 9.0], 1: [0.0, 0.0, 2.0, None, 4.0]}
     rows = [
         {"seed": seed, "iteration": i, "x": x}
@@ -216,7 +216,7 @@ def finish(
     ledger.end(run.name, "done", 30.0)
 
 
-def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Path) -> None:
+def test_finished_runs_reach_the_document_and_replace_only_themselves(tmp_path: Path) -> None:
     document, folder = tmp_path / "study.md", tmp_path / "study"
     document.write_text(f"before\n{BEGIN}of last time\n{END}after\n")
     root = tmp_path / "runs"
@@ -245,7 +245,7 @@ def test_what_is_run_reaches_the_document_and_replaces_only_itself(tmp_path: Pat
     assert len(collect.read_parquet(folder / "curves.parquet")) == 11 + 11 + 11 + 2
 
 
-def test_a_control_is_compared_with_the_setting_it_is_a_control_of(tmp_path: Path) -> None:
+def test_a_control_is_compared_with_its_setting(tmp_path: Path) -> None:
     root, study = tmp_path / "runs", tmp_path / "study"
     root.mkdir()
     ledger = StudyLedger(root / "ledger.json")
@@ -294,7 +294,7 @@ def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pil
     assert "| gentle | `st_ppo_probe` | 3 | 0% | 0.000 | 1.000 | 1.000 | 1.000 | 1.000 |" in lines
 
 
-def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> None:
+def test_runs_with_other_settings_are_not_reported(tmp_path: Path) -> None:
     run, ledger, root = matrix.Run("gentle", "ppo", 0), StudyLedger(tmp_path / "ledger.json"), tmp_path
     finish(run, [0.4] * 11, root, ledger, "update.epochs=3", "algorithm.clip_high=0.3")
     with pytest.raises(ValueError, match=r"values of update\.epochs, algorithm; move it"):
@@ -304,7 +304,7 @@ def test_what_was_made_with_other_settings_is_not_reported(tmp_path: Path) -> No
     assert not (tmp_path / "study").exists()
 
 
-def test_a_trial_does_not_get_among_the_results(tmp_path: Path) -> None:
+def test_a_shorter_trial_is_not_merged_into_the_results(tmp_path: Path) -> None:
     def put(name: str, seed: int, iterations: int, not_finite: bool = False) -> None:
         run = matrix.Run("gentle", name, seed)
         row = collect.summary(run, rows_of([0.4] * (iterations + 1)), not_finite, 9.0)

@@ -34,7 +34,7 @@ def test_median_time_counts_never_as_infinite() -> None:
     assert math.isnan(median_time([]))
 
 
-def test_wilson_interval() -> None:
+def test_wilson_interval_matches_a_hand_calculation() -> None:
     half = 2 * math.sqrt(0.25 * 0.75 / 4 + 4 / 64) / 2
     assert wilson(1, 4, z=2) == pytest.approx((0.375 - half, 0.375 + half))
     assert wilson(0, 4, z=2) == pytest.approx((0, 0.5)), "z^2 / (n + z^2)"
@@ -42,7 +42,7 @@ def test_wilson_interval() -> None:
     assert wilson(0, 0) == (0, 1)
 
 
-def test_t_interval_of_a_mean() -> None:
+def test_t_interval_of_a_mean_matches_a_hand_calculation() -> None:
     assert mean_interval([1, 2, 3]) == pytest.approx((2, 4.303 / math.sqrt(3)))
     middle, half = mean_interval([0.5])
     assert middle == 0.5 and math.isnan(half)

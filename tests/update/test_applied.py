@@ -37,7 +37,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     return {name: (numbers, torch.tensor(g), torch.tensor(d)) for name, (numbers, g, d) in found.items()}
 
 
-def test_on_the_step_the_scale_shortens_the_step_and_leaves_the_gradient(steps: Any) -> None:
+def test_applied_to_the_step_the_scale_shortens_the_step_and_not_the_gradient(steps: Any) -> None:
     (_, gradient, moved), (numbers, same, halved) = steps["turn_ppo"], steps["step"]
     assert numbers["actor/correction_scale"] == 0.5
     assert numbers["actor/scaled_gradient_norm"] == numbers["actor/gradient_norm"]
@@ -46,7 +46,7 @@ def test_on_the_step_the_scale_shortens_the_step_and_leaves_the_gradient(steps: 
     torch.testing.assert_close(halved, moved / 2, atol=1e-7, rtol=1e-3)  # a weight's rounding
 
 
-def test_on_the_gradient_the_scale_is_undone_by_adams_first_step(steps: Any) -> None:
+def test_applied_to_the_gradient_the_scale_is_undone_by_the_first_step_of_adam(steps: Any) -> None:
     (_, gradient, moved), (numbers, halved, same) = steps["turn_ppo"], steps["gradient"]
     assert numbers["actor/correction_scale"] == 0.5
     assert numbers["actor/scaled_gradient_norm"] == pytest.approx(numbers["actor/gradient_norm"] / 2)
@@ -64,13 +64,13 @@ def test_the_papers_form_divides_by_the_exact_norm_whatever_its_size(steps: Any)
     assert plain["actor/correction_scale"] == 1 and plain["actor/clipping_bias"] == 0
 
 
-def test_its_strength_is_how_many_times_the_bias_counts(steps: Any) -> None:
+def test_the_strength_multiplies_the_bias(steps: Any) -> None:
     (once, _, _), (numbers, _, _) = steps["relative"], steps["stronger"]
     assert numbers["actor/clipping_bias"] == once["actor/clipping_bias"] > 0
     assert numbers["actor/correction_scale"] == pytest.approx(once["actor/correction_scale"] / 10)
 
 
-def test_the_probe_only_looks(steps: Any) -> None:
+def test_the_probe_does_not_change_the_step(steps: Any) -> None:
     (plain, gradient, moved), (probed, same, alike) = steps["st_ppo"], steps["probed"]
     assert probed.pop("actor/clipping_bias_gradient") > 0
     assert probed == plain and torch.equal(same, gradient) and torch.equal(alike, moved)

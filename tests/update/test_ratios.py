@@ -35,7 +35,7 @@ def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, f
     return out.row()
 
 
-def test_clip_fraction_by_turn_by_hand() -> None:
+def test_clip_fraction_by_turn_matches_a_hand_calculation() -> None:
     # Turns of 2 and 1 tokens, and of 1 token, all with A = 1, bound 1.2. Their ratios: sqrt(1 * 4) = 2, 1, 1.
     row = row_of(batch((2, 1), (1,)), [1.0, 4.0, 1.0, 1.0])
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
@@ -84,7 +84,7 @@ def test_a_ratio_that_is_not_a_number_is_not_hidden() -> None:
     assert math.isnan(row_of(batch((1, 1)), [1.0, math.nan])["actor/ratio_p50"])
 
 
-def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
+def test_reported_clipping_is_that_of_the_surrogate() -> None:
     given = batch((3, 2), (4,), (1, 1, 2))
     generator = torch.Generator().manual_seed(0)
     logprob_T, advantage_T = torch.randn(2, 13, generator=generator)
@@ -111,14 +111,14 @@ def test_what_is_clipped_here_is_what_the_surrogate_clips() -> None:
         assert row["actor/ratio_max"] == pytest.approx(float(whole.ratio_S.max()))
 
 
-def test_nothing_live_reports_nothing() -> None:
+def test_without_live_tokens_nothing_is_reported() -> None:
     given, a = batch((1,)), AlgorithmConfig(preset="turn_ppo")
     out = Ratios(given, a)
     out.add(StepRatios.of(given, torch.zeros(1), torch.zeros(1), [0], a))
     assert out.row() == {}
 
 
-def test_mini_rl_weighs_a_token_by_what_the_engine_thought_of_it() -> None:
+def test_mini_rl_weighs_a_token_by_its_probability_in_the_engine() -> None:
     """Two trajectories have 2 and 1 tokens. Old probabilities are e^2, 8 and 1/2 times the engine's.
 
     With sums over tokens, the mean over 2 trajectories, and truncation at 5, the weights are 5/2, 5/2 and
@@ -161,7 +161,7 @@ def test_a_masked_token_leaves_the_loss_and_its_turn_at_turn_level() -> None:
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
 @pytest.mark.parametrize("kind", ["off", "truncate", "mask"])
-def test_a_failed_trajectory_may_hold_nan_beside_a_mismatch_weight(kind: str, level: str) -> None:
+def test_a_failed_trajectory_may_be_nan_with_a_mismatch_weight(kind: str, level: str) -> None:
     given = batch((1, 1), (2,), (1,))
     nan_T = torch.tensor([0.0, 0.0, math.nan, math.nan, 0.0])
     given = replace(given, live_N=torch.tensor([True, False, True]), rollout_logprob_T=nan_T)

@@ -22,7 +22,9 @@ MORE = [
 
 
 @pytest.mark.parametrize("moves", [MOVES, pytest.param(MORE, marks=pytest.mark.long)])
-def test_weights_move_bitwise_and_the_next_step_to_rounding(moves: list[Any], tmp_path: Path) -> None:
+def test_weights_are_bitwise_equal_and_the_next_step_is_equal_up_to_rounding(
+    moves: list[Any], tmp_path: Path
+) -> None:
     for family in ("qwen3", "qwen3_moe"):
         layouts.write_model(tmp_path / family, family)
     counted = run_ranks(relayout.three_steps, 2, str(tmp_path), moves, timeout=280)

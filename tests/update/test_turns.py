@@ -51,19 +51,19 @@ def test_a_turn_has_its_ratio_its_mean_advantage_and_its_clipped_tokens() -> Non
 
 
 @pytest.mark.parametrize(("preset", "clipped"), [("ppo", [1, 1]), ("turn_ppo", [0, 2]), ("gspo", [0, 2])])
-def test_tokens_are_clipped_by_the_algorithm_s_own_segments(preset: str, clipped: list[int]) -> None:
+def test_tokens_are_clipped_by_the_segments_of_the_algorithm(preset: str, clipped: list[int]) -> None:
     """The trajectory's ratio is (1.44 * 0.25)^(1/4) = 0.775: below the bound where A < 0."""
     told = records(batch(), preset=preset)[0]
     assert [turn["clipped"] for turn in told] == clipped
     assert [turn["ratio"] for turn in told] == [1.2, 0.5]
 
 
-def test_a_number_that_is_not_finite_is_none_and_a_value_is_told_where_there_is_a_critic() -> None:
+def test_numbers_that_are_not_finite_are_none_and_values_need_a_critic() -> None:
     given = batch()
     given = replace(given, value_T=torch.tensor([1.0, 3.0, float("nan"), 0.0, 0.0]))
     (one, two), _ = records(given, preset="ppo")
     assert (one["value"], two["value"]) == (2.0, None)
 
 
-def test_a_refused_update_tells_nothing() -> None:
+def test_a_refused_update_records_nothing() -> None:
     assert not list(turns(batch(), None, AlgorithmConfig.model_validate({"preset": "ppo"})))

@@ -40,14 +40,14 @@ CASES = [mixed, by_token, by_vocabulary, by_trajectory, by_turn, copies, checksu
 
 
 @pytest.mark.parametrize("evaluate", CASES)
-def test_orders_change_no_bit(evaluate, implementation, emulated):
+def test_the_order_of_blocks_warps_and_lanes_changes_no_bit(evaluate, implementation, emulated):
     expected = evaluate()
     for seed in range(2, 8):
         ctypes.CDLL(emulated.__file__).emulator_set_order(seed)
         assert same_bits(expected, evaluate())
 
 
-def test_a_copy_is_torchs_copy():
+def test_a_copy_equals_torchs_copy():
     source = normal(30, 70)
     expected = [source[:, 1:34].bfloat16(), source[:, 34:]]
     assert same_bits(copies(), [x.contiguous() for x in expected])
