@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from megatron_stppo.types import Message, Outcome, Task
@@ -37,11 +37,13 @@ class StepResult:
     tool_calls: int = 0  # calls of tools that the action made, those that failed included
     outcome: Outcome | None = None  # set if and only if done
     detail: str = ""  # one line for the user: the extracted answer, or what failed
-    searched: InitVar[bool | None] = None
+    # Not an InitVar: ranks exchange these records with msgspec, which does not support it.
+    searched: bool | None = field(default=None, repr=False, compare=False)
 
-    def __post_init__(self, searched: bool | None) -> None:
-        if searched is not None:
-            object.__setattr__(self, "tool_calls", int(searched))
+    def __post_init__(self) -> None:
+        if self.searched is not None:
+            object.__setattr__(self, "tool_calls", int(self.searched))
+            object.__setattr__(self, "searched", None)
 
 
 @runtime_checkable

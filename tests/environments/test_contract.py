@@ -13,6 +13,7 @@ import torch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import StepResult
+from megatron_stppo.parallel import collectives
 from megatron_stppo.types import Message, Task
 
 TASK = Task("test", (Message("user", "Say e."),), ("e",), "train", 0)
@@ -124,6 +125,11 @@ def test_the_old_name_of_tool_calls_is_accepted() -> None:
     ):
         taken = asyncio.run(contract.step(Player(result=given), "e"))
         assert (taken.tool_calls, type(taken.tool_calls)) == (calls, int)
+
+
+def test_ranks_can_exchange_results() -> None:
+    given = StepResult("", 0.0, done=False, valid=True, searched=True)
+    assert collectives.decode(collectives.encode(given), StepResult) == given
 
 
 def test_a_reward_that_is_not_finite_is_passed_on_to_the_update_which_reports_it() -> None:
