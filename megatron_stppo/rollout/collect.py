@@ -87,15 +87,16 @@ def collect(
     rollout = _Rollout(engine, episodes, numbers, settings, seed, group, progress)
     trouble: BaseException | None = None
     try:
-        rollout.run(make_environment)
+        try:
+            rollout.run(make_environment)
+        finally:
+            engine.abort_all()
     except ToolsStayAway as error:  # its message is complete; no traceback is logged
         trouble = error
     except Exception as error:  # raised again below, after all replicas have exchanged their reports
         if not isinstance(error, ConfigError):  # its message is complete
             log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
-    finally:
-        engine.abort_all()
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [episode.trajectory() for episode in episodes]
 

@@ -42,6 +42,7 @@ from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_
 
 @dataclass
 class _Running:
+    vllm_id: str
     stops: StopFinder
     version: int
     token_ids: list[int] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Engine:
         self.published = _never_published
         self._end_ids = end_of_text_ids(model_path, config, self.tokenizer)
         self._running: dict[str, _Running] = {}
+        self._added = 0  # requests so far, of all rollouts
         self._finders: dict[tuple[str, ...], StopFinder] = {}
         self._version: int | None = None
         self._start()
@@ -158,9 +160,10 @@ class Engine:
     ) -> None:
         """Queue a generation that continues `token_ids`; temperature 0 is greedy.
 
-        At most max_context - len(token_ids) tokens are generated. Raises ValueError if `request_id` is
-        running, a token id is outside the vocabulary or the context is full; RolloutError if the weights are
-        not synchronised.
+        At most max_context - len(token_ids) tokens are generated. `request_id` may be used again after the
+        generation is complete: vLLM gets an id that is never used twice. Raises ValueError if `request_id`
+        is running, a token id is outside the vocabulary or the context is full; RolloutError if the weights
+        are not synchronised.
         """
         version = self._synchronised()
         if request_id in self._running:
@@ -183,9 +186,13 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        # A step of vLLM may still be under way for a request that has finished. It returns that request's id
+        # with a token, and vLLM would append the token to any new request of the same id.
+        self._added += 1
+        vllm_id = f"{request_id}/{self._added}"
         self._core.add_request(
             EngineCoreRequest(
-                request_id=request_id,
+                request_id=vllm_id,
                 prompt_token_ids=list(token_ids),
                 mm_features=None,
                 sampling_params=parameters,
@@ -196,23 +203,25 @@ class Engine:
                 data_parallel_rank=None,
             )
         )
-        self._running[request_id] = _Running(self._finder(tuple(stop_strings)), version)
+        self._running[request_id] = _Running(vllm_id, self._finder(tuple(stop_strings)), version)
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.
 
-        Return the complete generations.
+        Return the complete generations. With asynchronous scheduling (on a GPU), these are the generations
+        that the pass before completed.
         """
         if not self._running:
             return []
         self._synchronised()
-        finished, self._steps = [], self._steps + 1
+        finished, stopped, self._steps = [], [], self._steps + 1
         for output in self._output():
             done = self._take(output)
             if done is not None:
                 finished.append(done)
-        stopped = [done.request_id for done in finished if done.reason == "stop"]
+                stopped += [output.request_id] if done.reason == "stop" else []
         self._core.abort_requests(stopped)  # vLLM gets no stop strings and would continue
+        self._drain()
         return finished
 
     def _output(self) -> list[EngineCoreOutput]:
@@ -230,13 +239,26 @@ class Engine:
             raise EngineFailure(f"vLLM failed: {said}: {error}", said) from error
         return outputs
 
+    def _drain(self) -> None:
+        """Wait for the steps that vLLM has under way, if no request is running.
+
+        With asynchronous scheduling, vLLM begins a step before it returns the tokens of the step before. The
+        tokens of the last steps belong to requests that have ended, and are dropped. Afterwards the engine
+        may sleep and its cache may be reset: nothing reads the weights.
+        Raises EngineFailure if vLLM raises an error.
+        """
+        while not self._running and self._core.engine_core.batch_queue:
+            self._output()
+
     def abort(self, request_id: str) -> None:
         """Drop a running request and its tokens. Unknown ids are ignored: the request may have finished."""
-        if self._running.pop(request_id, None) is not None:
-            self._core.abort_requests([request_id])
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self._core.abort_requests([running.vllm_id])
+            self._drain()
 
     def abort_all(self) -> None:
-        """End a rollout: drop all running requests."""
+        """End a rollout: drop all running requests. Raises EngineFailure if vLLM raises an error."""
         for request_id in list(self._running):
             self.abort(request_id)
         self._steps = 0
@@ -290,11 +312,12 @@ class Engine:
 
     def _take(self, output: EngineCoreOutput) -> Finished | None:
         """Append a step's tokens to their request. Return the generation if it is complete, else None."""
-        running = self._running.get(output.request_id)
-        if running is None:  # aborted while the step was under way
+        request_id = output.request_id.rpartition("/")[0]
+        running = self._running.get(request_id)
+        if running is None or running.vllm_id != output.request_id:  # aborted while the step was under way
             return None
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            said = f"request {output.request_id} ended with {output.finish_reason} in step {self._steps}"
+            said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
             raise EngineFailure(f"vLLM failed: {said}", said)
         reason: Reason | None = None
         for row, token_id in enumerate(output.new_token_ids):
@@ -311,9 +334,9 @@ class Engine:
             reason = "length"
         if reason is None:
             return None
-        del self._running[output.request_id]
+        del self._running[request_id]
         return Finished(
-            output.request_id, tuple(running.token_ids), tuple(running.logprobs), reason, running.version
+            request_id, tuple(running.token_ids), tuple(running.logprobs), reason, running.version
         )
 
     def _finder(self, stop_strings: tuple[str, ...]) -> StopFinder:

@@ -226,9 +226,15 @@ def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
 
 def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
     if not on_cpu():
-        # the only MoE backend that keeps the experts' weights in the layout that the reshard writes
-        return {"enable_sleep_mode": True, "moe_backend": "triton"}
+        return {
+            "enable_sleep_mode": True,
+            # the only MoE backend that keeps the experts' weights in the layout that the reshard writes
+            "moe_backend": "triton",
+            # vLLM begins a step before it returns the tokens of the step before (see Engine.add and _drain)
+            "async_scheduling": True,
+        }
     return {
+        "async_scheduling": False,  # vLLM sets it to False on a CPU
         "enforce_eager": True,
         # For a prompt prefilled in two chunks vLLM rewinds the request's random generator; only CUDA's can.
         "enable_chunked_prefill": False,
