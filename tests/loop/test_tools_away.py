@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import threading
 import time
@@ -21,15 +22,24 @@ WAITS, ANSWERS = "tools do not answer: ", "tools answer again after "
 
 
 class Retriever(ThreadingHTTPServer):
-    away = False
+    """Refuse the next `refused` requests, and answer all later ones.
+
+    Two make an outage: a call, and the question whether the address answers at all.
+
+    A count makes an outage as short under load as on an idle machine: no thread of the test has to end it.
+    """
+
+    refused: float = 0
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Retriever)
         self.rfile.read(int(self.headers["Content-Length"]))
-        body = b"" if self.server.away else ANSWER
-        self.send_response(503 if self.server.away else 200)
+        away = self.server.refused > 0
+        self.server.refused -= away
+        body = b"" if away else ANSWER
+        self.send_response(503 if away else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         with suppress(BrokenPipeError):  # the client has timed out
@@ -62,7 +72,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
     config, run = small_run.write(root), root / "runs" / "away"
     log = root / "stderr"
 
-    def train(*arguments: str, during: Callable[[], None]) -> Ended:
+    def train(*arguments: str, during: Callable[[subprocess.Popen[bytes]], None]) -> Ended:
         url = f"environment.retrieval.url=http://127.0.0.1:{retriever.server_address[1]}/retrieve"
         given = ("environment.kind=tests.loop.searching:factory", "environment.retrieval.kind=http", url)
         limits = (f"environment.tool_wait={WAIT}", "environment.retrieval.retries=0", "parallel.tensor=1")
@@ -71,7 +81,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
         with log.open("w") as stderr:
             process = subprocess.Popen(command, env=small_run.ENVIRONMENT, stderr=stderr)
             try:
-                during()
+                during(process)
                 process.wait(600)
             finally:
                 process.terminate()
@@ -80,30 +90,24 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
         return Ended(note["code"], note["reason"], log.read_text().splitlines(), rows, steps)
 
-    def go_away_twice() -> None:
+    def go_away_twice(process: subprocess.Popen[bytes]) -> None:
         metrics = run / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
-        retriever.away = True
-        wait_until(lambda: WAITS in log.read_text())
-        retriever.away = False
-        wait_until(lambda: ANSWERS in log.read_text())
+        wait_until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
+        retriever.refused = 2
+        wait_until(process, lambda: ANSWERS in log.read_text())
         rows = metrics.read_text().count("\n")
-        wait_until(lambda: metrics.read_text().count("\n") > rows)
-        retriever.away = True
-
-    def come_back() -> None:
-        wait_until(lambda: WAITS in log.read_text())
-        retriever.away = False
+        wait_until(process, lambda: metrics.read_text().count("\n") > rows)
+        retriever.refused = math.inf
 
     first = train("run.iterations=100000", during=go_away_twice)
+    retriever.refused = 2
     iterations = f"run.iterations={first.rows[-1] + 1}"
-    return first, train("--resume", iterations, during=come_back)
+    return first, train("--resume", iterations, during=lambda process: None)
 
 
-def wait_until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
+def wait_until(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
     while not there():
-        assert time.monotonic() < deadline
+        assert process.poll() is None, f"the run ended with {process.returncode}"
         time.sleep(0.05)
 
 
