@@ -404,6 +404,11 @@ class ColdStartConfig(Section):
     )
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    context_weight: float = Field(
+        1.0,
+        ge=0,
+        description="weight of prompts and observations in the loss; the model's own turns have weight 1",
+    )
     output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
 
 

@@ -127,9 +127,9 @@ def demonstrations(
         rows, until = script.rows(stage), round(share * tokens)
         while done < until:
             chunk = list(islice(rows, 512))
-            sequences = encode([Row.model_validate(row) for row in chunk], tokenizer)
-            for row_, ids in zip(chunk, sequences, strict=True):
-                done += len(ids)
+            encoded = encode([Row.model_validate(row) for row in chunk], tokenizer)
+            for row_, demonstration in zip(chunk, encoded, strict=True):
+                done += len(demonstration)
                 if done > until:
                     break
                 yield row_

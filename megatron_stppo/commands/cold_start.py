@@ -3,7 +3,8 @@
 Reinforcement learning can only select among skills that the model has; the cold start teaches these skills.
 The loss is on every token but the first, observations included: a small model learns to copy names from
 documents only if it also learns what documents look like. (The loss of reinforcement learning is on action
-tokens only.)
+tokens only.) Prompts and observations have the weight `cold_start.context_weight`: names and values in them
+cannot be predicted, and at the full weight this noise is most of the gradient.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_stppo.commands.convert import export_hf
 from megatron_stppo.config import Config, ConfigError, OptimizerConfig
 from megatron_stppo.data import demonstrations
+from megatron_stppo.data.demonstrations import Demonstration
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
@@ -46,7 +50,7 @@ def cold_start(config: Config) -> None:
     scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0
-    steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size))
+    steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
     with timed("model", first_rank):
         model = build.data_parallel(
             build.from_hf("actor", shape, config, mesh, process.dtype(config)),
@@ -61,7 +65,7 @@ def cold_start(config: Config) -> None:
     head = PolicyHead.of(model, mesh, shape.vocab, chunk=config.update.logit_rows)
     for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
-        loss = _step(trainer, head, batch, mesh, packer, rate)
+        loss = train_step(trainer, head, batch, mesh, packer, rate)
         if step % 20 == 0 or step == len(steps) - 1:
             say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
     source = build.named_parameters(trainer.chunks)
@@ -77,7 +81,9 @@ def cold_start(config: Config) -> None:
     process.stop()
 
 
-def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Iterator[Batch]:
+def _steps(
+    scripts: Sequence[Demonstration], budget: int, ranks: int, context_weight: float
+) -> Iterator[Batch]:
     """Yield a batch per step: scripts in order, about `budget` tokens, at least one script per rank."""
     remaining = iter(scripts)
     while step := list(itertools.islice(remaining, ranks)):
@@ -88,29 +94,41 @@ def _steps(scripts: Sequence[tuple[int, ...]], budget: int, ranks: int) -> Itera
             if tokens >= budget:
                 break
         if len(step) >= ranks:  # a last step too small for every rank is dropped
-            yield _as_batch(step)
+            yield as_batch(step, context_weight)
 
 
-def _as_batch(scripts: Sequence[tuple[int, ...]]) -> Batch:
-    """Return a batch in which each script is one long turn after a prompt of one token."""
-    return to_batch(
-        [Trajectory(SCRIPT, s[:1], (Turn(s[1:], (0.0,) * (len(s) - 1), (), 0.0, 0),), "ok") for s in scripts]
+def as_batch(scripts: Sequence[Demonstration], context_weight: float) -> Batch:
+    """Return a batch in which each script is one long turn after a prompt of one token.
+
+    advantage_T is the weight of each token in the loss: 1 if it is written by the model, else context_weight.
+    """
+    batch = to_batch(
+        [
+            Trajectory(SCRIPT, ids[:1], (Turn(ids[1:], (0.0,) * (len(ids) - 1), (), 0.0, 0),), "ok")
+            for ids in (script.token_ids for script in scripts)
+        ]
     )
+    written_T = torch.tensor([written for script in scripts for written in script.written[1:]])
+    return replace(batch, advantage_T=torch.where(written_T, 1.0, context_weight))
 
 
-def _step(
+def train_step(
     trainer: Trainer, head: PolicyHead, batch: Batch, mesh: MeshRank, packer: Packer, rate: float
 ) -> float:
-    loss = partial(_loss, head=head, tokens=len(batch.action_index_T))
+    assert batch.advantage_T is not None
+    loss = partial(_loss, head=head, weight_T=batch.advantage_T, total_weight=float(batch.advantage_T.sum()))
     trainer.zero()
     records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
     trainer.step(trainer.reduce(), rate_scale=rate)
     return float(total(records, 1, mesh))
 
 
-def _loss(hidden: Tensor, microbatch: Microbatch, head: PolicyHead, tokens: int) -> tuple[Tensor, Tensor]:
+def _loss(
+    hidden: Tensor, microbatch: Microbatch, head: PolicyHead, weight_T: Tensor, total_weight: float
+) -> tuple[Tensor, Tensor]:
     def terms(chunk: ActionTokens) -> tuple[Tensor, Tensor]:
-        loss = -chunk.logprob_T.sum() / tokens
+        own_T = weight_T[chunk.rows_T].to(chunk.logprob_T.device)
+        loss = -(chunk.logprob_T * own_T).sum() / total_weight
         return loss, loss.detach().reshape(1)
 
     loss, record, _ = head.loss(hidden, microbatch, terms)

@@ -2,12 +2,14 @@
 
 A row: {"prompt": [{"role", "content"}], "segments": [{"text", "kind": "turn" | "observation"}], "stage"}.
 The prompt is rendered with the chat template. Every segment is encoded separately, with special tokens as
-text, like observations in the rollout. The cold start trains language modelling on all of these tokens.
+text, like observations in the rollout. The cold start trains language modelling on all of these tokens; those
+that the model itself writes in an episode (the turns) can have a larger weight than the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -39,31 +41,46 @@ class Row(BaseModel):
     stage: str = ""
 
 
-def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[tuple[int, ...]]:
-    """Return the token ids of each row, in the order of the file, up to a total of `max_tokens` tokens.
+@dataclass(frozen=True)
+class Demonstration:
+    """The tokens of one scripted episode.
+
+    Example: the prompt [7, 8], the turn [3] and the observation [9] are
+    Demonstration(token_ids=(7, 8, 3, 9), written=(False, False, True, False)).
+    """
+
+    token_ids: tuple[int, ...]
+    written: tuple[bool, ...]  # per token: is it part of a turn, which the model writes in an episode?
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Demonstration]:
+    """Return the demonstration of each row, in the order of the file, up to a total of `max_tokens` tokens.
 
     Reading stops before the first row that would exceed the total. Raises ConfigError, whose message names
     file, row (from 1), field and remedy.
     """
-    sequences: list[tuple[int, ...]] = []
+    scripts: list[Demonstration] = []
     left = max_tokens
     rows = _rows(path)
     while chunk := list(islice(rows, CHUNK)):
-        for ids in encode(chunk, tokenizer):
-            if len(ids) > left:
-                return _nonempty(sequences, path, max_tokens)
-            left -= len(ids)
-            sequences.append(ids)
-    return _nonempty(sequences, path, max_tokens)
+        for script in encode(chunk, tokenizer):
+            if len(script) > left:
+                return _nonempty(scripts, path, max_tokens)
+            left -= len(script)
+            scripts.append(script)
+    return _nonempty(scripts, path, max_tokens)
 
 
-def _nonempty(sequences: list[tuple[int, ...]], path: Path, max_tokens: int) -> list[tuple[int, ...]]:
-    if not sequences:
+def _nonempty(scripts: list[Demonstration], path: Path, max_tokens: int) -> list[Demonstration]:
+    if not scripts:
         raise ConfigError(
             f"data.demonstrations={path}: no row fits in cold_start.tokens={max_tokens}; "
             "give a file with rows, or more tokens"
         )
-    return sequences
+    return scripts
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -82,8 +99,8 @@ def _row(row: Any, where: str) -> Row:
         ) from None
 
 
-def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Return the token ids of each row: its prompt, then its segments."""
+def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
+    """Return the demonstration of each row: its prompt, then its segments."""
     prompts = [[Message(message.role, message.content) for message in row.prompt] for row in rows]
     heads = encode_chats(tokenizer, prompts)
     texts = [segment.text for row in rows for segment in row.segments]
@@ -91,6 +108,14 @@ def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tupl
         tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     )
     return [
-        tuple(head) + tuple(token for _ in row.segments for token in next(pieces))
+        _join(head, [(next(pieces), s.kind) for s in row.segments])
         for head, row in zip(heads, rows, strict=True)
     ]
+
+
+def _join(head: Sequence[int], segments: Sequence[tuple[Sequence[int], str]]) -> Demonstration:
+    token_ids, written = list(head), [False] * len(head)
+    for ids, kind in segments:
+        token_ids += ids
+        written += [kind == "turn"] * len(ids)
+    return Demonstration(tuple(token_ids), tuple(written))

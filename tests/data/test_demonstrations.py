@@ -36,7 +36,7 @@ def written(path, *rows):
 
 
 def test_a_row_has_the_tokens_of_the_live_episode(tmp_path, tokenizer):
-    (ids,) = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)
+    ids = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)[0].token_ids
     prompt = tokenizer.apply_chat_template(ROW["prompt"], add_generation_prompt=True)["input_ids"]
     pieces = [
         tokenizer.encode(segment["text"], add_special_tokens=False, split_special_tokens=True)
@@ -45,8 +45,14 @@ def test_a_row_has_the_tokens_of_the_live_episode(tmp_path, tokenizer):
     assert list(ids) == [*prompt, *pieces[0], *pieces[1], *pieces[2]]
 
 
+def test_the_turns_are_marked_as_written_by_the_model(tmp_path, tokenizer):
+    (script,) = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)
+    own = [token for token, mine in zip(script.token_ids, script.written, strict=True) if mine]
+    assert tokenizer.decode(own) == "<search> Gabon</search><answer> Libreville</answer>"
+
+
 def test_special_tokens_in_segments_are_text_and_the_tags_are_one_token_each(tmp_path, tokenizer):
-    (ids,) = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)
+    ids = read(written(tmp_path / "d.jsonl", ROW), tokenizer, 1000)[0].token_ids
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids.count(end) == 1  # the chat template's own
     assert "<|im_end|>" in tokenizer.decode(ids[list(ids).index(end) + 1 :])

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_stppo.commands.cold_start import as_batch
+from megatron_stppo.data.demonstrations import Demonstration
+from tests.commands import cold_step
+from tests.ranks import run_ranks
+from tests.update import layouts
+
+SCRIPT = Demonstration((7, 8, 3, 9, 4), (False, False, True, False, True))
+SCRIPTS = [
+    ((7, 8, 3, 9, 4), (False, False, True, False, True)),
+    ((2, 5, 11, 6, 1, 13), (False, False, False, True, True, False)),
+    ((9, 1, 4), (False, True, True)),
+    ((3, 3, 12, 10), (False, False, True, True)),
+]
+
+
+def test_every_token_but_the_first_has_weight_one_or_the_weight_of_the_context() -> None:
+    batch = as_batch([SCRIPT, SCRIPT], context_weight=0.25)
+    assert batch.advantage_T is not None
+    assert batch.tokens_P.tolist() == [7, 8, 3, 9, 4] * 2
+    assert batch.action_index_T.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert batch.advantage_T.tolist() == [0.25, 1.0, 0.25, 1.0] * 2
+
+
+def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+
+    def reference(context_weight: float) -> float:
+        loss = weight = 0.0
+        for ids, written in SCRIPTS:
+            logprob = model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+            for t in range(1, len(ids)):
+                own = 1.0 if written[t] else context_weight
+                loss, weight = loss - own * float(logprob[t - 1, ids[t]]), weight + own
+        return loss / weight
+
+    weights = [1.0, 0.25, 0.0]
+    for found in run_ranks(cold_step.losses, 2, str(tmp_path / "hf"), SCRIPTS, weights):
+        assert found == pytest.approx([reference(weight) for weight in weights], rel=1e-5)
