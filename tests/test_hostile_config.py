@@ -50,7 +50,7 @@ def test_a_hostile_file_is_refused_at_once_with_one_short_line(tmp_path: Path, t
     message = str(raised.value).removeprefix(f"config={path}: ")
     assert part in message
     assert len(message) < 500 and len(message.splitlines()) == 1
-    assert time.process_time() - start < 5.0, "written out, one of them would take hours"
+    assert time.process_time() - start < 5.0, "expanding one of them would take hours"
 
 
 def test_an_endless_or_binary_file_is_refused_with_one_line(tmp_path: Path) -> None:

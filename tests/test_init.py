@@ -46,7 +46,9 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(tmp_path: Pat
     rows = [json.loads(row) for row in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]
     assert all(row["outcome/ok"] + row["outcome/wrong"] == 80 for row in rows), "no episode failed"
-    assert all(0 < row["rollout/valid_action_rate"] < 1 for row in rows), "digits are met, and to be learnt"
+    assert all(0 < row["rollout/valid_action_rate"] < 1 for row in rows), (
+        "some actions are digits, and some are not"
+    )
     assert (folder / "runs/first/report.html").exists()
 
 

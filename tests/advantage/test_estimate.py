@@ -14,7 +14,7 @@ TASK = Task("geography", (), ("Paris",), "train", 0)
 
 
 def trajectory(rewards, tokens=2, outcome="ok"):
-    """One turn of `tokens` tokens per reward, each answered by three observation tokens."""
+    """Return a turn of `tokens` tokens per reward, each followed by three observation tokens."""
     turns = tuple(Turn((5,) * tokens, (-1.0,) * tokens, (7, 7, 7), r, 0) for r in rewards)
     return Trajectory(TASK, (1, 2), turns, outcome)
 
@@ -85,7 +85,7 @@ def test_the_reward_of_a_failed_trajectory_is_no_signal_and_a_discounted_reward_
 
 
 def test_kl_penalty_is_subtracted_at_every_action_token():
-    # k1 = -1 - -3 = 2 at coefficient 0.1: 0.2 off each token; the outcome sits on the last action token.
+    # k1 = -1 - -3 = 2 at coefficient 0.1: minus 0.2 per token; the outcome is on the last one.
     batch = scored([trajectory([0.0, 1.0])])
     assert with_kl_penalty(batch, 0.1).tolist() == pytest.approx([-0.2, -0.2, -0.2, 0.8])
     assert with_kl_penalty(batch, 0.0) is batch.reward_T
@@ -132,13 +132,13 @@ def test_whitening_gives_mean_0_and_variance_1_over_live_tokens():
 
 
 def test_a_batch_without_reward_variance_is_not_whitened():
-    # All rewards 0.1: what varies is the critic's noise, of size 1e-3, and it stays of size 1e-3.
+    # All rewards are 0.1: only the critic's noise of size 1e-3 varies, and it keeps this size.
     batch = scored([trajectory([0.1]), trajectory([0.1]), trajectory([0.1])])
     noise = 0.1 + 1e-3 * torch.randn(6, generator=torch.Generator().manual_seed(0))
     batch = replace(batch, value_T=noise)
     advantage = estimate(batch, settings(whiten=True), groups(batch)).advantage_T
     assert advantage.abs().max() < 5e-3
-    # The KL penalty varies too, but it is not what decides.
+    # The KL penalty varies too, but it does not decide.
     varied = replace(batch, reference_logprob_T=torch.randn(6, generator=torch.Generator().manual_seed(1)))
     advantage = estimate(varied, settings(whiten=True, kl_coefficient=1e-3), groups(batch)).advantage_T
     assert advantage.abs().max() < 2e-2
@@ -153,7 +153,7 @@ def test_group_outcomes_are_normalised_within_their_group():
 
 
 def test_group_mean_is_a_baseline_that_is_not_divided_by_the_deviation():
-    # Group 4: outcomes 0, 1, 2 less their mean 1. Group 7: a failed trajectory takes no part: 4 and 0 less 2.
+    # Group 4: outcomes 0, 1, 2 minus their mean 1. Group 7: a failed trajectory is ignored: 4 and 0 minus 2.
     outcome = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.0, 9.0])
     group, live = torch.tensor([4, 4, 4, 7, 7, 7]), torch.tensor([True] * 5 + [False])
     assert group_relative(outcome, group, live, normalised=False).tolist() == [-1, 0, 1, 2, -2, 0]

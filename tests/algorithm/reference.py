@@ -1,4 +1,4 @@
-"""The surrogate as it is written down: one Python loop, float64, derivatives by autograd."""
+"""The surrogate as the paper defines it: a Python loop in float64, with derivatives by autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def objective(
     dual_clip: float | None = None,
     pooling: str = "mean",
 ) -> Tensor:
-    """sum_s sum_{t in s} c_t min(w A, clip(w) A), for A < 0 bounded below by dual_clip * A."""
+    """Return sum_s sum_{t in s} c_t min(w A, clip(w) A), for A < 0 bounded below by dual_clip * A."""
     total = logprob.sum() * 0
     for start, end in pairwise(offsets):
         if start == end:

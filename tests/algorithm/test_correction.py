@@ -65,20 +65,20 @@ def test_sum_unit_counts_the_minibatchs_action_tokens():
 
 
 def test_relative_unit_is_a_multiple_of_the_remaining_gradient():
-    # ||C|| = 0.5 beside a gradient of 2, and both 10 times as large: a quarter. Beside 0.1: five times.
+    # ||C|| = 0.5 with a gradient of 2, and both 10 times as large: a quarter. With 0.1: five times.
     assert in_unit(0.5, "relative", tokens=400, gradient_norm=2.0) == 0.25
     assert in_unit(5.0, "relative", tokens=400, gradient_norm=20.0) == 0.25
     assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
 
 
 def test_the_scale_falls_to_zero_with_the_remaining_gradient():
-    # ||C|| = 1 and what is left of the gradient: the scale falls with it, and stays 0 for all purposes at 0.
+    # ||C|| = 1 and a remaining gradient: the scale falls with it, and is practically 0 if it is 0.
     left = [1.0, 0.1, 1e-3, 1e-5, 1e-9, 0.0]
     scales = [
         correction_scale(10 * in_unit(1.0, "relative", tokens=4, gradient_norm=g), 3, 1.0) for g in left
     ]
     assert scales == pytest.approx([1e-1, 1e-2, 1e-4, 1e-6, 1e-7, 1e-7])
-    # Clipped tokens that carried no gradient, beside none: nothing is known, nothing is changed.
+    # Clipped tokens without a gradient, and no remaining gradient: the step is not changed.
     assert correction_scale(in_unit(0.0, "relative", tokens=4, gradient_norm=0.0), 3, floor=1.0) == 1.0
 
 

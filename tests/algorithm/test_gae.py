@@ -11,7 +11,7 @@ from megatron_stppo.types import Task, Trajectory, Turn
 
 
 def by_definition(reward, value, offsets, gamma, lam):
-    """A_t = delta_t + gamma lam A_{t+1}, one token at a time."""
+    """Return A_t = delta_t + gamma lam A_{t+1}, one token at a time."""
     advantage = torch.zeros(len(reward), dtype=torch.float64)
     for start, end in pairwise(offsets):
         running, next_value = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Damage done to a checkpoints folder at random: it is always noticed, and always answered in one line."""
+"""Random damage to a folder of checkpoints: it is always detected, and always reported in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POINTERS = (
 
 
 def write(root: Path) -> None:
-    """Three steps of small files, published as a save publishes them."""
+    """Write three steps of small files, published as a save publishes them."""
     for step in STEPS:
         scratch = root / f"step_{step}.tmp-0"
         for name in ("state.json", "actor/__0_0.distcp", "actor/.metadata", "critic/common.pt"):
@@ -57,7 +57,7 @@ def write(root: Path) -> None:
 
 
 def damages(step: int) -> st.SearchStrategy[tuple[str, int, Any]]:
-    """(what is done, to which step, how)"""
+    """Draw (kind of damage, step, details)."""
     number = st.integers(0, 10**6)
     kinds: dict[str, st.SearchStrategy[Any]] = {
         **dict.fromkeys(("flip", "truncate", "append"), st.tuples(number, number)),
@@ -103,7 +103,7 @@ def damage(folder: Path, kind: str, step: int, how: Any) -> None:
 
 
 def always_noticed(root: Path, examples: int, random_seed: int) -> int:
-    """Runs the property on `examples` draws in a world of one rank; returns 0, or raises what broke it."""
+    """Check the property on `examples` draws in a world of one rank. Return 0, or raise its error."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     write(root / "template")
     warned: list[str] = []
@@ -161,11 +161,11 @@ def _expect(folder: Path, damaged: dict[int, str], latest: bytes | None, warned:
     about_steps = [line for line in warned if steps.LATEST not in line]
     assert len(about_steps) == len(refused), "one line per refused step"
     assert all(f"step_{n}" in line for n, line in zip(refused, about_steps, strict=True))
-    assert (len(warned) > len(about_steps)) == (named is None), "one line about LATEST if it is of no use"
+    assert (len(warned) > len(about_steps)) == (named is None), "one line about LATEST if it cannot be used"
 
 
 def _same(root: Path, step: int) -> bool:
-    """A flipped bit of the manifest may lie in what it says of the run, and not of the files."""
+    """A flipped bit of the manifest may be in its data about the run instead of the files."""
     before, now = (root / name / f"step_{step}" for name in ("template", "checkpoints"))
     try:
         given, read = (json.loads((path / steps.MANIFEST).read_bytes()) for path in (before, now))
@@ -180,7 +180,7 @@ def _same(root: Path, step: int) -> bool:
 
 
 def _named(latest: bytes | None, there: list[int]) -> int | None:
-    """The step that the pointer names, as a person would read it."""
+    """Return the step that the pointer names."""
     text = b"step_9" if latest is None else latest
     return next(
         (n for n in there if len(text) <= 64 and text.strip(b" \t\n\r\x0b\x0c") == b"step_%d" % n), None

@@ -28,7 +28,9 @@ OVERRIDES = [
     f"run.iterations={ITERATIONS}",
     "run.checkpoint_every=1",
     "run.keep_checkpoints=3",
-    *(f"deadlines.{phase}=300" for phase in DeadlinesConfig.model_fields),  # ranks that wait for ever end
+    *(
+        f"deadlines.{phase}=300" for phase in DeadlinesConfig.model_fields
+    ),  # ranks that would wait forever are ended
 ]
 
 
@@ -82,20 +84,22 @@ class Ranks:
             if line.startswith("megatron-stppo: saved ")
         ]
         step = self._newest()
-        assert step >= max(announced, default=0), f"{step} is there, {announced[-1]} was announced"
+        assert step >= max(announced, default=0), (
+            f"the newest step is {step}, but {announced[-1]} was published"
+        )
         return Attempt(bool(alive), took, first, step, bool(self._half_done() - left))
 
     def files(self) -> dict[str, steps.File]:
-        """The tensors of the last step: weights and Adam's moments of actor and critic."""
+        """Return the tensors of the last step: weights and Adam's moments of actor and critic."""
         found = steps.inspect(self.folder / f"step_{ITERATIONS}")
         return {name: file for name, file in found.items() if name.endswith(".distcp")}
 
     def _half_done(self) -> set[tuple[str, int]]:
-        """What is being written or removed, or was left so."""
+        """Return the folders that are being written or removed, or were left in this state."""
         return {(path.name, path.stat().st_mtime_ns) for path in self.folder.glob("step_*.tmp-*")}
 
     def _newest(self) -> int:
-        """The step that the next attempt goes on from, every byte of it compared; 0 if there is none."""
+        """Return the step that the next attempt resumes after comparing all its bytes; 0 if there is none."""
         if not steps.found(self.folder):
             return 0
         try:
@@ -151,7 +155,7 @@ def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attem
             attempt = ranks.attempt(draw.uniform(earliest, undisturbed.seconds) if kills else None)
             kills, done = kills - attempt.killed, not attempt.killed
             yield f"killed-{number}", attempt
-        assert ranks.files() == expected, f"run {number} ends at other bytes"
+        assert ranks.files() == expected, f"run {number} ends with other bytes"
 
 
 def _free_port() -> int:

@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, root: Path, model: Path, background: bool) -> None:
         self._root, self._folder, self._template = root, root / "checkpoints", root / "template"
         self._model, self._run = model, {"async_checkpoints": background, "keep_checkpoints": 1}
-        gc.freeze()  # what is imported; every child collects garbage
+        gc.freeze()  # the imported modules; every child collects garbage
         in_child(self._write_template)
         self._put_back()
         code = in_child(self._save, 0)
@@ -43,13 +43,13 @@ class Bench:
         self._whole = {1: files(self._template / "step_1"), 2: files(self._folder / "step_2")}
 
     def worth(self, every: int) -> list[int]:
-        """The calls to die at: all but the writes into buffers, of which every `every`-th."""
+        """Return the calls to test: all except writes into buffers, of which every `every`-th."""
         numbered = list(enumerate(self.calls, 1))
         writes = [number for number, name in numbered if name == "BufferedWriter.write"]
         return sorted({number for number, _ in numbered} - set(writes) | set(writes[::every]))
 
     def die_at(self, call: int) -> tuple[int, str]:
-        """(the step that is left and was loaded, what is wrong if anything); calls count from 1."""
+        """Return (the step that could be loaded, an error or ""). Calls count from 1."""
         self._put_back()
         code = in_child(self._save, call)
         if code != KILLED:
@@ -66,7 +66,7 @@ class Bench:
         shutil.copytree(self._template, self._folder)
 
     def _start(self, folder: Path) -> tuple[Saver, dict[str, Trainer]]:
-        with (self._root / "log").open("ab") as log:  # what is said is not lost, and not in the way
+        with (self._root / "log").open("ab") as log:  # the output is kept, but not printed
             os.dup2(log.fileno(), 2)
         return start(folder, self._model, **self._run)
 

@@ -1,4 +1,4 @@
-"""What a Saver does, each in a forked child with a world of one rank and a small model with its optimizer."""
+"""Tests of Saver, each in a forked child with a world of one rank and a small model with its optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "nu
 
 
 def in_child(action: Callable[..., int | None], *arguments: Any) -> int:
-    """The action's result as the exit code of a fork; 255 if it raised."""
+    """Run the action in a fork and return its result as the exit code; 255 if it raised."""
     child = os.fork()
     if child == 0:
         code = 255
@@ -58,7 +58,7 @@ def add(trainers: dict[str, Trainer], amount: float) -> None:
 
 
 def files(path: Path) -> dict[str, steps.File]:
-    """All but megatron's .metadata, in which every save has a random name."""
+    """Return all files except megatron's .metadata, in which every save has a random name."""
     return {name: file for name, file in steps.inspect(path).items() if not name.endswith(".metadata")}
 
 
@@ -82,7 +82,7 @@ def goes_on(root: Path, model: Path) -> None:
         saver.save(1, trainers, {"iteration": 1})
         add(trainers, 1.0)
         saver.check()
-        assert steps.found(root / "beside") == [], "nothing is visible before it is whole"
+        assert steps.found(root / "beside") == [], "nothing is visible before it is complete"
         may_write.set()
         saver.finish()
     assert files(root / "beside" / "step_1") == files(root / "waited" / "step_1")
@@ -133,7 +133,7 @@ def flushed(root: Path, model: Path) -> None:
 
 
 def disk_full(root: Path, model: Path, said: list[str]) -> None:
-    """The kernel refuses writes beyond a file size in place of a full disk; then there is room again."""
+    """A limit on the file size stands for a full disk; then it is lifted."""
     folder = root / "full"
     saver, trainers = start(folder, model, keep_checkpoints=1)
     saver.save(1, trainers, {"iteration": 1})
@@ -146,7 +146,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         add(trainers, 0.5)
         saver.save(step, trainers, {"iteration": step})
         saver._settle()
-    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "the scratch is gone"
+    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "the scratch folder is removed"
     assert steps.found(folder) == [1] and steps.latest(folder) == 1
     assert len(said) == 2 and all(len(line.splitlines()) == 1 for line in said)
     assert str(folder / "step_2") in said[0] and "MiB" in said[0] and "File too large" in said[0], said
@@ -172,11 +172,13 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         with pytest.raises(saving.CheckpointError, match="is not saved"):
             saver.finish()
     assert "No space left on device, 0.0 MiB are free" in said[-1]
-    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "what died is gone, to make room"
+    assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], (
+        "the interrupted save is removed to make room"
+    )
 
 
 def not_finite(root: Path, model: Path) -> None:
-    """One infinite weight, or moment, of the model: nothing is published, the step before stays."""
+    """With one infinite weight or moment nothing is published, and the previous step is kept."""
     saver, trainers = start(root / "finite", model)
     saver.save(1, trainers, {"iteration": 1})
     for spoil in (next(trainers["actor"].chunks[0].parameters()).data, list(trainers["actor"].states())[-1]):
@@ -193,24 +195,24 @@ def not_finite(root: Path, model: Path) -> None:
 
 
 def kept(root: Path, model: Path) -> None:
-    """The last two and every third; a course that was left goes, the only good step never does."""
+    """The last two steps, every third and the only good one are kept; an abandoned course is removed."""
     folder = root / "kept"
     saver, trainers = start(folder, model, keep_checkpoints=2, keep_every=3)
     for step in range(1, 9):
         saver.save(step, trainers, {"iteration": step})
     saver.finish()
     assert steps.found(folder) == [8, 7, 6, 3] and steps.latest(folder) == 8
-    (folder / steps.LATEST).write_text("step_6")  # a person rolls back
+    (folder / steps.LATEST).write_text("step_6")  # a user rolls back
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 6
     saver.save(6, trainers, {"iteration": 6})  # is there
     saver.save(7, trainers, {"iteration": 7})
     saver.finish()
-    assert steps.found(folder) == [7, 6, 3], "8 belongs to the course that was left"
+    assert steps.found(folder) == [7, 6, 3], "8 belongs to the abandoned course"
     (folder / "step_7" / "actor" / "common.pt").write_bytes(b"")
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 6
     shutil.rmtree(folder / "step_3")
     saver.save(8, trainers, {"iteration": 8})
     saver.finish()
-    assert steps.found(folder) == [8, 6], "7 cannot be read and takes nobody's place"
+    assert steps.found(folder) == [8, 6], "7 cannot be read and displaces no other step"

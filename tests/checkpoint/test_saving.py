@@ -1,4 +1,4 @@
-"""All of this runs in one process that imports megatron once and forks; `make chaos` does it at length."""
+"""These tests run in one process that imports megatron once and forks; `make chaos` runs many more cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Calls a function of this file in that process."""
+    """Return a function that calls a function of this file in that process."""
     with ProcessPoolExecutor(1, get_context("spawn"), prepare) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
@@ -57,10 +57,10 @@ def test_the_saver_handles_resumes_failures_and_full_disks(
 def test_a_save_killed_at_any_call_leaves_the_previous_or_the_new_step(
     run: Run, model: Path, tmp_path: Path
 ) -> None:
-    """At every rename, after which something else is visible, and at four calls drawn at random."""
+    """Kill at every rename, because it changes what is visible, and at four random calls."""
     left, wrong = run(die, tmp_path, model, 4)
     assert not wrong
-    assert left == {1, 2}, "killed too early or too late to prove anything"
+    assert left == {1, 2}, "some kills must come before and some after the publication"
 
 
 def die(root: Path, model: Path, draws: int) -> tuple[set[int], list[str]]:

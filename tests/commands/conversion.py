@@ -1,4 +1,4 @@
-"""What a rank does in test_convert.py; apart from it so that ranks need not import transformers."""
+"""The function of a rank in test_convert.py, in its own file so that ranks do not import transformers."""
 
 import pytest
 import torch.distributed as dist

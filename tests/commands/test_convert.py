@@ -49,7 +49,7 @@ def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
         model = make()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms that are not all alike
+                parameter.add_(0.1 * torch.randn_like(parameter))  # different values in biases and norms
         model.save_pretrained(tmp_path / family)
         (tmp_path / family / "tokenizer.json").write_text("{}")
     names = run_ranks(import_and_export, LAYOUT.world, tmp_path, tuple(FAMILIES))[0]
@@ -69,13 +69,13 @@ def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
         assert len(files) > 2 and all((split / name).exists() for name in files)
         reloaded = type(FAMILIES[family]()).from_pretrained(split)
         assert reloaded.dtype == torch.bfloat16
-        reloaded.save_pretrained(tmp_path / "again" / family)  # by a checkpoint's names
+        reloaded.save_pretrained(tmp_path / "again" / family)  # names as in a checkpoint
         held = load_file(tmp_path / "again" / family / "model.safetensors")
         assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)
 
 
 def test_a_checkpoint_is_assembled_on_the_device_of_the_parameters(monkeypatch):
-    # a reshard's copies stay on one device: what a GPU's parameters are copied into must lie there too
+    # copies of a reshard stay on one device, so the target of parameters on a GPU must be there too
     class Given(Exception):
         pass
 

@@ -29,7 +29,7 @@ def older(request, tmp_path_factory):
 
 
 def run(monkeypatch, module, evaluate):
-    """The same with the installed extension's clones, and with this one."""
+    """Return (the result of `module`, the result of the installed extension)."""
     monkeypatch.setenv("STPPO_OPS", "extension")
     expected = evaluate()
     monkeypatch.setattr(extension, "_csrc", module)

@@ -85,12 +85,14 @@ def test_objects_for_all_architectures_link_without_a_driver(built, tmp_path):
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     needs = subprocess.run(["ldd", str(tmp_path / "all.so")], capture_output=True, text=True).stdout
-    assert "libcuda" not in needs and "not found" not in needs, "the runtime is linked in, as setup.py does"
+    assert "libcuda" not in needs and "not found" not in needs, (
+        "the runtime is linked statically, as in setup.py"
+    )
 
 
 @pytest.mark.parametrize(("kernel", "logits", "values"), WIDE)
 def test_rows_of_logits_move_16_bytes_at_a_time(kernel, logits, values, built, tmp_path):
-    """In PTX, whose four-word accesses the assembler turns into LDG.E.128 and STG.E.128."""
+    """Checked in PTX: the assembler turns four-word accesses into LDG.E.128 and STG.E.128."""
     source, out = CSRC / "vocab_logprob.cu", tmp_path / "vocab_logprob.ptx"
     line = [nvcc(), *FLAGS[:2], *FLAGS[4:], "-ptx", "-arch=compute_90a", str(source), "-o", str(out)]
     done = subprocess.run(line, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Builds csrc/ once more, in a way that no user gets: other instruction sets, or CUDA kernels on a CPU."""
+"""Builds csrc/ for tests only: for other instruction sets, or CUDA kernels for a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);
 
 
 def for_instruction_set(march: str, folder: Path) -> ModuleType:
-    """The CPU ops compiled for one instruction set instead of clones for several."""
+    """Compile the CPU ops for one instruction set instead of clones for several."""
     flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
     sources = {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
     return _build(f"for_{march.replace('-', '_')}", sources, [], folder)
@@ -35,7 +35,7 @@ def with_emulated_cuda(folder: Path) -> ModuleType:
     sources: dict[Path, Sequence[str]] = {EMULATOR / "cuda_on_cpu.cpp": flags}
     for path in sorted(CSRC.glob("*.cu")):
         text, launches = LAUNCH.subn(r"emulator::launch(\2, \3, [&] { \1(\4); });", path.read_text())
-        assert launches and "<<<" not in text, f"{path.name}: a launch is written in a way that LAUNCH misses"
+        assert launches and "<<<" not in text, f"{path.name}: LAUNCH does not match one of the launches"
         plain = folder / f"{path.stem}_emulated.cpp"
         plain.write_text(text)
         sources[plain] = flags
@@ -46,7 +46,7 @@ def with_emulated_cuda(folder: Path) -> ModuleType:
 def _build(
     name: str, sources: dict[Path, Sequence[str]], binding_flags: Sequence[str], folder: Path
 ) -> ModuleType:
-    """Two compilers at a time. The namespace is renamed, so that one process can load several."""
+    """Run two compilers at a time. The namespace is renamed, so that one process can load several builds."""
     includes = [f"-I{CSRC}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     every = ["g++", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", f"-Dstppo={name}", *includes]
     jobs = {CSRC / "bindings.cpp": ["-O0", *binding_flags], **sources}

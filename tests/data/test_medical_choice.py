@@ -95,7 +95,7 @@ def test_no_held_out_term_is_asked_or_offered_in_training(built):
 
 
 def test_the_description_finds_the_right_option_and_its_position_is_uninformative(built, config):
-    """What an oracle scores in the real environment; one fixed option is right in about a quarter."""
+    """An oracle plays the real environment. A fixed option is right in about a quarter of the questions."""
     environment = factory(config.environment)()
     tasks = read(built / "evaluate.jsonl")
 
@@ -117,7 +117,7 @@ def test_the_description_finds_the_right_option_and_its_position_is_uninformativ
 
 
 def test_episodes_fit_into_the_configured_lengths(built, config):
-    """A prompt, a query, an observation and an answer of every question."""
+    """Checks prompt, query, observation and answer of every question."""
     tokenizer = AutoTokenizer.from_pretrained(built / "model")
     known = {entry.name: entry for entry in entries.entries()}
     for name in PARTS:

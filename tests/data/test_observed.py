@@ -12,7 +12,7 @@ TASK = Task("t", (), ("a",), "train", 0)
 
 
 def batch() -> Batch:
-    """The example of types.Trajectory, one that never began, and a prompt of 1 with a turn of 2 tokens."""
+    """Return types.Trajectory's example, one that never began, and a prompt of 1 with a turn of 2 tokens."""
     first = (Turn((1, 2, 3), (-1.0, -2.0, -3.0), (7,) * 4, 0.5, 0), Turn((4,), (-4.0,), (), 1.0, 0))
     second = (Turn((5, 6), (-5.0, -6.0), (8,), 2.0, 0),)
     played = [

@@ -24,7 +24,7 @@ TASK = Task("t", (), ("a",), "train", 0)
 
 
 def trajectory(prompt: int, turns: list[tuple[int, int]], first: int = 0, outcome: str = "ok") -> Trajectory:
-    """Token ids count up from `first`, so that every token says where it stood."""
+    """Return a trajectory whose token ids count up from `first`, so that ids identify positions."""
     ids = iter(range(first, first + 10_000))
 
     def take(n: int) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def test_the_example_of_the_docstring_is_correct() -> None:
 
 def test_a_turns_reward_sits_on_its_last_action_token() -> None:
     batch = to_batch([trajectory(2, [(3, 4), (1, 6)])])
-    assert batch.reward_T.tolist() == [0, 0, 1, 2]  # the observation behind it changes nothing
+    assert batch.reward_T.tolist() == [0, 0, 1, 2]  # the observation after it changes nothing
 
 
 def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:
@@ -108,9 +108,9 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
             assert torch.equal(m.tokens_P[m.hidden_index_T] + 1, m.target_T)  # ids count up in a trajectory
             assert int(m.sequence_offsets[-1]) == m.tokens * context
             assert m.longest == int(m.sequence_offsets.diff().max())
-            assert torch.equal(m.routes_P[:, 0, 0], m.rows_P)  # -1, and nobody else's, for dummy tokens
+            assert torch.equal(m.routes_P[:, 0, 0], m.rows_P)  # -1 for dummy tokens only
         total += unpack(microbatches, [m.target_T for m in microbatches], len(total))
-    # every action token is on one context rank, so the sum over ranks puts them together
+    # every action token is on one context rank, so the sum over ranks has all of them
     assert torch.equal(total.long(), batch.tokens_P[batch.action_index_T])
 
 
@@ -132,7 +132,7 @@ def test_a_context_piece_attends_to_its_sequence_up_to_the_end_of_the_piece() ->
     padded = torch.tensor([8, 4])
     queries, keys, where = context.attended(padded, 1, 2)
     assert (queries.tolist(), keys.tolist()) == ([2, 2, 1, 1], [4, 6, 2, 3])
-    shares = torch.cat([context.share(padded, rank, 2)[0] for rank in (0, 1)])  # laid end to end
+    shares = torch.cat([context.share(padded, rank, 2)[0] for rank in (0, 1)])  # concatenated
     assert shares[where].tolist() == [*range(4), *range(6), 8, 9, 8, 9, 10]
 
 

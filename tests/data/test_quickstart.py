@@ -91,7 +91,7 @@ def test_facts_are_those_of_the_packages():
 
 
 def test_nine_in_ten_questions_are_answered_by_searching_for_the_names_they_lead_to(built):
-    """An oracle plays the real environment: what it scores is the ceiling for a policy that searches."""
+    """An oracle plays the real environment: its score is the maximum for a policy that searches."""
     known = {entity.name: entity for entity in facts.entities()}
     path = {
         question.text: question

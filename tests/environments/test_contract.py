@@ -1,4 +1,4 @@
-"""What an environment may return, and what is said of the rest."""
+"""The values that an environment may return, and the errors for other values."""
 
 from __future__ import annotations
 

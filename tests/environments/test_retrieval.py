@@ -1,4 +1,4 @@
-"""The client against real loopback servers that behave badly, and the server over real HTTP."""
+"""The client with real loopback servers that misbehave, and the server over real HTTP."""
 
 import asyncio
 import contextlib
@@ -232,7 +232,7 @@ def test_contents_without_a_title_are_text_only():
 
 @contextlib.contextmanager
 def running(app):
-    """A uvicorn server on a free port; yields its address."""
+    """Run a uvicorn server on a free port. Yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -266,7 +266,7 @@ def test_the_server_returns_the_results_of_the_embedded_index(index, address, mo
         return (await environment.step("<search>Spain</search>")).observation
 
     assert asyncio.run(searched(environment)) == asyncio.run(searched(embedded))
-    # A second event loop gets connections of its own.
+    # A second event loop opens its own connections.
     assert "Madrid" in asyncio.run(searched(environment))
 
 
@@ -318,7 +318,7 @@ def test_a_pickle_that_replaces_a_file_of_an_index_is_never_loaded(tmp_path: Pat
     for file in files:
         kept = file.read_bytes()
         file.write_bytes(canary)
-        with contextlib.suppress(ValueError):  # damage may be seen on opening, on looking up, or not at all
+        with contextlib.suppress(ValueError):  # damage may be detected on opening, on lookup, or not at all
             BM25Retriever(tmp_path / "index").lookup("spain", 1)
         file.write_bytes(kept)
     assert not (tmp_path / "alive").exists()

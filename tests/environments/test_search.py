@@ -1,4 +1,4 @@
-"""The environment over a real BM25 index, and over retrievers that fail in the ways that servers fail."""
+"""The environment with a real BM25 index, and with retrievers that fail as servers do."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ class Failing:
 
 
 def play(environment, *actions):
-    """Steps until done; returns the results."""
+    """Step until the episode is done and return the results."""
 
     async def episode():
         await environment.reset(TASK, 0)

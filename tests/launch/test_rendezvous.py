@@ -16,7 +16,7 @@ SOON = timedelta(seconds=20)
 
 
 def among(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, **environment: str) -> None:
-    """This process is rank `rank` of `world`, as far as the environment says."""
+    """Set the environment variables of rank `rank` of `world`."""
     monkeypatch.setattr(os, "environ", environment | {"RANK": str(rank), "WORLD_SIZE": str(world)})
 
 
@@ -69,8 +69,10 @@ def test_ranks_of_one_host_use_the_loopback_by_default(
 ) -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     among(monkeypatch, 1, 2, LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0", **agent)
-    assert meeting(SOON) == {"timeout": SOON}, "torchrun has opened a store"
+    assert meeting(SOON) == {"timeout": SOON}, "torchrun has already opened a store"
     assert [os.environ[name] for name in INTERFACES] == ["ib0", "lo"]
     among(monkeypatch, 1, 4, LOCAL_WORLD_SIZE="2", **agent)
     meeting(SOON)
-    assert not set(INTERFACES) & set(os.environ), "ranks of several hosts need an interface between them"
+    assert not set(INTERFACES) & set(os.environ), (
+        "ranks of several hosts need an interface that connects them"
+    )

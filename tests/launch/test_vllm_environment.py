@@ -21,7 +21,7 @@ def test_only_old_unmapped_buffers_of_vllm_are_removed(tmp_path: Path) -> None:
     with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert remove_stale_shared_memory(tmp_path) == [stale]
     assert sorted(tmp_path.iterdir()) == sorted([fresh, other, mapped])
-    assert remove_stale_shared_memory(tmp_path) == [mapped], "its process has let go of it"
+    assert remove_stale_shared_memory(tmp_path) == [mapped], "its process has unmapped it"
 
 
 def test_a_users_logging_level_is_kept_and_the_engine_stays_in_process(
@@ -30,7 +30,7 @@ def test_a_users_logging_level_is_kept_and_the_engine_stays_in_process(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"):
-        monkeypatch.setenv(name, "given")  # so that monkeypatch puts back what was there
+        monkeypatch.setenv(name, "given")  # so that monkeypatch restores the old value
     prepare_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -12,7 +12,7 @@ def test_every_axis_and_product_that_fits_four_ranks_is_a_case():
     )
     for text in wanted:
         assert f"{text}, 64 tokens" in found
-    assert not [text for text in found if "PP4 VPP2" in text], "one layer cannot be two chunks"
+    assert not [text for text in found if "PP4 VPP2" in text], "one layer cannot be divided into two chunks"
 
 
 def test_experts_are_undivided_or_divided_and_need_sequence_parallelism():

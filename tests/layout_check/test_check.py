@@ -1,4 +1,4 @@
-"""The command on four ranks, and on a step with mistakes that only some layouts can show."""
+"""The command on four ranks, and with errors that only some layouts reveal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(model: str, output: str, parallel: dict[str, int], mistaken: bool = Fa
 
     if mistaken:
         make_mistakes()
-    # the random offsets of the old policy put some tokens beyond the bound of the mask too
+    # the random offsets of the old policy also put some tokens beyond the bound of the mask
     algorithm = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "mismatch": "mask"}
     config = Config.model_validate({"model": {"path": model}, "parallel": parallel, "algorithm": algorithm})
     return compare(config, Path(output))
@@ -43,17 +43,19 @@ def make_mistakes() -> None:
 
     whole, start = ops.clipped_surrogate, layers.RMSNorm.__init__
 
-    def alone(*arguments, group, **settings):  # each rank takes its part of a turn for the turn
+    def alone(*arguments, group, **settings):  # each rank treats its part of a turn as the whole turn
         return whole(*arguments, **settings)
 
-    def unmarked(norm, *arguments, **settings):  # each rank takes its part of a gradient for the gradient
+    def unmarked(
+        norm, *arguments, **settings
+    ):  # each rank treats its part of a gradient as the whole gradient
         start(norm, *arguments, **settings)
         norm.weight.sequence_parallel = False
 
     ops.clipped_surrogate, layers.RMSNorm.__init__ = alone, unmarked
 
 
-# which axes its cases must name; stages and chunks of two layers are on two ranks, below
+# the axes that the cases must name; stages and chunks of two layers need two ranks, below
 AXES = {
     "two_layers": ("TP4", "SP", "CP4", "PP2", "DP4", "reversed"),
     "dense": ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed"),

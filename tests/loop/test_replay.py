@@ -178,7 +178,7 @@ def test_a_spike_rolls_back_once_per_checkpoint_and_the_run_continues_with_the_n
     steps = [run / "checkpoints" / f"step_{n}" for n in (3, 6, 8)]
     assert tensors(steps[0]) == tensors(steps[1]) != tensors(steps[2])
     assert json.loads((steps[1] / "state.json").read_text())["cursor"]["position"] == 6 * PER_ITERATION
-    assert found[6]["mismatch/mean_abs"] < 1e-5, "the engine serves what was rolled back to"
+    assert found[6]["mismatch/mean_abs"] < 1e-5, "the engine serves the restored weights"
 
 
 def test_replayed_rollouts_give_the_same_numbers_without_an_engine(

@@ -32,7 +32,7 @@ def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
     """
     config, resumed = straight[0], straight[1].with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
-    assert not (resumed / "checkpoints" / "step_6").exists(), "killed too late to prove anything"
+    assert not (resumed / "checkpoints" / "step_6").exists(), "the run must be killed before its end"
     done = small_run.run("train", config, "run.name=resumed", "update.offload=all", FAILS, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "megatron-stppo: resumed from step_3 of 6\n" in done.stderr
@@ -49,7 +49,7 @@ def test_resumed_run_reports_the_same_numbers(runs: tuple[Path, Path]) -> None:
     assert [row["iteration"] for row in straight] == [1, 2, 3, 4, 5, 6]
     assert resumed == straight
     assert straight[-1]["actor/gradient_norm"] > 0
-    assert not any(row["actor/held"] for row in straight), "an actor that is not updated proves little"
+    assert not any(row["actor/held"] for row in straight), "the actor must be updated"
     assert [row["actor/first_kl_to_old"] for row in straight] == [0] * 6, "ratios that are not exactly 1"
 
 

@@ -1,4 +1,4 @@
-"""Memory that leaves and comes back between steps changes no bit of them, and really leaves."""
+"""Offloading memory between steps changes no bit of the steps, and really frees the memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
-    """(sums over everything that a step leaves behind, bytes on the device: weights, states, gradients)."""
+    """Return (checksums of the state after a step, bytes on the device: weights, states, gradients)."""
     process.prepare(engine=False)
     from megatron_stppo.config import Config
     from megatron_stppo.model import build

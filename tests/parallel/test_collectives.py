@@ -48,7 +48,7 @@ def test_ranks_exchange_records_bytes_sums_and_flags() -> None:
         assert (got["broadcast"], got["empty"]) == (b"from one", b"")
         assert got["group"] == (b"1" if rank == 1 else b"2"), "the source is a rank of the group"
         assert (got["bytes"], got["nothing"]) == ([b"", b"x", b"xx"], [b"", b"", b""])
-        assert got["sum"] == ([3.0, 4.5], [float(rank), 1.5]), "the argument is left alone"
+        assert got["sum"] == ([3.0, 4.5], [float(rank), 1.5]), "the argument is not changed"
         assert (got["one raised"], got["none raised"]) == (True, False)
 
 

@@ -1,4 +1,4 @@
-"""A process of its own for plans: what a dry run substitutes in torch lasts as long as the process."""
+"""A separate process for plans, because a dry run replaces parts of torch until the process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same small run twice: measured on gloo ranks, and planned."""
+"""The same small run, measured on gloo ranks and planned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def settings(
 
 
 def measured(cases: list[Any]) -> list[dict[str, int]]:
-    """On a rank: per case the bytes that its models held, and that each call added at most."""
+    """Run on a rank. Return per case the bytes of its models, and the largest increase in each call."""
     process.prepare(engine=False)
     import gc
 
@@ -60,7 +60,7 @@ def measured(cases: list[Any]) -> list[dict[str, int]]:
 
 
 def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
-    """The same of every rank, from plans; in a process of conftest.py's planner."""
+    """Return the same numbers for every rank, from plans. Runs in the planner of conftest.py."""
     from dataclasses import replace
 
     from megatron_stppo.plan.dry_run import plan
@@ -106,7 +106,7 @@ def _measure(*case: Any) -> dict[str, int]:
     config = settings(*case)
     mesh, dtype = groups.initialize(config.parallel), process.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm
-    one = trajectory(config, LENGTH)  # prompts of their own, as the plan assumes: a shared one takes less
+    one = trajectory(config, LENGTH)  # separate prompts, as the plan assumes: a shared one needs less
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(8)]
     batch, chosen = _scored(to_batch(played)), list(range(8))
     packer = Packer.of(config, shape, mesh)
@@ -153,7 +153,7 @@ def _scored(batch: Any) -> Any:
 
 
 def write_model(folder: Path, family: str = "Qwen2") -> None:
-    """Qwen2, or Qwen3Moe of which every token takes every expert: they are shared out evenly then."""
+    """Write a Qwen2, or a Qwen3Moe in which every token uses all experts, so that they are evenly loaded."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""Runs in the planner's process."""
+"""Functions that run in the planner's process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.plan.real_step import settings
 
 
 def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]]]:
-    """(first rank, {stage: ranks}) of an 8-layer model."""
+    """Return (first rank, {stage: ranks}) of an 8-layer model."""
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.world import kinds
     from megatron_stppo.sharding.hf_names import ModelShape
@@ -22,7 +22,7 @@ def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]
 
 
 def warm_ups(pipeline: int, virtual: int, microbatches: int) -> list[tuple[list[int], list[int]]]:
-    """Per stage: ours, and what megatron's schedule runs before the first backward."""
+    """Return per stage our and megatron's number of forward passes before the first backward."""
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
     from megatron_stppo.parallel.layout import Layout
@@ -41,14 +41,14 @@ def warm_ups(pipeline: int, virtual: int, microbatches: int) -> list[tuple[list[
 
 
 def limits(folder: str) -> dict[str, list[str]]:
-    """What does not fit on GPUs with less and less memory."""
+    """Return the broken limits on GPUs with decreasing memory."""
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.hardware import H100
     from megatron_stppo.plan.limits import broken
 
     config = settings(folder, {"dtype": "auto"}, {"tensor": 2, "sequence": True})
     made = plan(config, 2)
-    cache = config.max_context * made.engine.cache_per_token  # one trajectory's
+    cache = config.max_context * made.engine.cache_per_token  # of one trajectory
     stage, engine = made.stages[0], replace(made.engine, working=0, cache=cache)
     totals = stage.totals(engine, 0, "none")
 
@@ -75,7 +75,7 @@ def limits(folder: str) -> dict[str, list[str]]:
 
 
 def flop(folder: str) -> dict[str, tuple[int, int]]:
-    """{what: FLOP of a microbatch by the formula, and counted while it runs} on one GPU."""
+    """Return {part: (FLOP of a microbatch by the formula, counted FLOP)} on one GPU."""
     from megatron_stppo.model.flop import TRAINED, forward
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.work import trajectory

@@ -48,7 +48,9 @@ def test_one_layer_of_a_stage_represents_all_its_layers() -> None:
 def test_bytes_between_nodes_are_counted_separately() -> None:
     found = exchange(*SIDES, ALIKE, 2, replace(H100, per_node=2, network_rate=1.0))
     assert found.between_nodes == found.moved
-    assert found.moved / 2 < found.busiest_node < found.moved / 2 * 1.01  # what one stage lacks, of two
+    assert (
+        found.moved / 2 < found.busiest_node < found.moved / 2 * 1.01
+    )  # the rows that one of two stages lacks
     assert found.seconds == found.busiest_node
 
 

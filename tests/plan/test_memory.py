@@ -1,4 +1,4 @@
-"""The plan's bytes against those of a real update on gloo ranks."""
+"""Planned bytes compared with those of a real update on gloo ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
 def both(
     model: Path, planner: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[tuple[dict, dict]]]:
-    """{case: per rank (measured, planned)}"""
+    """Return {case: [(measured, planned) of each rank]}."""
     experts: Path = tmp_path_factory.mktemp("experts")
     real_step.write_model(experts, "Qwen3Moe")
     cases = [(str(experts if name == "experts" else model), *case) for name, case in CASES.items()]

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: no port is opened, no driver is needed."""
+"""A headless Chromium, controlled over its debugging pipe, without an open port and without a driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage
 
 
 class Browser:
-    """One tab. `requests` and `complaints` are what the page asked for and what it logged or threw."""
+    """One tab. `requests` are those of the page; `complaints` are its log messages and exceptions."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = os.fdopen(commands, "wb"), os.fdopen(answers, "rb")
@@ -30,7 +30,7 @@ class Browser:
             self._ask(f"{domain}.enable")
 
     def open(self, page: Path) -> None:
-        """Until its scripts have run."""
+        """Load a page and wait until its scripts have run."""
         self.requests.clear()
         self.complaints.clear()
         self._ask("Page.navigate", url=page.as_uri())
@@ -38,7 +38,7 @@ class Browser:
             pass
 
     def look(self, width: int, height: int = 900, scheme: str = "light") -> None:
-        """The size of the window in CSS pixels, and light or dark."""
+        """Set the size of the window in CSS pixels, and a light or dark colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
         media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -80,7 +80,7 @@ class Browser:
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             more = os.read(self._answers.fileno(), 2**16)
-            assert more, "Chromium is gone"
+            assert more, "Chromium has ended"
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
@@ -94,7 +94,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """Over pipes 3 and 4 of the process, as --remote-debugging-pipe wants them."""
+    """Start Chromium with pipes 3 and 4, as --remote-debugging-pipe needs them."""
     assert FOUND is not None
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     # the shell puts the pipes at 3 and 4, whatever numbers they have here

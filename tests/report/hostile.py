@@ -1,4 +1,4 @@
-"""Runs as a page may find them: what a training wrote, and what somebody made who means harm."""
+"""Run folders for tests of the page: one as training writes it, and one made by an attacker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines(*records: Any) -> str:
 
 
 def write(folder: Path, preset: str = "st_ppo", iterations: int = 4) -> Path:
-    """A run of three episodes in its first iteration and one in its second, not updated yet."""
+    """Write a run of three episodes in its first iteration and one in its second, not updated yet."""
     played = folder / "trajectories"
     played.mkdir(parents=True)
     rows = [
@@ -75,7 +75,7 @@ def write(folder: Path, preset: str = "st_ppo", iterations: int = 4) -> Path:
 
 
 def damage(folder: Path) -> None:
-    """Appends what no reader likes to every file."""
+    """Append invalid and hostile lines to every file."""
     bad = ["{", "[]", "[" * 100_000, '{"iteration": "x"}', '{"iteration": true}', '{"iteration": -1}']
     odd = [f'{{"iteration": 5, "reward/mean": NaN, "x": "{MARKUP[:9]}", "y": 1{"0" * 400}, "z": true}}']
     odd.append('{"iteration": 6, "constructor": 1, "__proto__": 2, "toString": 3}')
@@ -85,7 +85,7 @@ def damage(folder: Path) -> None:
         file.write(lines("{", {"turns": 3}, {"turns": [{"action": 5}]}, {}).encode() + b"\xff\xfe\n")
     with (folder / "trajectories" / "iteration-00001.turns.jsonl").open("a") as file:
         file.write(lines({"turns": [{"ratio": "high"}]}))
-    for name in ("1", "\u0661"):  # the first iteration's number, written otherwise
+    for name in ("1", "\u0661"):  # another spelling of the first iteration's number
         (folder / "trajectories" / f"iteration-{name}.jsonl").touch()
     (folder / "config.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
     (folder / "summary.json").write_text("{")

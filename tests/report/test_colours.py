@@ -1,4 +1,4 @@
-"""The page's colours, in numbers: curves are told apart by eyes that miss a kind of cone, and seen at all."""
+"""The page's colours: curves can be distinguished by colour-blind readers and have enough contrast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import megatron_stppo
 
 CSS = (Path(megatron_stppo.__file__).parent / "report" / "page.css").read_text()
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#\w{6});", block)) for block in CSS.split("@media", 2)[:2])
-# What eyes without red, green or blue cones see of linear RGB: Machado, Oliveira, Fernandes 2009, severity 1.
+# Linear RGB as seen without red, green or blue cones: Machado, Oliveira, Fernandes 2009, severity 1.
 EYES = [
     np.eye(3),
     [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
@@ -43,7 +43,7 @@ def linear(colour: str) -> np.ndarray:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it. Example: black on white has 21."""
+    """Return the contrast ratio of WCAG 2. Example: black on white has 21."""
     low, high = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) + 0.05 for colour in (one, other))
     return high / low
 

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: draws, filters, obeys the keyboard, fits a phone, lets nothing in or out."""
+"""The page in a real Chromium: curves, filters, keyboard, small windows, no network, no injection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(of a run with a hostile name and damaged files, of two runs)."""
+    """Return (page of a run with a hostile name and damaged files, page of two runs)."""
     root = tmp_path_factory.mktemp("runs")
     runs = [hostile.write(root / "a"), hostile.write(root / "b", preset="ppo", iterations=6)]
     damaged = hostile.write(root / "<img src=x onerror=window.struck=3>")
@@ -148,7 +148,7 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
         " !== getComputedStyle(document.querySelector('.turn.clipped')).backgroundColor"
     )
     colour = "getComputedStyle(document.querySelector('{} .text')).color"
-    assert browser.ask(colour.format(".passage")) != browser.ask(colour.format(".turn"))  # greyed
+    assert browser.ask(colour.format(".passage")) != browser.ask(colour.format(".turn"))  # shown in grey
     browser.ask("document.querySelector('[value=advantage][name=tone]').click()")
     assert browser.ask(strengths) == ["50%", "100%"]
     enter(browser, "iteration", "2")
@@ -209,7 +209,7 @@ def test_runs_are_compared(browser: Browser, pages: tuple[Path, Path]) -> None:
 
 
 def test_runs_of_one_algorithm_share_a_colour_and_have_a_mean(browser: Browser, tmp_path: Path) -> None:
-    """Two algorithms, two runs each, of 4 and 6 iterations; the reward of iteration k is k/4."""
+    """Two algorithms have two runs each, of 4 and 6 iterations. The reward of iteration k is k/4."""
     made = [
         hostile.write(tmp_path / f"{preset}-{iterations}", preset, iterations)
         for preset in ("ppo", "st_ppo")

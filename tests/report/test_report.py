@@ -1,4 +1,4 @@
-"""What reaches the page: damaged files are counted, large ones cut, and nothing that is read is markup."""
+"""The data of the page: damaged lines are counted, large files are shortened, and no text is markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reshard tests share: random checkpoints, shards cut from them, a plan carried out by hand."""
+"""Shared code of the reshard tests: random checkpoints, their shards, and a simple execution of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
 def model_shape(**changes) -> ModelShape:
-    """A Qwen3-like model: 4 layers, 8 wide, 4 heads of 2, 2 KV heads, ffn 12, vocabulary 300."""
+    """Return the shape of a small Qwen3: 4 layers, hidden 8, 4 heads of 2, 2 KV heads, ffn 12, 300 tokens."""
     sizes = {"layers": 4, "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn": 12, "vocab": 300}
     flags = {"tied": False, "qkv_bias": False, "qk_norm": True}
     rest = {"family": "qwen3", "rope_theta": 1e4, "norm_eps": 1e-6, "max_positions": 64}
@@ -19,7 +19,7 @@ def model_shape(**changes) -> ModelShape:
 
 
 def checkpoint(shape: ModelShape, dtype=torch.float32) -> dict[str, Tensor]:
-    """Every element of the checkpoint has a value of its own."""
+    """Return a checkpoint in which every element has a different value."""
     held, first = {}, 0
     for key, dims in hf_shapes(shape).items():
         size = torch.Size(dims).numel()
@@ -39,12 +39,12 @@ def local_shape(spans, widths) -> tuple[int, ...]:
 
 
 def blank(spans: Spans, widths, dtype=torch.float32) -> dict[str, Tensor]:
-    """Tensors of a rank's shapes, every element -1."""
+    """Return tensors with a rank's shapes and the value -1."""
     return {n: torch.full(local_shape(s, widths), -1, dtype=dtype) for n, s in spans.items()}
 
 
 def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
-    """A rank's tensors, sliced out of a checkpoint by its spans; padding holds 77."""
+    """Return a rank's tensors, sliced from a checkpoint by its spans; padding has the value 77."""
     out = {n: torch.full(local_shape(s, widths), 77, dtype=dtype) for n, s in spans.items()}
     for name, tensor_spans in spans.items():
         for key, dim, start, size, local in tensor_spans:
@@ -56,10 +56,10 @@ def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
 def apply(
     plan: ReshardPlan, sources: dict[int, dict[str, Tensor]], targets: dict[int, dict[str, Tensor]]
 ) -> None:
-    """The plan's meaning: its copies, one after another; every target element may be written once."""
+    """Execute the copies of a plan one after another. Every target element may be written once."""
     for c in plan.copies:
         into = targets[c.target_rank][c.target].narrow(c.dim, c.target_offset, c.size)
-        assert (into == -1).all(), f"{c} writes over what another copy wrote"
+        assert (into == -1).all(), f"{c} overwrites the target of another copy"
         into.copy_(sources[c.source_rank][c.source].narrow(c.dim, c.source_offset, c.size))
 
 

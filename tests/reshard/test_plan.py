@@ -15,7 +15,7 @@ from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, pad
 
 @st.composite
 def meshes(draw):
-    """A layout of at most 12 ranks, and a number of layers that its stages and model chunks can share out."""
+    """Draw a layout of at most 12 ranks, and a number of layers that its stages and chunks can divide."""
     tensor, pipeline, data, context = (
         draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 3], [1, 2], [1, 2])
     )
@@ -31,7 +31,7 @@ def meshes(draw):
 
 @st.composite
 def models_and_layouts(draw):
-    """A model, a training layout and an engine size that megatron and vLLM both accept."""
+    """Draw a model, a training layout and an engine size that megatron and vLLM both accept."""
     layout, layers = draw(meshes())
     tensor = layout.tensor
     serving = draw(st.sampled_from([s for s in (1, 2, 4, 8) if layout.world % s == 0]))
@@ -82,7 +82,7 @@ def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(ca
     apply(plan, source, straight)
     for rank, spans in engine.items():
         for rows in padding_rows(spans, straight[rank]):
-            assert (rows == -1).all()  # padding never travels
+            assert (rows == -1).all()  # padding is never copied
             rows.fill_(77)
         expected = cut(spans, held, widths)
         assert all(torch.equal(straight[rank][name], expected[name]) for name in spans)

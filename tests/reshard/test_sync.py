@@ -16,7 +16,7 @@ WORLD, BUCKET = 4, 1 << 12
 
 
 class Hook:
-    """What happens before a bucket is packed; nothing unless told."""
+    """Called before a bucket is packed. A test may replace it."""
 
     def __init__(self):
         self.action = lambda bucket: None
@@ -26,7 +26,7 @@ class Hook:
 
 
 def case(shape, layout, serving, wire=torch.float32, verify_share=1):
-    """This rank's resharder with its tensors, and what they must become."""
+    """Return this rank's resharder with its tensors, and their expected values."""
     widths, held, hook = row_widths(shape), checkpoint(shape), Hook()
     train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
     sources = {rank: cut(spans, held, widths) for rank, spans in train.items()}

@@ -1,4 +1,4 @@
-"""What a rank of test_deadlines does: collectives in step with the others, until a deadline ends it."""
+"""The function of a rank in test_deadlines: collectives with the others, until a deadline ends it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_stppo.resilience import deadlines
 
 
 def walk(rank: int, world: int, folder: Path, deadline: float) -> None:
-    """Steps in phase score for ever; what it prints goes to folder/stderr-N."""
+    """Run steps in phase score forever. Output goes to folder/stderr-N."""
     with (folder / f"stderr-{rank}").open("w") as file:
         os.dup2(file.fileno(), 2)
     deadlines.BEAT, deadlines.SILENT = 0.2, 0.8

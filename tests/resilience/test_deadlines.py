@@ -23,7 +23,7 @@ limits = {"start_up": 9, "score": 0.8, "rollout": 9, "other": 9}
 
 
 def run(body: str, folder: Path) -> tuple[int, str, float]:
-    """(exit code, stderr, seconds) of a process whose deadlines are short."""
+    """Return (exit code, stderr, seconds) of a process with short deadlines."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", f"{START}\nfolder = Path({str(folder)!r})\n{body}"],
@@ -42,7 +42,7 @@ def beat(
 
 
 def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Path) -> None:
-    """Three real processes over gloo, the second gets SIGSTOP."""
+    """Three real processes use gloo; the second gets SIGSTOP."""
     context, deadline = mp.get_context("spawn"), 2.0
     ranks = [context.Process(target=in_step.walk, args=(r, 3, tmp_path, deadline)) for r in range(3)]
     for process in ranks:
@@ -83,7 +83,7 @@ def test_a_single_rank_past_its_deadline_prints_its_stacks_and_ends(tmp_path: Pa
 
 
 def test_a_thread_that_never_releases_the_gil_is_ended_by_the_timer(tmp_path: Path) -> None:
-    """PyDLL keeps the GIL while it calls: no thread of Python runs."""
+    """PyDLL holds the GIL during its call, so that no Python thread runs."""
     body = (
         'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"):\n'
         "    ctypes.PyDLL(None).sleep(15)"
@@ -132,7 +132,7 @@ def test_a_run_that_raised_keeps_its_exit_code_while_it_waits_for_a_checkpoint(
 
 
 def test_a_full_disk_does_not_end_the_heartbeats(tmp_path: Path) -> None:
-    """A folder in the scratch file's place refuses the writes."""
+    """A folder at the path of the temporary file makes the writes fail."""
     body = (
         "blocked = folder / 'heartbeats' / 'rank-0.json.tmp'\n"
         "blocked.mkdir(parents=True)\n"

@@ -30,7 +30,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def scored(value: float = 0.5) -> Batch:
-    """Two episodes of four action tokens each; the second failed."""
+    """Return a scored batch of two episodes of four action tokens each; the second failed."""
     batch = to_batch([EPISODE, FAILED])
     return replace(batch, old_logprob_T=torch.full((8,), value), value_T=torch.zeros(8))
 

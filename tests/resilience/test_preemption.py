@@ -14,7 +14,7 @@ import pytest
 from megatron_stppo.config import ConfigError
 from megatron_stppo.resilience.preemption import SIGNALS, PreemptionNotice
 
-# Stands for a training that reports its progress.
+# A replacement for a training that prints its progress.
 PRINTS = """
 import pathlib, sys, time
 from megatron_stppo.resilience.preemption import PreemptionNotice
@@ -54,7 +54,7 @@ def test_a_signal_takes_effect_at_the_next_check_and_a_second_one_does_nothing(
     assert notice.reason == number.name
     for again in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), again)
-        assert signal.getsignal(again) == signal.SIG_IGN, "children would die of it"
+        assert signal.getsignal(again) == signal.SIG_IGN, "children would be killed by it"
 
 
 def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
@@ -113,9 +113,9 @@ def test_a_notice_to_another_rank_applies_to_this_rank() -> None:
 
 
 def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All must be over at 1040: after 30 s that end at 1000 there is another go, after 20 at 1030 none."""
+    """The limit is 1040: an iteration follows one of 30 s that ends at 1000, and none one of 20 s at 1030."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
-    times = iter((970.0, 1000.0, 1010.0, 1030.0))  # the start; ends of iterations of 30, 10 and 20 s
+    times = iter((970.0, 1000.0, 1010.0, 1030.0))  # the start, and the ends of iterations of 30, 10 and 20 s
     monkeypatch.setattr(time, "time", lambda: next(times))
     notice = PreemptionNotice(margin=60)
     assert [notice.due(alone) for _ in range(3)] == [False, False, True]

@@ -1,4 +1,4 @@
-"""Every holder is a process of its own: the kernel's lock belongs to processes."""
+"""Every holder is a separate process, because the kernel's lock belongs to a process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Config:
 
 @contextmanager
 def holder(config: Config, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has the folder until its input ends."""
+    """Start a process that locks the folder until its input ends."""
     line = [sys.executable, "-c", HOLDS, str(config.run.root), *options]
     with subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -51,11 +51,11 @@ def holder(config: Config, *options: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its fork
+                os.killpg(process.pid, signal.SIGKILL)  # including its fork
 
 
 def write(config: Config, **changed: Any) -> Path:
-    """The text of this process, with changes."""
+    """Return the lock file's text for this process, with changes."""
     this = {"host": socket.gethostname(), "process": os.getpid(), "start": "another boot 1"}
     path = config.run.folder / run_lock.LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,9 @@ def test_a_second_process_is_refused_with_host_and_process_of_the_first(config: 
         with pytest.raises(ConfigError, match=said):
             run_lock.take(config)
         assert first.communicate("")[0] == "" and first.returncode == 0
-        assert (config.run.folder / run_lock.LOCK).read_bytes() == b"", "who ends by itself leaves no name"
+        assert (config.run.folder / run_lock.LOCK).read_bytes() == b"", (
+            "a process that ends normally removes its name"
+        )
         run_lock.take(config)
 
 
@@ -136,7 +138,7 @@ def test_the_lock_of_another_host_that_is_renewed_is_respected(
 def test_the_process_waits_for_a_lock_that_a_file_server_keeps_for_another_host(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holder here stands for the file server: the text names a machine that is gone."""
+    """The holder here plays the file server: the text names a machine that has ended."""
     for name, seconds in (("SILENT", 0.2), ("LEASE", 0.6), ("LOOK", 0.1)):
         monkeypatch.setattr(run_lock, name, seconds)
     with holder(config) as server:

@@ -1,4 +1,4 @@
-"""One process with one engine, for everything that a single rank can show: starting vLLM costs seconds."""
+"""One process with one engine for all tests of a single rank, because vLLM takes seconds to start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 
 def observe(folder: Path) -> dict[str, Any]:
-    """What test_engine and test_collect make claims about, by the name of the module."""
-    # A plain process, as `python -m megatron_stppo` without torchrun: no group, no variables.
+    """Return {module: observations} for test_engine and test_collect."""
+    # A process without torchrun, as `python -m megatron_stppo` starts it: no group and no variables.
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)

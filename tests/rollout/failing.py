@@ -1,4 +1,4 @@
-"""Makes vLLM fail, in its own code and in the middle of a rollout."""
+"""Makes vLLM raise in its own code during a rollout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fail_in_step(step: int) -> Callable[[], None]:
-    """From now on vLLM's scheduler raises in its step-th call, once; the result undoes it."""
+    """Make vLLM's scheduler raise once, in its step-th call. Return a function that undoes this."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     schedule, steps = Scheduler.schedule, iter(range(1, 1_000_000))

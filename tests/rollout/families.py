@@ -13,10 +13,10 @@ PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(3)]
 
 
 def observe(folder: Path, parallel: dict[str, int], engine_tensor: int) -> dict[str, Any]:
-    """What the engine generates with weights that came over the reshard; equal on the ranks of a replica."""
+    """Return generations with weights from the reshard. They are equal on the ranks of a replica."""
     import torch.distributed as dist
 
-    dist.destroy_process_group()  # the program makes its own
+    dist.destroy_process_group()  # the program creates its own
     process.prepare()
     import torch
 

@@ -32,7 +32,7 @@ def start(folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
 
 
 def player(engine: Any, folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
-    """`collect` on an engine that holds the checkpoint, with everything but tasks and settings given."""
+    """Return a function that calls `collect` with tasks and settings, on an engine with the checkpoint."""
     fill(engine.parameters(), folder, dist.get_rank() % tensor, tensor)
     engine.published = lambda: 3
     engine.refresh()
@@ -62,7 +62,7 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
 
 
 def refused(play: Callable[..., list[Trajectory]]) -> tuple[str, str]:
-    """(what a rollout raises, the place of an engine's failure)."""
+    """Return (the exception of a rollout, the place of the engine's failure)."""
     try:
         play(TASKS)
     except Exception as error:
@@ -90,7 +90,7 @@ def seen(seen_alone: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_against(reference: Any, trajectories: list[Trajectory]) -> None:
-    """The engine's context at every turn was exactly the trajectory so far: its log-probs can be replayed."""
+    """Recompute log-probs to check that the engine's context was the trajectory so far at every turn."""
     for trajectory in trajectories:
         expected = reference_logprobs(reference, trajectory.token_ids)
         replayed = expected[torch.tensor(trajectory.action_positions) - 1]

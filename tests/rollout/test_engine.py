@@ -45,7 +45,7 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["bad ids"] = _refused(lambda: engine.add("a", (VOCABULARY,), seed=0, max_tokens=1))
     seen["no room"] = _refused(lambda: engine.add("a", (5,) * CONTEXT, seed=0, max_tokens=1))
     for name, parameter in engine.parameters().items():
-        if "layernorm" in name:  # changes what the prefix cache holds, too
+        if "layernorm" in name:  # also changes the contents of the prefix cache
             parameter.mul_(0.5)
     engine.published = lambda: 2
     seen["stale cache"] = _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))
@@ -86,7 +86,7 @@ def _generate(
 
 
 def _stop_strings(engine: Any, finished: Finished) -> list[str]:
-    """Pairs of characters that two successive tokens of a generation spell together, some from its middle."""
+    """Return pairs of characters at the border of two successive tokens of a generation."""
     text = [engine.tokenizer.decode([i], skip_special_tokens=False) for i in finished.token_ids]
     pairs = itertools.pairwise(text)
     joints = [a[-1] + b[0] for a, b in pairs if a and b and (a[-1] + b[0]).isascii()]

@@ -15,7 +15,7 @@ from tests.rollout.tiny import Game, task
 
 
 class Watched(Game):
-    """Counts what is under way at once and what was closed."""
+    """Counts concurrent calls and closed environments."""
 
     under_way = most = closed = 0
 
@@ -33,7 +33,7 @@ class Watched(Game):
 
 class Blocking(Game):
     async def reset(self, task: Task, seed: int) -> list[Message]:
-        time.sleep(1.5)  # an async function that does not await: what a user gets wrong
+        time.sleep(1.5)  # a common mistake of users: an async function that does not await
         return []
 
 

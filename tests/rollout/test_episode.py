@@ -42,7 +42,7 @@ def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrained
     assert episode.context == [*episode.prompt_ids, 5, 9, *paris, 6]
     trajectory = episode.trajectory()
     assert list(trajectory.token_ids) == episode.context
-    assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward sits on the turn that earned it"
+    assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward is on the turn that earned it"
     assert [t.policy_version for t in trajectory.turns] == [7, 7]
     assert (trajectory.outcome, trajectory.detail) == ("ok", "six")
     assert (trajectory.tool_calls, trajectory.valid_actions) == (1, 2)
@@ -79,7 +79,7 @@ def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
     assert episode.outcome == "error"
     whole = started(tokenizer).prompt_ids
     assert episode.detail == f"prompt of {len(whole)} tokens exceeds rollout.max_prompt_tokens=5"
-    assert episode.prompt_ids == whole[:5], "cut, so that it cannot swamp a microbatch"
+    assert episode.prompt_ids == whole[:5], "cut, so that it does not fill a microbatch"
 
 
 def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(

@@ -22,7 +22,7 @@ def episode(
 
 
 def rollout(silent: int, failed: int, answered: int = 0) -> list[Trajectory]:
-    """Episodes without a search, with one that failed, and with one that was answered."""
+    """Return episodes without a search, with a failed search, and with a successful one."""
     return (
         [episode(n, "wrong") for n in range(silent)]
         + [episode(n, "error", 1, "retrieval: status 401") for n in range(failed)]
@@ -44,7 +44,7 @@ def test_more_failures_than_the_rate_among_all_episodes_end_the_run() -> None:
 
 
 def test_a_tool_that_always_fails_ends_the_run_although_few_episodes_call_it() -> None:
-    """7 of 64 failed episodes are 11 %, below 20 %; the third rollout makes 21 of 21 that called a tool."""
+    """7 of 64 episodes fail: 11 %, below 20 %. After the third rollout 21 of 21 that called a tool failed."""
     limit = FailureLimit(0.2)
     limit.check(rollout(57, 7))
     limit.check(rollout(57, 7))
@@ -57,7 +57,9 @@ def test_a_tool_that_always_fails_ends_the_run_although_few_episodes_call_it() -
 def test_one_failure_among_few_tool_calls_does_not_end_the_run_and_old_failures_expire() -> None:
     limit = FailureLimit(0.2)
     for _ in range(10):
-        limit.check(rollout(60, 1, 3))  # 25 %, of 4: may be chance; of 20: 5 failures, more than allowed
+        limit.check(
+            rollout(60, 1, 3)
+        )  # 25 %: of 4 it may be chance; of 20 it is 5 failures, more than allowed
         limit.check(rollout(60, 0, 16))  # 1 of 20 together
 
 

@@ -16,7 +16,7 @@ def plain_text(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 def first_completion(finder: StopFinder, ids: list[int]) -> int | None:
-    """How many tokens had been emitted when the finder saw a stop string."""
+    """Return the number of tokens after which the finder reports a stop string."""
     return next((n for n in range(1, len(ids) + 1) if finder.completed(ids[:n])), None)
 
 

@@ -20,7 +20,7 @@ from tests.rollout.tiny import Game, task
 
 
 class Asking(Game):
-    """Its tool is away until `Asking.back`, on the monotonic clock."""
+    """An environment whose tool is unavailable until `Asking.back`, on the monotonic clock."""
 
     back = made = 0.0
 
@@ -68,7 +68,7 @@ def test_calls_are_repeated_until_the_tool_answers_and_the_wait_prints_two_lines
         first, refused, last = host.take(3)
     assert first.result and last.result and last.result.observation == "b"
     assert (refused.failure, refused.detail) == ("error", "ValueError: the tool refuses this action")
-    assert Asking.made == 3, "an attempt makes no new environment"
+    assert Asking.made == 3, "an attempt creates no new environment"
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     begins, ends = (
         "rank 4: tools do not answer: tool: connection refused; waiting for up to ",
@@ -95,7 +95,7 @@ def test_a_rollout_gives_up_when_its_total_wait_exceeds_tool_wait() -> None:
 
 
 def test_one_call_that_answers_ends_the_wait_of_all() -> None:
-    """Tools that answer one call after 0.3 s spend 0.3 s, however long another call is still refused."""
+    """If one call succeeds after 0.3 s, the wait is 0.3 s, even if another call fails for longer."""
     tools, began = ToolWait(0.7), time.monotonic()
 
     async def answering(at: float) -> float:

@@ -24,7 +24,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# transformers' prefix, and what the family's model has besides the common sizes
+# the class prefix in transformers, and the family's settings besides the common sizes
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
@@ -76,7 +76,7 @@ def build_model(folder: Path, family: str = "qwen3") -> None:
 
 
 def fill(parameters: dict[str, torch.Tensor], folder: Path, rank: int = 0, size: int = 1) -> None:
-    """Copies the checkpoint's rows of tensor rank `rank` of `size` into the engine's parameters."""
+    """Copy the checkpoint's rows of tensor rank `rank` of `size` into the engine's parameters."""
     given = load_file(Path(folder) / "model.safetensors")
 
     def cut(name: str, dim: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def fill(parameters: dict[str, torch.Tensor], folder: Path, rank: int = 0, size:
 
 
 def reference_logprobs(model: Any, ids: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """[len(ids) - 1]: log-prob of each id but the first, by transformers."""
+    """Return [len(ids) - 1]: the log-prob of each id except the first, by transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].double() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -111,7 +111,7 @@ def task(index: int, behave: str = "play") -> Task:
 
 
 class Game:
-    """Answers each turn with its length; over after three turns, with reward 1 for an even total length."""
+    """Answers each turn with its length. It ends after three, with reward 1 for an even total length."""
 
     stop_strings = ("e", "</answer>")
 
@@ -130,7 +130,7 @@ class Game:
         if self.behave == "return nothing":
             return None  # type: ignore[return-value]
         if self.behave == "cancel":
-            raise asyncio.CancelledError  # of a task of its own that it awaited
+            raise asyncio.CancelledError  # of a separate task that it awaited
         if self.behave == "exit":
             raise SystemExit(3)
         if self.behave == "raise":

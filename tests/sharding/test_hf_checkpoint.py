@@ -21,7 +21,7 @@ SPANS = training_spans(SHAPE, Layout(2, 2, 1), 3, tied_copy=True)  # last stage,
 
 
 def two_files(folder, held):
-    """The checkpoint in two files with an index, as large models come."""
+    """Write the checkpoint as two files with an index, as for large models."""
     weight_map = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(held)}
     for name in set(weight_map.values()):
         save_file({key: held[key] for key in held if weight_map[key] == name}, folder / name)
@@ -110,7 +110,7 @@ def test_pickled_weights_are_never_loaded(tmp_path):
 
 
 def test_code_in_a_model_folder_is_not_run(tmp_path):
-    """By the calls that the engine and the cold start make; tests/test_banned_calls.py knows no others."""
+    """Checks the calls of the engine and of the cold start; tests/test_banned_calls.py allows no others."""
     build_tokenizer().save_pretrained(tmp_path)
     alive = tmp_path / "alive"
     for name in ("configuration_own", "tokenization_own"):

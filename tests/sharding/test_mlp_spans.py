@@ -11,7 +11,7 @@ EXPERTS = model_shape(family="qwen3_moe", experts=6)  # ffn 12
 
 
 def test_a_rank_numbers_its_experts_from_zero_and_splits_them_over_the_tensor_axis():
-    # rank 3 of tensor 2, data 2: the second half of the rows of the second three experts
+    # rank 3 with tensor=2, data=2: the second half of the rows of the last three experts
     spans = training_spans(EXPERTS, Layout(2, 1, 2, expert=2), 3)
     expert = "model.layers.1.mlp.experts.4."
     assert spans["decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"] == (

@@ -14,7 +14,7 @@ from megatron_stppo.telemetry.rows import column, read, write_steps
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that a test moves forward by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,7 +91,7 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) ->
         first.log(iteration, {"reward": 0.0})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 4, "rew')  # the crash came here
+        file.write('{"iteration": 4, "rew')  # the crash is here
     second = Metrics(tmp_path, 0, resumed_at=2)
     second.log(3, {"reward": 1.0})
     second.close()

@@ -1,4 +1,4 @@
-"""The sampler through the real nvidia-ml-py: without NVML, and on a library that stands in for it.
+"""The sampler with the real nvidia-ml-py: without NVML, and with a replacement for NVML's library.
 
 pynvml keeps the first library it finds for good, so that each case is a process of its own.
 """
@@ -16,7 +16,7 @@ import pytest
 from megatron_stppo.telemetry.gauges import Gauges, over_gpus
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
-# No sample of its own in the time the test takes: those of the two readings only.
+# The sampler takes no sample during the test, except those of the two readings.
 CODE = """
 import json, sys
 from megatron_stppo.telemetry.nvml import Sampler
@@ -48,7 +48,7 @@ def test_samples_are_averaged_counters_give_their_increase_and_unsupported_gauge
     done = sample(library)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
-    # whether it is supported was asked with a first reading, so the sampler's own start at 600 W
+    # a first reading checks what is supported, so the sampler starts at 600 W
     assert [reading["watts"] for reading in (first, second)] == [600.0, 500.0]
     for reading in (first, second):
         assert set(reading) == {

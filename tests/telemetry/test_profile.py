@@ -42,7 +42,7 @@ def test_a_run_that_ends_inside_the_window_keeps_its_trace(tmp_path: Path) -> No
 def test_a_window_that_exceeds_the_run_is_traced_up_to_the_end_of_the_run(
     tmp_path: Path, first: int, window: tuple[int, int]
 ) -> None:
-    """A run that ends in the window, and one that resumes inside it."""
+    """One run ends in the window, and one is resumed inside it."""
     assert list(profiled(range(first, 5), window, tmp_path)) == list(range(first, 5))
     assert [path.name for path in tmp_path.iterdir()] == ["from-iteration-4.json.gz"]
 

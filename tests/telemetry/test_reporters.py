@@ -77,7 +77,7 @@ def test_weights_and_biases_without_its_package_gives_a_one_line_error(
 def test_weights_and_biases_gets_every_row_and_no_data_about_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the calls of wandb's documentation; the test below makes them to the real package."""
+    """Uses the calls of wandb's documentation. The test below makes them with the real package."""
     calls: list[tuple[str, Any]] = []
 
     class Run:

@@ -20,7 +20,7 @@ def settings(**algorithm: float | str) -> Config:
 
 
 def batch():
-    """One trajectory: a prompt of 1 token, then 2 action tokens."""
+    """Return one trajectory: a prompt of 1 token, then 2 action tokens."""
     turn = Turn((5, 6), (-0.5, -0.5), (), 1.0, 0)
     return to_batch([Trajectory(Task("", (), ("",), "train", 0), (3,), (turn,), "ok")])
 

@@ -1,4 +1,4 @@
-"""tools/benchmark_kernels.py on sizes of a few seconds: what its JSON holds, and whose numbers."""
+"""tools/benchmark_kernels.py on small sizes: the contents of its JSON and the results of variants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif("cpu" not in extension.parts(), reason="the exte
 
 
 def run(program: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Apart: the tool loads megatron and sets threads and STPPO_OPS."""
+    """Run the tool in a separate process: it loads megatron and sets threads and STPPO_OPS."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
     return subprocess.run(
         [sys.executable, *program],

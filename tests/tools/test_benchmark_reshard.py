@@ -1,4 +1,4 @@
-"""tools/benchmark_reshard.py on two ranks and a model of a few megabytes: what its JSON holds."""
+"""tools/benchmark_reshard.py on two ranks and a model of a few megabytes: the contents of its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dockerfile, read: its pins are those of tools/constraints-gpu.txt, which agree with the CPU's."""
+"""The text of the Dockerfile: its pins are in tools/constraints-gpu.txt, and agree with those of the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPU, CPU = pins("constraints-gpu.txt"), pins("lock-cpu.txt")
 
 
 def installed() -> set[str]:
-    """Packages that the steps name to pip."""
+    """Return the packages that the steps pass to pip."""
     found = set()
     for step in STEPS:
         for command in commands(step) if step.instruction == "RUN" else []:

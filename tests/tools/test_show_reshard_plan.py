@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def run(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Apart, with torch.distributed's and CUDA's variables absent."""
+    """Run the tool in a separate process, without the variables of torch.distributed and CUDA."""
     return subprocess.run(
         [sys.executable, str(ROOT / "tools/show_reshard_plan.py"), str(model), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -94,7 +94,7 @@ def test_experts_are_planned_too(tmp_path: Path) -> None:
     train = ("--train", "pipeline=2,expert=2", "--ranks", "4", "--engine-tensor", "1")
     found = planned(tmp_path, *train)
     sizes = hf_shapes(read_shape(tmp_path)).values()
-    # every rank serves everything and lacks the other stage's half and half of its own experts
+    # every rank serves everything; it lacks the half of the other stage, and half of its own experts
     assert found["moved"] + found["at_home"] == 4 * 2 * sum(map(prod, sizes))
     assert found["moved"] == found["least"] > found["at_home"]
 

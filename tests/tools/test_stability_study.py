@@ -1,4 +1,4 @@
-"""tools/stability_study.py: what it would run, how it goes on, and what it reports of finished runs."""
+"""tools/stability_study.py: the planned runs, interruption and resume, and the report of finished runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_seed_is_finished_before_the_next_one_and_its_runs_share_a_start(tmp_p
     ]
     assert len({task.key for task in tasks}) == 8 == len(tasks)
     moved = tasks_of(matrix.select(["ppo", "st_ppo"], [0, 4], ["gentle"]), tmp_path / "elsewhere")
-    assert [task.key for task in moved] == [task.key for task in tasks], "a key does not hold a place"
+    assert [task.key for task in moved] == [task.key for task in tasks], "a key does not depend on the folder"
 
 
 def test_unknown_names_in_arguments_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_unknown_names_in_arguments_are_refused(capsys: pytest.CaptureFixture[st
 def test_the_ledger_continues_after_a_restart(tmp_path: Path) -> None:
     ledger = StudyLedger(tmp_path / "ledger.json")
     ledger.begin("a", "k1")
-    assert StudyLedger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: nobody wrote how it ended"
+    assert StudyLedger(tmp_path / "ledger.json").was_begun("a", "k1"), "killed: its end was not recorded"
     ledger.end("a", "interrupted", 2.0)
     again = StudyLedger(tmp_path / "ledger.json")
     again.begin("a", "k1")
@@ -79,11 +79,11 @@ def test_the_ledger_continues_after_a_restart(tmp_path: Path) -> None:
     assert last.is_done("a", "k1") and not last.is_done("a", "k2")
     assert (entry := last["a"]) is not None and entry.seconds == 5.0, "over both attempts"
     last.begin("a", "k2")
-    assert (entry := last["a"]) is not None and entry.seconds == 0.0, "of other settings: another task"
+    assert (entry := last["a"]) is not None and entry.seconds == 0.0, "other settings make another task"
 
 
-# Stands for training: once it is under way somebody presses Ctrl-C in the study; on SIGUSR1 it checkpoints
-# and leaves with 85; with --resume it is done.
+# A replacement for training: it sends SIGINT (Ctrl-C) to the study; on SIGUSR1 it writes a checkpoint and
+# exits with 85; with --resume it ends at once.
 TRAINS = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -117,7 +117,7 @@ def test_an_interrupted_study_signals_its_runs_and_the_next_call_resumes_them(tm
             crew = Crew(StudyLedger(tmp_path / "ledger.json"), tmp_path / "logs", 1, lock.fileno())
             return crew.work(tasks, deadline, said.append)
 
-        assert not work(tasks, time.monotonic()) and not said, "the time was up"
+        assert not work(tasks, time.monotonic()) and not said, "the deadline has passed"
         assert not work(tasks, math.inf)
         entries = json.loads((tmp_path / "ledger.json").read_text())
         known = {name: entry["status"] for name, entry in entries.items()}
@@ -146,11 +146,13 @@ def test_only_a_spent_budget_of_non_finite_steps_is_a_result_among_failures(tmp_
         (tmp_path / "exit.json").write_text(json.dumps({"code": 93, "reason": reason}))
         assert judge(task, 93, leaving=False)[0] == status
     assert judge(task, -9, leaving=False)[0] == "failed"
-    assert judge(task, -10, leaving=True)[0] == "interrupted", "notice came before it could be heard"
+    assert judge(task, -10, leaving=True)[0] == "interrupted", (
+        "the signal came before its handler was installed"
+    )
 
 
 def rows_of(exact_match: list[float], **changes: Any) -> list[dict[str, Any]]:
-    """Iterations 0, 1, 2, ... of a run that evaluates at each; gradient norms 1, 2, 3, ..."""
+    """Return rows 0, 1, 2, ... of a run that evaluates at each iteration, with gradient norms 0, 1, 2, ..."""
     found: list[dict[str, Any]] = []
     for iteration, value in enumerate(exact_match):
         row = dict.fromkeys(collect.METRICS, 0.5) | {"iteration": iteration, "seconds": 2.0}
@@ -186,8 +188,8 @@ def test_lines_of_a_figure_have_distinct_styles() -> None:
 
 def test_one_outlying_run_does_not_flatten_the_others() -> None:
     values = np.array([1.0, 1.0, 1.0, 1e-9, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    assert cut(values, 1e-10, 1e10) == (1 / 30, 30.0), "zeros have no place on the axis"
-    assert cut(values, 0.5, 2.0) == (0.5, 2.0), "never wider than what there is to see"
+    assert cut(values, 1e-10, 1e10) == (1 / 30, 30.0), "zeros are not on a logarithmic axis"
+    assert cut(values, 0.5, 2.0) == (0.5, 2.0), "never wider than the data"
     assert cut(np.zeros(3), 0.1, 10.0) == (0.1, 10.0)
 
 
@@ -206,7 +208,7 @@ def test_a_curve_has_the_iterations_that_all_seeds_have() -> None:
 def finish(
     run: matrix.Run, exact_match: list[float], root: Path, ledger: StudyLedger, *overrides: str
 ) -> None:
-    """As if it had been run for 10 iterations."""
+    """Write the files of a finished run of 10 iterations."""
     path = root / "runs" / run.name
     path.mkdir(parents=True)
     config = load(CONFIG, [*run.overrides(10), f"run.root={root}", *overrides])
@@ -236,7 +238,9 @@ def test_finished_runs_reach_the_document_and_replace_only_themselves(tmp_path: 
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "of last time" not in text
     assert "| `ppo` | 2 | 1 (0.09 to 0.91) |" in text
-    assert "| gentle | `ppo` | 100 | 0.40 | 0.30 | no |" in text, "of the pilot, which no table counts"
+    assert "| gentle | `ppo` | 100 | 0.40 | 0.30 | no |" in text, (
+        "a run of the pilot, which is in no other table"
+    )
     assert "| `ppo` |  | -0.80 (0/1) |" in text, "one seed in common, so no interval"
     assert (folder / "gentle.png").stat().st_size > 0
     kept = [path.read_bytes() for path in sorted(folder.glob("[cr]*"))]
@@ -260,7 +264,7 @@ def test_a_control_is_compared_with_its_setting(tmp_path: Path) -> None:
     stability_study.gather(list(runs.values()), ledger, root, study, 10)
     lines = sections(study, study)
     assert "|  | `harsh_2, ppo` | `harsh_2, st_ppo` |" in lines
-    # 0.5 less 0.2 and 0.4: 0.2 +- 12.706 * 0.0707 / sqrt(2); less 0.9 and 0.8: -0.35 +- 0.64
+    # 0.5 minus 0.2 and 0.4: 0.2 +- 12.706 * 0.0707 / sqrt(2); minus 0.9 and 0.8: -0.35 +- 0.64
     assert "| `ppo` | +0.20 ± 1.27 (2/2) | -0.35 ± 0.64 (0/2) |" in lines
 
 

@@ -30,7 +30,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Any, Any]]:
-    """(numbers, gradient, change of the weights) by name."""
+    """Return {name: (numbers, gradient, change of the weights)}."""
     folder = tmp_path_factory.mktemp("model") / "hf"
     layouts.write_model(folder, num_hidden_layers=1)
     (found,) = run_ranks(applied.first_steps, 1, str(folder), ALGORITHMS)

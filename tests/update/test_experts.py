@@ -30,7 +30,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_an_update_uses_the_experts_that_the_old_policy_chose_and_no_others(seen: Any) -> None:
     _, uses, ranks = seen
     for rank in ranks:
-        assert rank["moved"] > 0.5, "routers that choose the same experts prove nothing"
+        assert rank["moved"] > 0.5, "the routers must choose other experts than the old policy"
         *counts, others = rank["uses"]
         assert counts == [uses] * len(counts) and others == 0
 

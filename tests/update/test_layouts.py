@@ -50,7 +50,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "untied_virtual_context": ("qwen2", 4, {"pipeline": 2, "virtual": 2, "context": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
-# activations that the backward pass computes again, which must not change any result
+# recomputation of activations, which must not change any result
 RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
 
 

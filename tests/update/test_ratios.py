@@ -41,7 +41,7 @@ def test_clip_fraction_by_turn_matches_a_hand_calculation() -> None:
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/clip_fraction_turn_2"] == 0
     assert row["actor/clip_fraction_turn_last"] == 0  # turn 2 of the one, turn 1 of the other
-    # At token level only the one token of ratio 4 is.
+    # At token level only the token of ratio 4 is clipped.
     row = row_of(batch((2, 1), (1,)), [1.0, 4.0, 1.0, 2.0], segments="token")
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/clip_fraction_turn_last"] == 0.5
