@@ -42,6 +42,7 @@ def test_help_takes_less_than_half_a_second() -> None:
     assert result.returncode == 0
     for command in (
         "train",
+        "replay",
         "rollout",
         "evaluate",
         "cold-start",
@@ -67,7 +68,9 @@ def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
     assert "..." not in of_convert.partition("Commands:")[2]
     group: Any = typer.main.get_command(door.app)
     for name, command in group.commands.items() | group.commands["convert"].commands.items():
-        if name not in ("convert", "doctor"):  # these have neither arguments nor options
+        if (
+            name not in ("convert", "doctor") and not command.hidden
+        ):  # these have neither arguments nor options
             assert re.search(rf"megatron[-_]stppo (convert )?{name} ", command.epilog), name
 
 
@@ -118,6 +121,18 @@ def test_options_of_a_replay_that_do_not_fit_get_one_clear_line(options: list[st
     result = run("train", QUICKSTART, *options)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert part in result.stderr
+
+
+def test_a_folder_that_holds_no_run_is_not_replayed(tmp_path: Path) -> None:
+    result = run("replay", str(tmp_path), "run.name=again")
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"megatron-stppo: RUN_DIR={tmp_path}: holds no config.yaml; give a run's")
+
+
+def test_old_names_work_and_are_not_in_the_help() -> None:
+    assert "check-invariance" not in run("--help").stdout
+    assert "--replay" not in run("train", "--help").stdout
+    assert "Compute one step under every layout" in run("check-invariance", "--help").stdout
 
 
 def test_a_missing_model_is_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the fields of config.py, and docs/commands.md from the commands' help.
+"""Write docs/configuration.md from the fields of config/, and docs/commands.md from the commands' help.
 
     python tools/write_reference.py [--check]
 
@@ -29,7 +29,7 @@ from megatron_stppo.config import Config
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION = """# Configuration
 
-`python tools/write_reference.py` writes this page from `megatron_stppo/config.py`, and a test checks that it
+`python tools/write_reference.py` writes this page from `megatron_stppo/config/`, and a test checks that it
 is current. A run is one YAML file with the sections below. On the command line, `section.field=value`
 overrides the file: `megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. A field that does not
 exist is refused with the nearest name that does. The resolved file, with every field, is saved as
@@ -40,9 +40,12 @@ exist is refused with the nearest name that does. The resolved file, with every 
 COMMANDS = """# Commands
 
 `python tools/write_reference.py` writes this page from the commands' own help, and a test checks that it is
-current. `python -m megatron_stppo` is the same program. `train`, `rollout`, `evaluate`, `cold-start`,
-`convert` and `check-invariance` run as one process, or as one per device under torchrun or srun.
+current. `python -m megatron_stppo` is the same program. `train`, `replay`, `rollout`, `evaluate`,
+`cold-start`, `convert` and `check-layouts` run as one process, or as one per device under torchrun or srun.
 [cluster.md](cluster.md) has the exit codes.
+
+Old names that still work: `check-invariance` for `check-layouts`, and
+`train CONFIG.yaml --replay rollouts|batches --from RUN_DIR [--start STEP]` for `replay`.
 """
 WIDTH = {"COLUMNS": "100"}
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -52,8 +55,10 @@ def commands() -> str:
     """Return docs/commands.md: the help of every command, 100 columns wide."""
     root: Any = get_command(app)
     parts = [COMMANDS]
-    for name in root.commands:
-        nested = getattr(root.commands[name], "commands", {})
+    for name, command in root.commands.items():
+        if command.hidden:
+            continue
+        nested = getattr(command, "commands", {})
         for path in [(name, inner) for inner in nested] or [(name,)]:
             shown = CliRunner().invoke(app, [*path, "--help"], env=WIDTH, prog_name="megatron-stppo")
             text = "\n".join(f"    {line}".rstrip() for line in shown.output.strip().splitlines())

@@ -43,7 +43,7 @@ class Source:
     read: Read  # returns (scored batch, group_N, metrics of the rollouts); collective
 
 
-def replay(config: Config, what: str, run: Path, start: str | None = None) -> None:
+def replay(config: Config, records: str, run: Path, start: str | None = None) -> None:
     """Replay the recorded iterations of the folder `run` up to run.iterations. Collective.
 
     Starts from model.path, or from the run's checkpoint `start`, "step_N" or "latest".
@@ -51,7 +51,7 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
     Raises ConfigError for records that are missing, damaged or do not fit the layout.
     """
-    source = SOURCES[what]
+    source = SOURCES[records]
     shape = read_shape(config.model.path)
     mesh, first_rank = process.start(config), process.rank() == 0
     with timed("models", first_rank):
@@ -61,13 +61,13 @@ def replay(config: Config, what: str, run: Path, start: str | None = None) -> No
     done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
     if not done:
         raise ConfigError(
-            f"--from={run}: holds no {what} of iterations {first + 1} to {config.run.iterations}; choose "
+            f"RUN_DIR={run}: holds no {records} of iterations {first + 1} to {config.run.iterations}; choose "
             "another run, --start or run.iterations"
         )
     rank, folder = learner.mesh.rank, config.run.folder
     process.log_to(folder, rank)
     attempts.record(config, rank)
-    name = f"replay of {what}"
+    name = f"replay of {records}"
     metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
     saver = saving.Saver(folder / "checkpoints", config, learner.mesh.layout)
     # no rollback: the checkpoints for it are in the replayed run's folder
@@ -120,7 +120,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
     ):
         if needed and getattr(batch, column) is None:
             raise ConfigError(
-                f"--from={run}: the batch of iteration {iteration} has no {column}; set the section "
+                f"RUN_DIR={run}: the batch of iteration {iteration} has no {column}; set the section "
                 "algorithm as in that run, or replay its rollouts"
             )
     return batch, group_N, {}

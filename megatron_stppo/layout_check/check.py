@@ -39,7 +39,7 @@ TOLERANCES = {
 }
 
 
-def check_invariance(config: Config, output: Path | None = None) -> int:
+def check_layouts(config: Config, output: Path | None = None) -> int:
     """Return the number of cases that differ from the first one. Collective.
 
     The batch is random and small. The algorithm and the model are those of the configuration. The first case
@@ -52,7 +52,7 @@ def check_invariance(config: Config, output: Path | None = None) -> int:
 
 
 def compare(config: Config, output: Path | None = None) -> int:
-    """Do the work of check_invariance in a default process group that already exists."""
+    """Do the work of check_layouts in a default process group that already exists."""
     shape, world, rank = read_shape(config.model.path), dist.get_world_size(), dist.get_rank()
     batch = random_batch(shape.vocab, 2 * max(4, world), config.run.seed)
     longest = int(batch.sequence_offsets.diff().max())
@@ -61,7 +61,7 @@ def compare(config: Config, output: Path | None = None) -> int:
     tolerance = TOLERANCES[process.dtype(config)]
     first: Measured | None = None
     rows: list[dict[str, Any]] = []
-    for case in progress(found, "check-invariance", rank == 0):
+    for case in progress(found, "check-layouts", rank == 0):
         measured = measure(case, config, shape, batch, None if first is None else first.logprob_T)
         first = first or measured
         rows.append(_compare(case, world, measured, first, tolerance))

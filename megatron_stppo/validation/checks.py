@@ -26,7 +26,7 @@ DATA = {
     "evaluate": ("evaluate",),
     "cold-start": ("demonstrations",),
     "convert": (),
-    "check-invariance": (),
+    "check-layouts": (),
     "plan": (),
 }
 ROLLS_OUT = ("train", "rollout", "evaluate")
@@ -90,6 +90,12 @@ def _cold_start_output(config: Config) -> None:
             f"cold_start.output={output}: holds something else than a model, and would be replaced; name "
             "another folder"
         )
+
+
+def check_absent(field: str, path: Path) -> None:
+    """Raise ConfigError if `path`, which a command is to create, exists."""
+    if path.exists():
+        raise ConfigError(f"{field}={path}: exists; name a new folder, or remove it")
 
 
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:

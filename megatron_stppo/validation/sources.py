@@ -8,19 +8,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.validation.attempts import CONFIG
 from megatron_stppo.validation.checks import check_step
 from megatron_stppo.validation.run_folder import check_new
 
 RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
 
 
-def check_replay(config: Config, what: str, source: Path, start: str | None) -> None:
-    """Raise ConfigError unless `source`, a run's folder, has records to replay, and our folder is new."""
-    check_source(config, source, start)
-    folder = source / RECORDS[what]
+def config_of(run: Path) -> Path:
+    """Return the path of a run's configuration. Raises ConfigError if `run` is not a run's folder."""
+    if not (run / CONFIG).is_file():
+        raise ConfigError(f"RUN_DIR={run}: holds no {CONFIG}; give a run's folder, such as runs/NAME")
+    return run / CONFIG
+
+
+def check_replay(config: Config, records: str, run: Path, start: str | None) -> None:
+    """Raise ConfigError unless the folder `run` has records to replay, and our folder is new."""
+    check_source(config, "RUN_DIR", run, start)
+    folder = run / RECORDS[records]
     if not any(folder.glob("iteration-*")):
-        remedy = "choose another run" if what == "rollouts" else "that run needed run.dump=faults or all"
-        raise ConfigError(f"--from={source}: {folder.name}/ holds no iteration to replay; {remedy}")
+        remedy = "choose another run" if records == "rollouts" else "that run needed run.dump=faults or all"
+        raise ConfigError(f"RUN_DIR={run}: {folder.name}/ holds no iteration to replay; {remedy}")
 
 
 def check_left(config: Config, source: Path, start: str) -> None:
@@ -34,10 +42,13 @@ def check_left(config: Config, source: Path, start: str) -> None:
         )
 
 
-def check_source(config: Config, source: Path, start: str | None) -> None:
-    """Raise ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new."""
+def check_source(config: Config, field: str, source: Path, start: str | None) -> None:
+    """Raise ConfigError unless `source` is a run's folder with the checkpoint `start`, and ours is new.
+
+    `field`: the argument that names the folder in an error.
+    """
     if not source.is_dir():
-        raise ConfigError(f"--from={source}: no such folder; give a run's, such as runs/NAME")
+        raise ConfigError(f"{field}={source}: no such folder; give a run's, such as runs/NAME")
     if start is not None:
         check_step(source, "--start", start)
     check_new(config)

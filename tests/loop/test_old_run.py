@@ -75,8 +75,7 @@ def test_an_old_run_is_reported_with_the_new_names(folder: Path) -> None:
 
 
 def test_replayed_rollouts_of_an_old_run_give_its_numbers(folder: Path) -> None:
-    given = ("run.name=again", "--replay", "rollouts", "--from", "runs/first")
-    command(folder, "train", "config.yaml", *given)
+    command(folder, "replay", "runs/first", "run.name=again")
     found, recorded = (rows.read(folder / "runs" / name / "metrics.jsonl") for name in ("again", "first"))
     for row, expected in zip(found, recorded, strict=True):
         assert {name: row[name] for name in TRAINED} == pytest.approx(
@@ -84,7 +83,7 @@ def test_replayed_rollouts_of_an_old_run_give_its_numbers(folder: Path) -> None:
         )
 
 
-def test_a_batch_of_an_old_run_is_replayed_from_its_checkpoint(folder: Path) -> None:
+def test_a_batch_of_an_old_run_is_replayed_from_its_checkpoint_with_the_old_flags(folder: Path) -> None:
     dumps = folder / "runs/first/dumps"
     (dumps / "iteration-00002").rename(dumps / "iteration-00003")  # after the checkpoint step_2
     given = ("run.name=again", "run.iterations=3", "--replay", "batches", "--from", "runs/first")

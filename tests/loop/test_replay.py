@@ -125,8 +125,8 @@ def no_engine(config: Path) -> str:
 @pytest.fixture(scope="module")
 def replayed(config: Path, recorded: tuple[Path, str], no_engine: str) -> Path:
     """Run iterations 1 to 3 from the recorded rollouts, with a dump of every batch."""
-    given = ("run.name=replayed", "run.iterations=3", "run.dump=all", f"--from={recorded[0]}")
-    done = command(config.parent, 2, "train", str(config), "--replay", "rollouts", *given, path=no_engine)
+    given = ("run.name=replayed", "run.iterations=3", "run.dump=all")
+    done = command(config.parent, 2, "replay", str(recorded[0]), *given, path=no_engine)
     assert done.returncode == 0, done.stderr[-3000:]
     return config.parent / "runs" / "replayed"
 
@@ -196,8 +196,8 @@ def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
 def test_replayed_batches_give_the_same_steps_on_other_ranks_and_use_the_budget_again(
     config: Path, replayed: Path, no_engine: str
 ) -> None:
-    given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", f"--from={replayed}")
-    done = command(config.parent, 1, "train", str(config), "--replay", "batches", *given, path=no_engine)
+    given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", "--records", "batches")
+    done = command(config.parent, 1, "replay", str(replayed), *given, path=no_engine)
     assert done.returncode == 93, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron-stppo: 2 steps")]
     assert "2 steps were not finite, run.nonfinite_budget=1; the last batch: reward_T: 1 of" in line
@@ -220,8 +220,8 @@ def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(
             row["turns"] = [turn | {"reward": 1.0} for turn in row["turns"]]
         (constant / "trajectories" / name).write_text("".join(json.dumps(row) + "\n" for row in given))
     (constant / "config.yaml").write_text((recorded[0] / "config.yaml").read_text())
-    options = ("run.name=held", "run.iterations=4", "--replay", "rollouts", f"--from={constant}")
-    done = command(config.parent, 1, "train", str(config), *options, path=no_engine)
+    options = ("run.name=held", "run.iterations=4", f"--config={config}")
+    done = command(config.parent, 1, "replay", str(constant), *options, path=no_engine)
     assert done.returncode == 0, done.stderr[-3000:]
     found = rows(config.parent / "runs" / "held")
     assert [(row["actor/held"], row["actor/skipped"], row["actor/kl_to_old"]) for row in found] == [

@@ -298,7 +298,7 @@ def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_
     assert "run.dump=faults or all" in said("batches", other)
     assert "--start=step_3: not in" in said("rollouts", other, "step_3")
     (other / "checkpoints" / "step_3").mkdir(parents=True)
-    check_source(config, other, "step_3")
+    check_source(config, "--from", other, "step_3")
     config.run.folder.joinpath("trajectories/iteration-00001.jsonl").mkdir(parents=True)
     assert "holds trajectories; give another run.name" in said("rollouts", other)
 

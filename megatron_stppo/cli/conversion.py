@@ -1,0 +1,64 @@
+"""The commands `convert to-hf` and `convert to-megatron`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_stppo.cli.open_run import open_config
+from megatron_stppo.cli.options import File, Overrides, Sets, command_group, examples
+
+commands = command_group("Between a run's checkpoints and Hugging Face folders.")
+
+
+@commands.command(
+    "to-hf",
+    epilog=examples(
+        "megatron-stppo convert to-hf config.yaml latest trained",
+        "megatron-stppo convert to-hf config.yaml step_20 trained run.name=second",
+    ),
+)
+def to_hf(
+    config: File,
+    checkpoint: Annotated[str, typer.Argument(help="step_N or latest, of the run in CONFIG.yaml")],
+    output: Annotated[Path, typer.Argument(help="new folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
+) -> None:
+    """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import checks
+
+    checks.check_checkpoint(settings, checkpoint)
+    checks.check_absent("output", output)
+
+    process.prepare(engine=False)
+    from megatron_stppo.commands import convert
+
+    convert.to_hf(settings, checkpoint, output)
+
+
+@commands.command(
+    "to-megatron",
+    epilog=examples(
+        "megatron-stppo convert to-megatron config.yaml runs/second/checkpoints",
+        "megatron-stppo train config.yaml run.name=second --resume",
+    ),
+)
+def to_megatron(
+    config: File,
+    output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
+) -> None:
+    """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    from megatron_stppo.launch import process
+
+    process.prepare(engine=False)
+    from megatron_stppo.commands import convert
+
+    convert.to_megatron(settings, output)

@@ -1,0 +1,98 @@
+"""The commands `check-layouts`, `plan`, `report` and `doctor`, which train nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_stppo.cli.open_run import open_config
+from megatron_stppo.cli.options import File, Overrides, command_group, examples
+
+commands = command_group()
+
+
+def check_layouts(
+    config: File,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for what was measured")] = None,
+) -> None:
+    """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
+    settings = open_config(config, overrides, "check-layouts")
+    from megatron_stppo.launch import process
+
+    process.prepare(engine=False)
+    from megatron_stppo.layout_check.check import check_layouts as check
+
+    raise typer.Exit(int(check(settings, output) > 0))
+
+
+commands.command(
+    "check-layouts",
+    epilog=examples("torchrun --standalone --nproc-per-node 4 -m megatron_stppo check-layouts config.yaml"),
+)(check_layouts)
+commands.command("check-invariance", hidden=True)(check_layouts)  # the old name
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo plan config.yaml --gpus 64",
+        "megatron-stppo plan config.yaml --gpus 64 parallel.tensor=8 --json",
+    )
+)
+def plan(
+    config: File,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run; none is needed here")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Dry run: memory per phase, bytes of the reshard and least times on any number of GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
+    settings = open_config(config, overrides, "plan", world=gpus)
+    from megatron_stppo.launch import process
+
+    process.prepare(engine=False, device="meta")
+    from megatron_stppo.plan.dry_run import plan as dry_run
+    from megatron_stppo.plan.report import write
+
+    found = dry_run(settings, gpus)
+    write(found, as_json)
+    if found.broken:
+        from megatron_stppo.config import ConfigError
+
+        raise ConfigError("\n".join(found.broken))
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo report runs/first",
+        "megatron-stppo report runs/first runs/second --output compared.html",
+    )
+)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="the page; default: report.html in the run's folder, or here for several runs"),
+    ] = None,
+    trajectories: Annotated[
+        int | None, typer.Option(min=0, help="at most so many episodes of each run; default: 400")
+    ] = None,
+) -> None:
+    """Draw a run, or compare several, as one HTML page that needs nothing but a browser."""
+    from megatron_stppo.report import page
+
+    target = output or (runs[0] if len(runs) == 1 else Path()) / page.FILE
+    for note in page.draw(runs, target, page.TRAJECTORIES if trajectories is None else trajectories):
+        typer.echo(note, err=True)
+    typer.echo(target)
+
+
+@commands.command()
+def doctor() -> None:
+    """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
+    from megatron_stppo.launch import doctor as report
+
+    raise typer.Exit(report.doctor())

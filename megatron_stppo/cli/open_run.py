@@ -1,0 +1,84 @@
+"""What a command does before it imports torch: read and check the configuration, lock the run's folder."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megatron_stppo.exits import is_first_rank
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
+
+def open_config(
+    path: Path, overrides: list[str] | None, command: str, resume: bool = False, world: int | None = None
+) -> Config:
+    """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
+
+    `world`: number of ranks; default: the launcher's. Raises ConfigError.
+    """
+    from megatron_stppo.config_file import load
+    from megatron_stppo.launch import process
+
+    if world is None:
+        process.discover()
+    config = load(path, overrides)
+    from megatron_stppo.validation import checks, run_folder
+
+    ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
+    if command == "convert":
+        config = checks.with_fitting_layout(config, ranks)
+    checks.check(config, ranks, command)
+    if command == "train" and resume:
+        run_folder.check_resume(config)
+    elif command == "train":
+        run_folder.check_new(config, "give --resume to continue that run, or another run.name")
+    _read_tasks(config, checks.data_files(config, command))
+    if command in checks.ROLLS_OUT:
+        from megatron_stppo.environments import choose
+
+        choose.check(config.environment, resume)
+    return config
+
+
+def importing() -> AbstractContextManager[None]:
+    """Time the imports that take seconds: torch, megatron-core, vLLM."""
+    from megatron_stppo.telemetry.console import timed
+
+    return timed("importing", is_first_rank())
+
+
+def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
+    """Read every row, so that a malformed one is found before anything is written."""
+    if {"train", "evaluate"} & set(fields):
+        from megatron_stppo.data import tasks
+
+        for field in fields:
+            given, drawn = tasks.read(getattr(config.data, field)), config.rollout.tasks_per_iteration
+            if field == "train" and len(given) < drawn and is_first_rank():
+                typer.echo(
+                    f"megatron-stppo: data.train={config.data.train}: holds {len(given)} tasks, fewer than "
+                    f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add "
+                    f"tasks, or set rollout.tasks_per_iteration={len(given)} and more samples_per_task",
+                    err=True,
+                )
+
+
+def lock(config: Config) -> None:
+    """Reserve the run's folder for this process. Raises ConfigError if another process writes it."""
+    if is_first_rank():
+        from megatron_stppo.config import ConfigError
+        from megatron_stppo.resilience import run_lock
+
+        try:
+            run_lock.take(config)
+        except OSError as error:
+            raise ConfigError(
+                f"run.root={config.run.root}: {config.run.folder} cannot be written ({error.strerror}); name "
+                "a folder that you may write to"
+            ) from None

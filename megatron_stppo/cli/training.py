@@ -1,0 +1,190 @@
+"""The commands `train`, `replay`, `rollout`, `evaluate` and `cold-start`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megatron_stppo.cli.open_run import importing, lock, open_config
+from megatron_stppo.cli.options import File, Overrides, command_group, examples
+from megatron_stppo.exits import is_first_rank, noting_the_end
+
+commands = command_group()
+Records = Literal["rollouts", "batches"]
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo train config.yaml",
+        "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
+        "megatron-stppo train config.yaml --resume",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo train config.yaml",
+    )
+)
+def train(
+    config: File,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option(help="continue a run that is there, from its newest checkpoint")
+    ] = False,
+    replay: Annotated[Records | None, typer.Option(hidden=True)] = None,
+    source: Annotated[Path | None, typer.Option("--from", hidden=True)] = None,
+    start: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
+    if replay or source or start:
+        return _replay_by_flags(config, overrides, resume, replay, source, start)
+    settings = open_config(config, overrides, "train", resume)
+    lock(settings)
+    from megatron_stppo.launch import process
+    from megatron_stppo.resilience.preemption import PreemptionNotice
+    from megatron_stppo.validation import attempts
+
+    # before the imports, which take long: without a handler SIGUSR1 would end the process
+    notice = PreemptionNotice(settings.run.end_margin)
+    if resume and is_first_rank():
+        attempts.say_changes(settings)
+    with importing():
+        process.prepare()
+        process.check(settings)
+        from megatron_stppo import loop
+    from megatron_stppo.resilience.deadlines import Watchdog
+
+    watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
+    with noting_the_end(settings), watchdog:
+        loop.train(settings, resume, watchdog, notice)
+
+
+def _replay_by_flags(
+    config: Path,
+    overrides: list[str] | None,
+    resume: bool,
+    records: Records | None,
+    source: Path | None,
+    start: str | None,
+) -> None:
+    """Run `train --replay RECORDS --from RUN_DIR`, the old form of `replay`."""
+    from megatron_stppo.config import ConfigError
+
+    if records is None:
+        raise ConfigError("--from and --start need --replay: use the command replay instead")
+    if source is None:
+        raise ConfigError(f"--replay {records} without --from: give the folder of the run to replay")
+    if resume:
+        raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
+    replay(source, overrides, config, records, start)
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo replay runs/first run.name=again",
+        "megatron-stppo replay runs/first run.name=again update.actor.lr=1e-5",
+        "megatron-stppo replay runs/first run.name=one --records batches --start step_10 run.iterations=11",
+    )
+)
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to replay")],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG.yaml", help="default: config.yaml of RUN_DIR")
+    ] = None,
+    records: Annotated[
+        Records,
+        typer.Option(help="rollouts: score and update on its trajectories; batches: update on its dumps"),
+    ] = "rollouts",
+    start: Annotated[
+        str | None, typer.Option(help="its checkpoint to start from, step_N or latest; default: model.path")
+    ] = None,
+) -> None:
+    """Train on what a run recorded, without an engine, and write another run."""
+    from megatron_stppo.validation import sources
+
+    settings = open_config(config or sources.config_of(run), overrides, "replay")
+    from megatron_stppo.launch import process
+
+    sources.check_replay(settings, records, run, start)
+    lock(settings)
+    with importing():
+        process.prepare(engine=False)
+        process.check(settings)
+        from megatron_stppo.commands.replay import replay as train_again
+    train_again(settings, records, run, start)
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo rollout config.yaml run.name=played run.iterations=1",
+        "megatron-stppo rollout config.yaml run.name=played run.iterations=21 --from runs/first",
+    )
+)
+def rollout(
+    config: File,
+    overrides: Overrides = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="run whose checkpoint plays; default: model.path"),
+    ] = None,
+    start: Annotated[str, typer.Option(help="that checkpoint, step_N or latest")] = "latest",
+) -> None:
+    """Play training episodes and write them down, without a trainer."""
+    settings = open_config(config, overrides, "rollout")
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import run_folder, sources
+
+    if source is None:
+        run_folder.check_new(settings)
+    else:
+        sources.check_source(settings, "--from", source, start)
+        sources.check_left(settings, source, start)
+    lock(settings)
+    with importing():
+        process.prepare()
+        process.check(settings)
+        from megatron_stppo.commands.rollout import play
+    play(settings, source, start)
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo evaluate config.yaml",
+        "megatron-stppo evaluate config.yaml --checkpoint latest --output after.json",
+        "megatron-stppo evaluate config.yaml data.evaluate=other.jsonl evaluate.samples=4",
+    )
+)
+def evaluate(
+    config: File,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="step_N, latest, or nothing for model.path itself")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+) -> None:
+    """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
+    settings = open_config(config, overrides, "evaluate")
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import checks
+
+    checks.check_checkpoint(settings, checkpoint)
+    if output is not None:
+        checks.check_folder("--output", output.parent)
+    with importing():
+        process.prepare()
+        from megatron_stppo.commands import evaluate as stage
+    stage.evaluate(settings, checkpoint, output)
+
+
+@commands.command(
+    "cold-start",
+    epilog=examples("megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start"),
+)
+def cold_start(config: File, overrides: Overrides = None) -> None:
+    """Teach a model the format from scripted trajectories (data.demonstrations)."""
+    settings = open_config(config, overrides, "cold-start")
+    from megatron_stppo.launch import process
+
+    with importing():
+        process.prepare(engine=False)
+        from megatron_stppo.commands import cold_start as stage
+    stage.cold_start(settings)

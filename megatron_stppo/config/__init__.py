@@ -1,0 +1,112 @@
+"""The fields of a run, which is one YAML file; checked without torch. config_file.py reads the file.
+
+Every section belongs to the stage of the same name. `megatron:` is passed to megatron's TransformerConfig
+unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, Field
+
+from megatron_stppo.config.algorithm import AlgorithmConfig
+from megatron_stppo.config.model import ModelConfig, ParallelConfig
+from megatron_stppo.config.rollout import (
+    DataConfig,
+    EnvironmentConfig,
+    EvaluateConfig,
+    RetrievalConfig,
+    RolloutConfig,
+)
+from megatron_stppo.config.run import DeadlinesConfig, RunConfig, TelemetryConfig
+from megatron_stppo.config.section import ConfigError, Section, finite
+from megatron_stppo.config.update import (
+    ActorOptimizerConfig,
+    ColdStartConfig,
+    CriticOptimizerConfig,
+    OptimizerConfig,
+    UpdateConfig,
+)
+
+__all__ = [
+    "ActorOptimizerConfig",
+    "AlgorithmConfig",
+    "ColdStartConfig",
+    "Config",
+    "ConfigError",
+    "CriticOptimizerConfig",
+    "DataConfig",
+    "DeadlinesConfig",
+    "EnvironmentConfig",
+    "EvaluateConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RetrievalConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "TelemetryConfig",
+    "UpdateConfig",
+]
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    update: UpdateConfig = UpdateConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    cold_start: ColdStartConfig = ColdStartConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    megatron: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
+        default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
+    )
+
+    @property
+    def max_context(self) -> int:
+        """Return the largest number of tokens of a trajectory."""
+        r, e = self.rollout, self.environment
+        return r.max_context or r.max_prompt_tokens + (e.max_turns + 1) * (
+            r.max_turn_tokens + e.max_observation_tokens
+        )
+
+    @property
+    def deadline_by_phase(self) -> dict[str, float]:
+        """Seconds. Where tools are played with that can be away, waiting for them is added; an embedded index
+        cannot."""
+        e = self.environment
+        wait = 0.0 if e.kind == "search" and e.retrieval.kind == "bm25" else e.tool_wait
+        plays = dict.fromkeys(("start_up", "rollout", "evaluate"), wait)
+        return {name: limit + plays.get(name, 0.0) for name, limit in self.deadlines.model_dump().items()}
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of the process groups; longer than every phase's deadline, so that the deadline reports
+        first which rank is late."""
+        return timedelta(seconds=max(self.deadline_by_phase.values()) + 60)
+
+    @property
+    def engine_tensor(self) -> int:
+        return self.rollout.engine_tensor or self.parallel.tensor
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_coefficient > 0
+
+    def dump(self) -> str:
+        """Return the resolved configuration as YAML; loading it gives an equal Config."""
+        return yaml.safe_dump(json.loads(self.model_dump_json()), sort_keys=False)

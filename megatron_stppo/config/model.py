@@ -1,0 +1,42 @@
+"""The sections `model` and `parallel`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_stppo.config.section import Section
+
+
+class ModelConfig(Section):
+    path: Path = Field(
+        description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
+    )
+    critic_path: Path | None = Field(None, description="where the critic's trunk starts from; default: path")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU, bfloat16 on GPU"
+    )
+    layers: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="auto: TransformerEngine's where it is installed and there is a GPU"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations computed again in the backward pass: none, attention only, or every layer",
+    )
+
+
+class ParallelConfig(Section):
+    """Axes of the device mesh; data parallelism takes the remaining ranks."""
+
+    tensor: int = Field(1, ge=1, description="ranks that split every matrix of a layer")
+    sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
+    context: int = Field(1, ge=1, description="ranks that share the tokens of every trajectory")
+    expert: int = Field(
+        1, ge=1, description="ranks that share a layer's experts; divides the data and context ranks"
+    )
+    pipeline: int = Field(1, ge=1, description="ranks that split the layers into stages")
+    virtual: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved schedule)")
+    first_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
+    last_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")

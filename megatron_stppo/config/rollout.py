@@ -1,0 +1,104 @@
+"""The sections `data`, `environment`, `rollout` and `evaluate`: the episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_stppo.config.section import Section
+
+
+class DataConfig(Section):
+    train: Path | None = Field(None, description="tasks, .jsonl or .parquet in the verl schema")
+    evaluate: Path | None = Field(None, description="held-out tasks, in the same formats")
+    demonstrations: Path | None = Field(
+        None, description="scripted trajectories for the cold-start command, .jsonl"
+    )
+
+
+class RetrievalConfig(Section):
+    kind: Literal["bm25", "http"] = Field("bm25", description="bm25: an index in the process; http: a server")
+    index: Path | None = Field(None, description="bm25: a folder that build-index wrote")
+    url: str | None = Field(None, description="http: a /retrieve endpoint")
+    topk: int = Field(3, ge=1, le=100, description="documents per query")
+    timeout: float = Field(10.0, gt=0, description="seconds per request")
+    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
+    token_env: str | None = Field(
+        None, description="name of the environment variable that holds the bearer token"
+    )
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> RetrievalConfig:
+        if self.url is not None and "@" in self.url.rpartition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "url holds a user or password, and a run's folder keeps its configuration; name the "
+                "variable that holds a token in token_env instead"
+            )
+        return self
+
+
+class EnvironmentConfig(Section):
+    kind: str = Field(
+        "search", min_length=1, description="search, or MODULE:FACTORY of your own on PYTHONPATH"
+    )
+    max_turns: int = Field(4, ge=1, description="turns per episode")
+    max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an environment's answer")
+    deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
+    tool_wait: float = Field(
+        600.0,
+        ge=0,
+        description="seconds that a rollout waits for tools that answer nobody; then the run checkpoints and "
+        "ends with exit code 85",
+    )
+    concurrency: int = Field(64, ge=1, description="environment calls in flight per engine group")
+    max_failure_rate: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="share of episodes that may fail (error, timeout), of all of a rollout and of those that "
+        "called a tool; above it the run ends",
+    )
+    retrieval: RetrievalConfig = RetrievalConfig()
+
+
+class RolloutConfig(Section):
+    tasks_per_iteration: int = Field(64, ge=1, description="tasks drawn per iteration, over all replicas")
+    samples_per_task: int = Field(
+        1, ge=1, description="episodes per task; group-normalised presets need more than 1"
+    )
+    engine_tensor: int | None = Field(
+        None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
+    )
+    temperature: float = Field(1.0, gt=0, description="of sampling")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
+    max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
+    max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are not played")
+    max_context: int | None = Field(
+        None,
+        ge=2,
+        description="tokens of a whole trajectory; default: max_prompt_tokens + (max_turns + 1) * "
+        "(max_turn_tokens + max_observation_tokens)",
+    )
+    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
+    kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on CPU")
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, lt=1, description="share of a GPU's memory that the engine may use"
+    )
+    overlap_tools: bool = Field(
+        True,
+        description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
+    )
+    engine_restarts: int = Field(
+        3, ge=0, description="failures of vLLM in a run that a new engine answers; the next one ends it"
+    )
+    max_mismatch: float = Field(
+        0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run"
+    )
+
+
+class EvaluateConfig(Section):
+    tasks: int | None = Field(None, ge=1, description="a fixed sample of so many tasks; default: all")
+    samples: int = Field(1, ge=1, description="episodes per task; the result is their mean")
+    temperature: float = Field(0.0, ge=0, description="0: greedy")

@@ -1,0 +1,28 @@
+"""The base of all sections of a configuration, and the error for what a user can correct."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """An error that the user can fix: the message names field, value and remedy. The command line ends with
+    exit code 2."""
+
+
+def finite(value: Any) -> Any:
+    """Return `value`; raise if it is or contains an infinity or NaN. For fields without a declared type,
+    which pydantic's allow_inf_nan does not check."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("finite_number", "Input should be a finite number")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        finite(part)
+    return value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)

@@ -1,0 +1,72 @@
+"""The sections `update` and `cold_start`: the optimizer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_stppo.config.section import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam: a decay rate
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
+    warmup_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay rates of Adam's two moments")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    distributed: bool = Field(
+        True, description="megatron's distributed optimizer (states sharded over data parallel)"
+    )
+
+
+class ActorOptimizerConfig(OptimizerConfig):
+    lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
+    warmup_fraction: float = Field(
+        0.285, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = Field(1e-5, gt=0, description="highest learning rate of Adam")
+    warmup_fraction: float = Field(
+        0.015, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
+    )
+
+
+class UpdateConfig(Section):
+    epochs: int = Field(1, ge=1, description="passes over the trajectories of an iteration")
+    minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="on one rank; a longer trajectory takes more")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what waits on the host while the engine serves: optimizer states and gradients; "
+        "all: weights too, whenever nobody reads them",
+    )
+    logit_rows: int = Field(
+        4096, ge=1, description="rows of logits that exist at a time; a longer turn takes more"
+    )
+    actor: ActorOptimizerConfig = ActorOptimizerConfig()
+    critic: CriticOptimizerConfig = CriticOptimizerConfig()
+
+
+class ColdStartConfig(Section):
+    tokens: int | None = Field(None, ge=1, description="stop after so many tokens of the file; default: all")
+    batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
+    lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
+    warmup_fraction: float = Field(
+        0.05, ge=0, le=1, description="share of the steps over which lr rises linearly from 0"
+    )
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    context_weight: float = Field(
+        1.0,
+        ge=0,
+        description="weight of prompts and observations in the loss; the model's own turns have weight 1",
+    )
+    output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
