@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_stppo.advantage.estimate import estimate, has_signal
@@ -46,38 +46,20 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     preemption notice before the last iteration, or if tools stay unreachable, a checkpoint is saved and
     Requeue is raised.
     """
-    run, leave = config.run, False
-    cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
-    rank, sampling, preset = process.rank(), rollout_settings(config), config.algorithm.preset
-    reporting = reporters(config, rank)  # a port that is in use fails before anything is built
-    reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
-    worker = assemble(config, resume=resume)
-    saver = saving.Saver(run.folder / "checkpoints", config, worker.mesh.layout)
-    guard = UpdateGuard(run, worker.mesh, worker.trainers, saver)
-    first = _restore(worker, saver, cursor, guard) if resume else 0
-    console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
-    process.log_to(run.folder, rank)
-    attempts.record(config, rank)
-    observer = Observer(config, worker.shape, worker.mesh, watchdog, first, reporting)
-    log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
-    with console.timed("first reshard", rank == 0):
-        worker.publish(version=first)
-    leaving = partial(_leaving, worker, saver, observer)
-    # the state that a checkpoint of the last finished iteration holds
-    state = {"iteration": first, "cursor": cursor.state()} | guard.state()
-    if run.evaluate_every and first == 0:
-        with observer.phase("evaluate"), leaving(state):
-            row = held_out(worker)
-        observer.log(0, row)
-
-    to_do = progress(range(first, run.iterations), preset, rank == 0, every=None)
-    for iteration in observer.profiled(to_do):
+    run, sampling, leave = config.run, rollout_settings(config), False
+    training = _Training.build(config, resume, watchdog)
+    worker, cursor, observer, log = training.worker, training.cursor, training.observer, training.log
+    state = training.state(training.first)
+    if run.evaluate_every and training.first == 0:
+        observer.log(0, training.evaluate(state))
+    for iteration in training.iterations():
+        done = iteration + 1
         # rollout: multi-turn episodes against the environment
-        with observer.phase("rollout"), leaving(state):
+        with observer.phase("rollout"), training.leaving(state):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
-        log.write(done := iteration + 1, played)
-        warn(f"iteration {done}", played, rank)
+        log.write(done, played)
+        warn(f"iteration {done}", played, worker.mesh.rank)
         # score: log-probs by actor and reference, values by the critic
         with observer.phase("score"):
             worker.load_for("score")
@@ -92,64 +74,111 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             worker.load_for("update")
             row, last = update(worker, batch, iteration, hold)
             row |= describe(played, batch, iteration)
-            row |= guard.look(done, row, batch, group_N)
+            row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
         _check(worker, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"):
             worker.publish(version=done)
-        state = {"iteration": done, "cursor": cursor.state()} | guard.state()
+        # evaluate: episodes of held-out tasks
+        state = training.state(done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
-            with observer.phase("evaluate"), leaving(state, row):
-                row |= held_out(worker)
+            row |= training.evaluate(state, row)
         observer.log(done, row)
+        # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
         leave = notice.due(any_rank) and done < run.iterations
-        # The checkpoint comes after observer.log, so that a run never resumes after an iteration that was not
-        # reported. The seconds of the checkpoint are reported in the next row.
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
-            with observer.phase("checkpoint"):
-                worker.load_for("checkpoint")
-                saver.save(done, worker.trainers, state)
-                worker.publish(version=done)
-        saver.check()
+            training.checkpoint(state)
+        training.saver.check()
         if leave:
             break
-    with observer.phase("checkpoint"):
-        saver.finish()
-    observer.close()
-    worker.close()
+    training.finish()
     if leave:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed and can be resumed: {notice.reason}")
 
 
-@contextmanager
-def _leaving(
-    worker: Worker,
-    saver: saving.Saver,
-    observer: Observer,
-    state: dict[str, Any],
-    row: dict[str, Any] | None = None,
-) -> Iterator[None]:
-    """Context for playing episodes: turns ToolsStayAway into a saved checkpoint and Requeue. Collective.
+@dataclass(frozen=True)
+class _Training:
+    """What the iterations of a run share."""
 
-    state: the state that the checkpoint is saved with. row: metrics of that iteration, if they are not
-    reported yet; they are reported before the checkpoint is saved.
-    """
-    try:
-        yield
-    except ToolsStayAway as away:
-        done = state["iteration"]
-        if row is not None:
-            observer.log(done, row)
-        with observer.phase("checkpoint"):
-            worker.load_for("checkpoint")
-            saver.save(done, worker.trainers, state)
-            saver.finish()
-        observer.close()
-        worker.close()
-        of = worker.config.run.iterations
-        raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {away}") from None
+    worker: Worker
+    cursor: tasks.TaskCursor
+    saver: saving.Saver
+    guard: UpdateGuard
+    observer: Observer
+    log: TrajectoryLog
+    first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
+
+    @classmethod
+    def build(cls, config: Config, resume: bool, watchdog: Watchdog) -> _Training:
+        """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
+        run, rank, preset = config.run, process.rank(), config.algorithm.preset
+        cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
+        reporting = reporters(config, rank)  # a port that is in use fails before anything is built
+        reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        worker = assemble(config, resume=resume)
+        saver = saving.Saver(run.folder / "checkpoints", config, worker.mesh.layout)
+        guard = UpdateGuard(run, worker.mesh, worker.trainers, saver)
+        first = _restore(worker, saver, cursor, guard) if resume else 0
+        console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
+        process.log_to(run.folder, rank)
+        attempts.record(config, rank)
+        observer = Observer(config, worker.shape, worker.mesh, watchdog, first, reporting)
+        log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
+        with console.timed("first reshard", rank == 0):
+            worker.publish(version=first)
+        return cls(worker, cursor, saver, guard, observer, log, first)
+
+    def iterations(self) -> Iterator[int]:
+        """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
+        config = self.worker.config
+        left = range(self.first, config.run.iterations)
+        shown = self.worker.mesh.rank == 0
+        return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
+
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the state that a checkpoint of iteration `done` holds, besides the models."""
+        return {"iteration": done, "cursor": self.cursor.state()} | self.guard.state()
+
+    def evaluate(self, state: dict[str, Any], row: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
+        with self.observer.phase("evaluate"), self.leaving(state, row):
+            return held_out(self.worker)
+
+    def checkpoint(self, state: dict[str, Any]) -> None:
+        """Start to write a checkpoint. The next row reports how long this takes. Collective."""
+        with self.observer.phase("checkpoint"):
+            self.worker.load_for("checkpoint")
+            self.saver.save(state["iteration"], self.worker.trainers, state)
+            self.worker.publish(version=state["iteration"])
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint and close everything. Collective."""
+        with self.observer.phase("checkpoint"):
+            self.saver.finish()
+        self.observer.close()
+        self.worker.close()
+
+    @contextmanager
+    def leaving(self, state: dict[str, Any], row: dict[str, Any] | None = None) -> Iterator[None]:
+        """Context for playing episodes: turns ToolsStayAway into a saved checkpoint and Requeue. Collective.
+
+        state: the state that the checkpoint is saved with. row: metrics of that iteration, if they are not
+        reported yet; they are reported before the checkpoint is saved.
+        """
+        try:
+            yield
+        except ToolsStayAway as away:
+            done = state["iteration"]
+            if row is not None:
+                self.observer.log(done, row)
+            with self.observer.phase("checkpoint"):
+                self.worker.load_for("checkpoint")
+                self.saver.save(done, self.worker.trainers, state)
+            self.finish()
+            of = self.worker.config.run.iterations
+            raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {away}") from None
 
 
 def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
