@@ -72,9 +72,6 @@ def test_imports_are_at_the_top_of_their_file() -> None:
     assert not wrong
 
 
-<<<<<<< Updated upstream
-def test_an_upward_import_is_detected() -> None:
-=======
 def test_the_training_loop_has_at_most_60_lines_and_a_phase_per_stage_in_order() -> None:
     tree = ast.parse((ROOT / "loop.py").read_text(encoding="utf-8"))
     (train,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
@@ -89,8 +86,7 @@ def test_the_training_loop_has_at_most_60_lines_and_a_phase_per_stage_in_order()
     assert phases == ["rollout", "score", "advantage", "update", "reshard"]
 
 
-def test_an_upward_import_is_seen() -> None:
->>>>>>> Stashed changes
+def test_an_upward_import_is_detected() -> None:
     tree = ast.parse("from megatron_stppo import loop\nimport megatron_stppo.model.build as build\n")
     assert sorted(targets(tree)) == ["loop", "model"]
 

@@ -1,4 +1,4 @@
-"""The surrogate on numbers to check by hand: ratios are given, log-probs their logarithms; clip 0.2, c = 1/T."""
+"""The surrogate on numbers to check by hand: given ratios, log-probs their logarithms; clip 0.2, c = 1/T."""
 
 import math
 
