@@ -21,6 +21,7 @@ from megatron_stppo.data import tasks
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.describe import describe
 from megatron_stppo.launch import process
+from megatron_stppo.learner import Learner
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.resilience.deadlines import Watchdog
@@ -49,6 +50,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     run, sampling, leave = config.run, rollout_settings(config), False
     training = _Training.build(config, resume, watchdog)
     worker, cursor, observer, log = training.worker, training.cursor, training.observer, training.log
+    learner = worker.learner
     state = training.state(training.first)
     if run.evaluate_every and training.first == 0:
         observer.log(0, training.evaluate(state))
@@ -59,11 +61,11 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done, played)
-        warn(f"iteration {done}", played, worker.mesh.rank)
+        warn(f"iteration {done}", played, learner.mesh.rank)
         # score: log-probs by actor and reference, values by the critic
         with observer.phase("score"):
             worker.load_for("score")
-            batch = score(worker, to_batch(played), iteration)
+            batch = score(learner, to_batch(played), iteration)
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played)
@@ -72,12 +74,12 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             worker.load_for("update")
-            row, last = update(worker, batch, iteration, hold)
+            row, last = update(learner, batch, iteration, hold)
             row |= describe(played, batch, iteration)
             row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
-        _check(worker, row)
+        _check(config, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"):
             worker.publish(version=done)
@@ -118,13 +120,14 @@ class _Training:
         reporting = reporters(config, rank)  # a port that is in use fails before anything is built
         reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
         worker = assemble(config, resume=resume)
-        saver = saving.Saver(run.folder / "checkpoints", config, worker.mesh.layout)
-        guard = UpdateGuard(run, worker.mesh, worker.trainers, saver)
-        first = _restore(worker, saver, cursor, guard) if resume else 0
+        learner = worker.learner
+        saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
+        guard = UpdateGuard(run, learner.mesh, learner.trainers, saver)
+        first = _restore(learner, saver, cursor, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
         attempts.record(config, rank)
-        observer = Observer(config, worker.shape, worker.mesh, watchdog, first, reporting)
+        observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
         log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
         with console.timed("first reshard", rank == 0):
             worker.publish(version=first)
@@ -132,9 +135,9 @@ class _Training:
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
-        config = self.worker.config
+        config = self.worker.learner.config
         left = range(self.first, config.run.iterations)
-        shown = self.worker.mesh.rank == 0
+        shown = self.worker.learner.mesh.rank == 0
         return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
 
     def state(self, done: int) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class _Training:
         """Start to write a checkpoint. The next row reports how long this takes. Collective."""
         with self.observer.phase("checkpoint"):
             self.worker.load_for("checkpoint")
-            self.saver.save(state["iteration"], self.worker.trainers, state)
+            self.saver.save(state["iteration"], self.worker.learner.trainers, state)
             self.worker.publish(version=state["iteration"])
 
     def finish(self) -> None:
@@ -175,15 +178,15 @@ class _Training:
                 self.observer.log(done, row)
             with self.observer.phase("checkpoint"):
                 self.worker.load_for("checkpoint")
-                self.saver.save(done, self.worker.trainers, state)
+                self.saver.save(done, self.worker.learner.trainers, state)
             self.finish()
-            of = self.worker.config.run.iterations
+            of = self.worker.learner.config.run.iterations
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {away}") from None
 
 
-def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
+def _restore(learner: Learner, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
     """Load the newest checkpoint and return its iteration; return 0 if there is none."""
-    state = saver.load(worker.trainers)
+    state = saver.load(learner.trainers)
     if state is None:
         return 0
     if "cursor" in state:  # absent in the checkpoint of a converted model
@@ -192,12 +195,12 @@ def _restore(worker: Worker, saver: saving.Saver, cursor: tasks.TaskCursor, guar
     return int(state["iteration"])
 
 
-def _check(worker: Worker, row: dict[str, Any]) -> None:
+def _check(config: Config, row: dict[str, Any]) -> None:
     """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
 
     The row is equal on all ranks, so all ranks raise together.
     """
-    difference, limit = row["mismatch/mean_abs"], worker.config.rollout.max_mismatch
+    difference, limit = row["mismatch/mean_abs"], config.rollout.max_mismatch
     if difference > limit:  # NaN passes: the update has skipped and counted it
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
@@ -26,7 +24,7 @@ from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.rollout.tool_wait import open_environment
-from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.telemetry.console import timed
 from megatron_stppo.types import Task, Trajectory
@@ -34,12 +32,13 @@ from megatron_stppo.validation import checks
 
 
 @dataclass
-class Worker(Learner):
-    """One rank's share of a run: models, engine, reshard and environment.
+class Worker:
+    """One rank's share of a run: learner, engine, reshard and environment.
 
     If the engine is rebuilt, the reshard is replaced too.
     """
 
+    learner: Learner
     engine: Engine
     reshard: Resharder
     make_environment: Callable[[], Environment]
@@ -53,11 +52,11 @@ class Worker(Learner):
 
     def publish(self, version: int) -> None:
         """Wake the engine and copy the policy's weights to it, as policy version `version`."""
-        self.offloader.to("reshard")
+        self.learner.load_for("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
         self.engine.wake_weights()
         self.reshard.sync(version)
-        self.offloader.to("rollout")
+        self.learner.load_for("rollout")
         torch.cuda.empty_cache()  # free the reshard's buffers before the key-value cache is allocated
         self.engine.wake()
         self.engine.refresh()
@@ -65,7 +64,7 @@ class Worker(Learner):
     def load_for(self, phase: Phase) -> None:
         """Put the engine to sleep and load what the phase needs from host memory."""
         self.engine.sleep()
-        super().load_for(phase)
+        self.learner.load_for(phase)
 
     def play(
         self,
@@ -97,12 +96,12 @@ class Worker(Learner):
 
         No request is sent before the reshard's checks have passed.
         """
-        version = self.reshard.published()
+        learner, version = self.learner, self.reshard.published()
         del self.reshard  # it holds the failed engine's weights
         self.engine.rebuild()
         self.engine.sleep()  # as after the first build: a reshard needs the key-value cache's memory
-        self.offloader.to("reshard")  # the new reshard takes views of the policy's weights
-        self.reshard = _resharder(self.config, self.mesh, self.shape, self.policy, self.engine)
+        learner.load_for("reshard")  # the new reshard takes views of the policy's weights
+        self.reshard = _resharder(learner, self.engine)
         self.publish(version)
 
     def _play(
@@ -129,7 +128,8 @@ class Worker(Learner):
             first_index=first,
             groups=[group for _, group in mine],
         )
-        speaks = self.mesh.rank % (self.mesh.world // engine.replicas) == 0
+        mesh = self.learner.mesh
+        speaks = mesh.rank % (mesh.world // engine.replicas) == 0
         return [t for part in gather_records(played if speaks else [], Trajectory) for t in part]
 
 
@@ -174,22 +174,24 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
         engine.sleep()  # the trainer uses its memory until the first reshard
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype, training)
-    reshard = _resharder(config, mesh, shape, learner.policy, engine)
-    restarts = Restarts(config.rollout.engine_restarts)
-    failures = FailureLimit(config.environment.max_failure_rate)
-    made = {"engine": engine, "reshard": reshard, "make_environment": make_environment}
-    return Worker(**vars(learner), **made, restarts=restarts, failures=failures)
+    return Worker(
+        learner=learner,
+        engine=engine,
+        reshard=_resharder(learner, engine),
+        make_environment=make_environment,
+        restarts=Restarts(config.rollout.engine_restarts),
+        failures=FailureLimit(config.environment.max_failure_rate),
+    )
 
 
-def _resharder(
-    config: Config, mesh: MeshRank, shape: ModelShape, policy: list[build.TokenModel], engine: Engine
-) -> Resharder:
+def _resharder(learner: Learner, engine: Engine) -> Resharder:
     """Build the reshard from the policy to the engine.
 
     From now on the engine generates only with weights that this reshard has published.
     """
+    config, shape, mesh = learner.config, learner.shape, learner.mesh
     reshard = Resharder(
-        build.named_parameters(policy),
+        build.named_parameters(learner.policy),
         engine.parameters(),
         training_layouts(shape, mesh.layout, spec=layer_spec(config)),
         serving_layouts(shape, mesh.world, config.engine_tensor),
@@ -201,13 +203,13 @@ def _resharder(
 
 def _engine(config: Config, dtype: torch.dtype) -> Engine:
     r = config.rollout
-    sizes: dict[str, Any] = {"max_context": config.max_context, "max_sequences": r.max_sequences}
-    memory = {"kv_cache_gib": r.kv_cache_gib, "gpu_memory_utilization": r.gpu_memory_utilization}
     return Engine(
         config.model.path,
         tensor=config.engine_tensor,
         dtype=str(dtype).removeprefix("torch."),
         seed=config.run.seed,
-        **sizes,
-        **memory,
+        max_context=config.max_context,
+        max_sequences=r.max_sequences,
+        kv_cache_gib=r.kv_cache_gib,
+        gpu_memory_utilization=r.gpu_memory_utilization,
     )

@@ -37,22 +37,21 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     numbers. Raises ConfigError.
     """
     worker = assemble(config, training=False)
-    iteration = 0
+    rank, iteration = worker.learner.mesh.rank, 0
     if checkpoint is not None:
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
-        state = checkpoints.load_weights(folder, "actor", worker.policy, step)
+        state = checkpoints.load_weights(folder, "actor", worker.learner.policy, step)
         iteration = state["iteration"]
-        say(f"weights of {folder / f'step_{iteration}'}", worker.mesh.rank == 0)
-    rank = worker.mesh.rank
+        say(f"weights of {folder / f'step_{iteration}'}", rank == 0)
     with timed("first reshard", rank == 0):
         worker.publish(version=iteration)
     folder = config.run.folder / "evaluate"
     if rank == 0:
         folder = new_folder(folder, "model" if checkpoint is None else f"step_{iteration}")
     log = TrajectoryLog(folder, rank, worker.engine.tokenizer)
-    with counting("episodes", worker.mesh.rank == 0) as show:
+    with counting("episodes", rank == 0) as show:
         row = held_out(worker, log, iteration, show)
-    if worker.mesh.rank == 0:
+    if rank == 0:
         table = Table("held out", "value", title=f"{config.run.name}, iteration {iteration}")
         for name, value in row.items():
             table.add_row(name, f"{value:.3f}")
@@ -77,13 +76,13 @@ def held_out(
     worker: Worker, log: TrajectoryLog | None = None, iteration: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Return evaluate/* of the engine's weights. Collective. Equal on all ranks, except for the times."""
-    config = worker.config
+    config = worker.learner.config
     chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)
     started = time.perf_counter()
     played = worker.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED, progress)
     seconds = time.perf_counter() - started
-    warn("evaluation", played, worker.mesh.rank)
+    warn("evaluation", played, worker.learner.mesh.rank)
     if log is not None:
         log.write(iteration, played)
     counted = outcomes(played)

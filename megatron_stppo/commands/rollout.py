@@ -28,11 +28,11 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     worker, version = assemble(config, training=False), 0
     if source is not None:
         folder, step = source / "checkpoints", saving.step_of(start)
-        state = saving.load_weights(folder, "actor", worker.policy, step)
+        state = saving.load_weights(folder, "actor", worker.learner.policy, step)
         version = int(state["iteration"])
         if "cursor" in state:  # a converted checkpoint has no cursor
             cursor.restore(state["cursor"])
-    rank = worker.mesh.rank
+    rank = worker.learner.mesh.rank
     process.log_to(run.folder, rank)
     attempts.record(config, rank)
     metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
