@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.parallel.groups import MeshRank
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Pack(PackedSeqParams):
     by_position: bool = False  # True: rotary angles are looked up per token, by position_ids
 
     @classmethod
-    def of(cls, microbatch: Microbatch) -> Pack:
+    def of(cls, microbatch: Microbatch, mesh: MeshRank) -> Pack:
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
         if microbatch.history is not None:
             offsets = offsets[[0, -1]]  # megatron uses the offsets for rotary angles only
@@ -43,7 +45,7 @@ class Pack(PackedSeqParams):
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            pieces=Pieces.of(microbatch.lengths, offsets.device, microbatch.history),
+            pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.history),
             by_position=microbatch.history is not None,
         )
 
@@ -58,20 +60,23 @@ class Pieces:
     queries: list[int]  # number of queries of each piece
     keys: list[int]  # number of keys of each piece
     where: Tensor | None  # int64: indices of the keys in those of all context ranks; None: as the queries
+    group: dist.ProcessGroup  # the context ranks, which share the sequences
     query_offsets: Tensor  # int32 [m + 1], on the device
     key_offsets: Tensor  # int32 [m + 1], on the device
 
     @classmethod
-    def of(cls, lengths: Tensor, device: torch.device, history: Tensor | None = None) -> Pieces:
-        size = parallel_state.get_context_parallel_world_size()
+    def of(
+        cls, lengths: Tensor, device: torch.device, mesh: MeshRank, history: Tensor | None = None
+    ) -> Pieces:
+        rank, size = mesh.context_rank, mesh.context_size
         if history is None:
-            queries, keys, where = context.attended(lengths, parallel_state.get_context_parallel_rank(), size)
+            queries, keys, where = context.attended(lengths, rank, size)
         else:
             queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
         to = {"device": device, "non_blocking": True}
         offsets = [functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
         gathered = where.to(**to) if size > 1 or history is not None else None
-        return cls(queries.tolist(), keys.tolist(), gathered, *offsets)
+        return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *offsets)
 
 
 class PackedAttention(torch.nn.Module):
@@ -104,7 +109,7 @@ class PackedAttention(torch.nn.Module):
         pieces = packed_seq_params.pieces
         if pieces.where is not None:
             both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.stack([key, value], 1), group=parallel_state.get_context_parallel_group()
+                torch.stack([key, value], 1), group=pieces.group
             )
             key, value = both.index_select(0, pieces.where).unbind(1)
         attend = self._attend_cuda if query.is_cuda else self._attend_each

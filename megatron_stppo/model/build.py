@@ -39,6 +39,11 @@ class TokenModel(GPTModel):
 
     routing: Routing | None = None  # set for an actor with Routing Replay
 
+    def __init__(self, mesh: MeshRank, *args: Any, **kwargs: Any) -> None:
+        """mesh: the ranks that share the model. The other arguments are those of GPTModel."""
+        super().__init__(*args, **kwargs)
+        self.mesh = mesh
+
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.routing is not None:
             self.routing.begin(microbatch)
@@ -46,7 +51,7 @@ class TokenModel(GPTModel):
             input_ids=microbatch.tokens_P[None],
             position_ids=microbatch.position_P[None],
             attention_mask=None,
-            packed_seq_params=Pack.of(microbatch),
+            packed_seq_params=Pack.of(microbatch, self.mesh),
         )
         return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
 
@@ -65,7 +70,7 @@ class TokenModel(GPTModel):
             # Gather before the selection, because action tokens are spread unevenly over the ranks. The
             # operations that follow are the same on every rank, so the backward pass only has to split.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False
+                hidden, tensor_parallel_output_grad=False, group=self.mesh.tensor_group
             )
         selected = hidden[:, 0].index_select(0, index_T)
         return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
@@ -173,6 +178,7 @@ def build(
     for chunk in range(chunks):
         number, last = (chunk if chunks > 1 else None), mesh.is_last_stage and chunk == chunks - 1
         model = TokenModel(
+            mesh,
             settings,
             block_spec(layer_spec(config), settings, shape, number),
             vocab_size=shape.padded_vocab(mesh.tensor_size),
@@ -193,7 +199,7 @@ def build(
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":
-        attach(models)
+        attach(models, mesh)
     return models
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.parallel.groups import MeshRank
 
 if TYPE_CHECKING:
     from megatron_stppo.model.build import TokenModel
@@ -64,7 +64,8 @@ class Choice:
 class Routing:
     """The routers of one model chunk, in the order of their layers."""
 
-    def __init__(self, chunk: TokenModel) -> None:
+    def __init__(self, chunk: TokenModel, mesh: MeshRank) -> None:
+        self.mesh = mesh
         routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.choices = [Choice() for _ in routers]
         for router, choice in zip(routers, self.choices, strict=True):
@@ -86,18 +87,14 @@ class Routing:
         """Return the part of `value_P` for the packed tokens that this tensor rank's router processes."""
         if not self._shared:
             return value_P
-        size, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        return value_P.chunk(size)[rank]
+        return value_P.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
 
-def attach(model: Sequence[TokenModel]) -> None:
+def attach(model: Sequence[TokenModel], mesh: MeshRank) -> None:
     """Enable recording and replay for the model chunks of one rank."""
     first = 0
     for chunk in model:
-        chunk.routing = Routing(chunk)
+        chunk.routing = Routing(chunk, mesh)
         chunk.routing.first_layer = first
         first += len(chunk.routing.choices)
 
@@ -115,7 +112,7 @@ class Record:
         Rows that a rank did not compute are zero, so summing over ranks only combines rows.
         """
         dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL cannot sum int16
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        group = self._parts[0].mesh.tensor_and_token_group
         layers = []
         for part in self._parts:
             assert part.rows is not None

@@ -1,4 +1,8 @@
-"""The process groups of a run, which megatron creates, and this rank's position in them."""
+"""The process groups of a run, which megatron creates, and this rank's position in them.
+
+megatron's own modules, schedules and optimizers find the groups in megatron.core.parallel_state, which is
+global, so this module initialises it. Our code gets the groups from a MeshRank that is passed to it.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,11 @@ class MeshRank:
     def token_group(self) -> dist.ProcessGroup:
         """The ranks among which a batch's tokens are divided: data x context parallel."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    @property
+    def tensor_and_token_group(self) -> dist.ProcessGroup:
+        """The ranks of one pipeline stage: tensor x data x context parallel."""
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def carry_bytes() -> bool:

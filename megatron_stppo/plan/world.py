@@ -37,7 +37,7 @@ def standing_at(rank: int, world: int, config: Config) -> Iterator[MeshRank]:
     try:
         yield groups.initialize(config.parallel)
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # megatron's modules read its global groups
         dist.destroy_process_group()
 
 
