@@ -19,6 +19,7 @@ import yaml
 from tokenizers import Tokenizer, models
 
 from megatron_stppo import __main__ as door
+from megatron_stppo.cli import open_run
 from megatron_stppo.config_file import load
 from megatron_stppo.environments.retrieval import BM25Retriever
 
@@ -253,7 +254,7 @@ def test_a_cold_start_replaces_a_model_only(root: Path, said: Said) -> None:
     (root / "photos").mkdir()
     (root / "photos" / "cat.png").write_text("")
     command = ("cold-start", root / "run.yaml", f"data.demonstrations={root}/scripts.jsonl")
-    assert "holds something else than a model" in said(*command, f"cold_start.output={root}/photos")
+    assert "is not a model folder" in said(*command, f"cold_start.output={root}/photos")
     assert "is model.path; name another folder" in said(*command, f"cold_start.output={root}/model")
     assert "is not a folder" in said(*command, f"cold_start.output={root}/tasks.jsonl")
 
@@ -274,8 +275,8 @@ def test_a_rollout_with_nothing_left_to_play_is_refused(root: Path, said: Said) 
         (root / "runs" / "other" / "checkpoints" / f"step_{step}").mkdir(parents=True)
     command = ("rollout", root / "run.yaml", "--from", root / "runs" / "other")
     assert said(*command, "run.iterations=4").startswith(
-        f"run.iterations=4: --start=latest of {root}/runs/other has 4 behind it, nothing is left to play; "
-        "give run.iterations=5 or more"
+        f"run.iterations=4: --start=latest of {root}/runs/other has finished 4 iterations, so nothing is "
+        "left to play; give run.iterations=5 or more"
     )
     assert "--start=step_3" in said(*command, "--start", "step_3", "run.iterations=2")
 
@@ -284,13 +285,13 @@ def test_fewer_tasks_than_an_iteration_needs_give_a_warning(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
-    door._read_tasks(load(root / "run.yaml"), ("train",))
+    open_run._read_tasks(load(root / "run.yaml"), ("train",))
     assert capsys.readouterr().err == (
         f"megatron-stppo: data.train={root}/tasks.jsonl: holds 1 tasks, fewer than "
         "rollout.tasks_per_iteration=4: every iteration plays a task several times; add tasks, or set "
         "rollout.tasks_per_iteration=1 and more samples_per_task\n"
     )
-    door._read_tasks(load(root / "run.yaml", ["rollout.tasks_per_iteration=1"]), ("train",))
+    open_run._read_tasks(load(root / "run.yaml", ["rollout.tasks_per_iteration=1"]), ("train",))
     assert capsys.readouterr().err == ""
 
 

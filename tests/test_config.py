@@ -36,7 +36,7 @@ def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None
     assert load(minimal(tmp_path), ["update.actor.lr=1e-6"]).update.actor.lr == 1e-6
 
 
-def test_off_is_a_word_and_true_is_not(tmp_path: Path) -> None:
+def test_off_is_read_as_a_word_and_true_as_a_boolean(tmp_path: Path) -> None:
     text = "model: {path: m}\nalgorithm: {correction: off}\nupdate: {actor: {distributed: false}}\n"
     path = written(tmp_path, text)
     config = load(path, ["algorithm.routing_replay=off", "rollout.overlap_tools=False"])
@@ -44,7 +44,7 @@ def test_off_is_a_word_and_true_is_not(tmp_path: Path) -> None:
     assert not config.update.actor.distributed and not config.rollout.overlap_tools
 
 
-def test_a_preset_sets_its_row_and_a_field_beside_it_wins(tmp_path: Path) -> None:
+def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
     s_ppo = load(minimal(tmp_path), ["algorithm.preset=s_ppo"]).algorithm
     assert (s_ppo.segments, s_ppo.correction) == ("token", "logit")
     mixed = load(minimal(tmp_path), ["algorithm.preset=s_ppo", "algorithm.segments=turn"]).algorithm
@@ -67,7 +67,7 @@ def test_the_papers_form_is_st_ppo_and_five_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_preset_is_its_parts(name: str, tmp_path: Path) -> None:
+def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) -> None:
     """The fields of a preset, set one by one on top of another preset, give the same algorithm."""
     parts = [f"algorithm.{field}={value}" for field, value in VARIANTS[name].items()]
     by_name, by_parts = (
@@ -102,9 +102,9 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("algorithm.preset=stppo", ["preset='stppo'", "did you mean 'st_ppo'?"]),
         (
             "algorithm.aggregation=sequence_mean_token_sum_norm",
-            ["aggregation_length=None", "sequence_mean_token_sum_norm needs it"],
+            ["aggregation_length=None", "sequence_mean_token_sum_norm needs a length"],
         ),
-        ("algorithm.aggregation_length=9", ["aggregation_length=9", "the others do not take it"]),
+        ("algorithm.aggregation_length=9", ["aggregation_length=9", "the other aggregations take none"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
         ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
         ("run.name=../elsewhere", ["run.name='../elsewhere'", "pattern"]),
@@ -133,7 +133,7 @@ def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], 
         ),
     ],
 )
-def test_a_file_that_is_no_configuration_says_so(text: str, part: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused(text: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=part):
         load(written(tmp_path, text))
 
@@ -143,7 +143,7 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
         load(written(tmp_path, "run: !!python/object/apply:os.system ['true']\n"))
 
 
-def test_a_missing_file_says_so(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none.yaml")
 

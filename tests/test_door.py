@@ -114,7 +114,7 @@ def test_a_typo_gets_one_clear_line_and_exit_code_2() -> None:
     [
         (["--from", "runs/a"], "--from and --start need --replay"),
         (["--replay", "rollouts"], "without --from"),
-        (["--replay", "batches", "--from", "runs/a", "--resume"], "leave --resume out"),
+        (["--replay", "batches", "--from", "runs/a", "--resume"], "remove --resume"),
     ],
 )
 def test_options_of_a_replay_that_do_not_fit_get_one_clear_line(options: list[str], part: str) -> None:
@@ -135,7 +135,7 @@ def test_old_names_work_and_are_not_in_the_help() -> None:
     assert "Compute one step under every layout" in run("check-invariance", "--help").stdout
 
 
-def test_a_missing_model_is_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_missing_model_gives_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:
     result = run("train", QUICKSTART, f"run.root={tmp_path}", f"model.path={tmp_path / 'none'}")
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1

@@ -10,7 +10,7 @@ import typer
 from megatron_stppo.cli.open_run import open_config
 from megatron_stppo.cli.options import File, Overrides, Sets, command_group, examples
 
-commands = command_group("Between a run's checkpoints and Hugging Face folders.")
+commands = command_group("Convert between checkpoints and Hugging Face folders.")
 
 
 @commands.command(
@@ -22,7 +22,7 @@ commands = command_group("Between a run's checkpoints and Hugging Face folders."
 )
 def to_hf(
     config: File,
-    checkpoint: Annotated[str, typer.Argument(help="step_N or latest, of the run in CONFIG.yaml")],
+    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
     output: Annotated[Path, typer.Argument(help="new folder to write")],
     overrides: Overrides = None,
     sets: Sets = None,

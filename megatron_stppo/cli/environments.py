@@ -17,18 +17,18 @@ commands = command_group()
     epilog=examples("PYTHONPATH=. megatron-stppo check-environment guess:factory config.yaml"),
 )
 def check_environment(
-    kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="as environment.kind names it")],
+    kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="a value of environment.kind")],
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG.yaml]", help="its section environment and the tasks of data.train"),
+        typer.Argument(metavar="[CONFIG.yaml]", help="configuration to use: environment and data.train"),
     ] = None,
     overrides: Overrides = None,
     action: Annotated[
         list[str] | None,
-        typer.Option(help="what the policy writes in an episode; may be repeated; default: a script"),
+        typer.Option(help="action of all turns of an episode; may be repeated; default: a script"),
     ] = None,
 ) -> None:
-    """Play scripted episodes with your environment, without a model; exit 2 if something is wrong with it."""
+    """Play scripted episodes with your environment, without a model; exit 2 if it has a problem."""
     from megatron_stppo.commands.check_environment import check
     from megatron_stppo.config import ConfigError, EnvironmentConfig
     from megatron_stppo.config_file import load
@@ -68,7 +68,9 @@ def build_index(
 )
 def serve_retriever(
     index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],
-    host: Annotated[str, typer.Option(help="anything but the loopback needs --token-env")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than the loopback need --token-env")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     token_env: Annotated[
         str | None, typer.Option(help="environment variable that holds the bearer token")
@@ -81,7 +83,7 @@ def serve_retriever(
     from megatron_stppo.environments import retrieval_server
 
     def announce() -> None:
-        typer.echo(f"POST http://{host}:{port}/retrieve, Ctrl-C ends it", err=True)
+        typer.echo(f"serving POST http://{host}:{port}/retrieve; press Ctrl-C to stop", err=True)
 
     retrieval_server.serve(index, host, port, token, announce)
 
@@ -94,6 +96,6 @@ def init(
     from megatron_stppo import init as project
 
     names = project.write(folder)
-    typer.echo(f"wrote {', '.join(names)} to {folder}; now:\n")
+    typer.echo(f"wrote {', '.join(names)} to {folder}; next:\n")
     typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
     typer.echo("    PYTHONPATH=. megatron-stppo train config.yaml\n\nREADME.md says what to change first.")

@@ -17,7 +17,7 @@ commands = command_group()
 def check_layouts(
     config: File,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file for what was measured")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the measurements")] = None,
 ) -> None:
     """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
     settings = open_config(config, overrides, "check-layouts")
@@ -44,11 +44,11 @@ commands.command("check-invariance", hidden=True)(check_layouts)  # the old name
 )
 def plan(
     config: File,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run; none is needed here")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run; the command itself needs none")],
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Dry run: memory per phase, bytes of the reshard and least times on any number of GPUs."""
+    """Plan a run on any number of GPUs: memory per phase, bytes of the reshard, lower bounds of times."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
     settings = open_config(config, overrides, "plan", world=gpus)
     from megatron_stppo.launch import process
@@ -75,13 +75,15 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="the page; default: report.html in the run's folder, or here for several runs"),
+        typer.Option(
+            help="file to write; default: report.html in the run's folder, or here for several runs"
+        ),
     ] = None,
     trajectories: Annotated[
-        int | None, typer.Option(min=0, help="at most so many episodes of each run; default: 400")
+        int | None, typer.Option(min=0, help="largest number of episodes of each run; default: 400")
     ] = None,
 ) -> None:
-    """Draw a run, or compare several, as one HTML page that needs nothing but a browser."""
+    """Write one HTML page that shows a run or compares several; it needs only a browser."""
     from megatron_stppo.report import page
 
     target = output or (runs[0] if len(runs) == 1 else Path()) / page.FILE
@@ -92,7 +94,7 @@ def report(
 
 @commands.command()
 def doctor() -> None:
-    """Say what is installed, what is missing, and what that costs; exit 1 if the quickstart cannot run."""
+    """List what is installed and what is missing, and why it matters; exit 1 if the quickstart cannot run."""
     from megatron_stppo.launch import doctor as report
 
     raise typer.Exit(report.doctor())

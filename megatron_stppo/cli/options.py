@@ -10,11 +10,15 @@ import typer
 File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.field=value]...", help="override the file", show_default=False),
+    typer.Argument(
+        metavar="[section.field=value]...", help="values that override the file", show_default=False
+    ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="section.field=value", help="the same; may be repeated"),
+    typer.Option(
+        "--set", metavar="section.field=value", help="another way to override the file; may be repeated"
+    ),
 ]
 
 

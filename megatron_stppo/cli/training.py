@@ -26,9 +26,7 @@ Records = Literal["rollouts", "batches"]
 def train(
     config: File,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option(help="continue a run that is there, from its newest checkpoint")
-    ] = False,
+    resume: Annotated[bool, typer.Option(help="continue an existing run from its newest checkpoint")] = False,
     replay: Annotated[Records | None, typer.Option(hidden=True)] = None,
     source: Annotated[Path | None, typer.Option("--from", hidden=True)] = None,
     start: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -73,7 +71,7 @@ def _replay_by_flags(
     if source is None:
         raise ConfigError(f"--replay {records} without --from: give the folder of the run to replay")
     if resume:
-        raise ConfigError("--resume with --replay: a replay goes on from --start step_N; leave --resume out")
+        raise ConfigError("--resume with --replay: a replay starts from --start step_N; remove --resume")
     replay(source, overrides, config, records, start)
 
 
@@ -92,13 +90,14 @@ def replay(
     ] = None,
     records: Annotated[
         Records,
-        typer.Option(help="rollouts: score and update on its trajectories; batches: update on its dumps"),
+        typer.Option(help="rollouts: score its trajectories and update; batches: update on its dumps"),
     ] = "rollouts",
     start: Annotated[
-        str | None, typer.Option(help="its checkpoint to start from, step_N or latest; default: model.path")
+        str | None,
+        typer.Option(help="checkpoint of RUN_DIR to start from, step_N or latest; default: model.path"),
     ] = None,
 ) -> None:
-    """Train on what a run recorded, without an engine, and write another run."""
+    """Train on the records of a run, without an engine, and write a new run."""
     from megatron_stppo.validation import sources
 
     settings = open_config(config or sources.config_of(run), overrides, "replay")
@@ -124,11 +123,11 @@ def rollout(
     overrides: Overrides = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="run whose checkpoint plays; default: model.path"),
+        typer.Option("--from", help="run whose checkpoint is used; default: model.path"),
     ] = None,
-    start: Annotated[str, typer.Option(help="that checkpoint, step_N or latest")] = "latest",
+    start: Annotated[str, typer.Option(help="checkpoint of that run, step_N or latest")] = "latest",
 ) -> None:
-    """Play training episodes and write them down, without a trainer."""
+    """Play training episodes and write them to trajectories/, without training."""
     settings = open_config(config, overrides, "rollout")
     from megatron_stppo.launch import process
     from megatron_stppo.validation import run_folder, sources
@@ -156,9 +155,7 @@ def rollout(
 def evaluate(
     config: File,
     overrides: Overrides = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="step_N, latest, or nothing for model.path itself")
-    ] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="step_N or latest; default: model.path")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""

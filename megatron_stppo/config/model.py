@@ -14,16 +14,19 @@ class ModelConfig(Section):
     path: Path = Field(
         description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
-    critic_path: Path | None = Field(None, description="where the critic's trunk starts from; default: path")
+    critic_path: Path | None = Field(
+        None, description="Hugging Face folder of the critic's initial trunk; default: path"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )
     layers: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="auto: TransformerEngine's where it is installed and there is a GPU"
+        "auto",
+        description="auto: TransformerEngine's layers if it is installed and there is a GPU, else local",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="activations computed again in the backward pass: none, attention only, or every layer",
+        description="activations recomputed in the backward pass: none, those of attention, or every layer",
     )
 
 
@@ -32,11 +35,15 @@ class ParallelConfig(Section):
 
     tensor: int = Field(1, ge=1, description="ranks that split every matrix of a layer")
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
-    context: int = Field(1, ge=1, description="ranks that share the tokens of every trajectory")
+    context: int = Field(1, ge=1, description="ranks that divide the tokens of every trajectory")
     expert: int = Field(
-        1, ge=1, description="ranks that share a layer's experts; divides the data and context ranks"
+        1, ge=1, description="ranks that divide a layer's experts; must divide the data and context ranks"
     )
     pipeline: int = Field(1, ge=1, description="ranks that split the layers into stages")
     virtual: int = Field(1, ge=1, description="model chunks per pipeline rank (interleaved schedule)")
-    first_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
-    last_stage_layers: int | None = Field(None, ge=1, description="default: as many as the others")
+    first_stage_layers: int | None = Field(
+        None, ge=1, description="layers of the first stage; default: as many as the others"
+    )
+    last_stage_layers: int | None = Field(
+        None, ge=1, description="layers of the last stage; default: as many as the others"
+    )

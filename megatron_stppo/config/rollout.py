@@ -24,7 +24,7 @@ class RetrievalConfig(Section):
     url: str | None = Field(None, description="http: a /retrieve endpoint")
     topk: int = Field(3, ge=1, le=100, description="documents per query")
     timeout: float = Field(10.0, gt=0, description="seconds per request")
-    retries: int = Field(3, ge=0, description="further attempts of a request that failed")
+    retries: int = Field(3, ge=0, description="further attempts after a failed request")
     token_env: str | None = Field(
         None, description="name of the environment variable that holds the bearer token"
     )
@@ -41,24 +41,24 @@ class RetrievalConfig(Section):
 
 class EnvironmentConfig(Section):
     kind: str = Field(
-        "search", min_length=1, description="search, or MODULE:FACTORY of your own on PYTHONPATH"
+        "search", min_length=1, description="search, or MODULE:FACTORY of your own environment on PYTHONPATH"
     )
     max_turns: int = Field(4, ge=1, description="turns per episode")
-    max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an environment's answer")
-    deadline: float = Field(30.0, gt=0, description="seconds an environment call may take")
+    max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
+    deadline: float = Field(30.0, gt=0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(
         600.0,
         ge=0,
-        description="seconds that a rollout waits for tools that answer nobody; then the run checkpoints and "
-        "ends with exit code 85",
+        description="seconds that a rollout waits for unavailable tools; then the run writes a checkpoint "
+        "and ends with exit code 85",
     )
-    concurrency: int = Field(64, ge=1, description="environment calls in flight per engine group")
+    concurrency: int = Field(64, ge=1, description="environment calls in progress at a time, per engine")
     max_failure_rate: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="share of episodes that may fail (error, timeout), of all of a rollout and of those that "
-        "called a tool; above it the run ends",
+        description="largest share of failed episodes (error, timeout), among all of a rollout and among "
+        "those that called a tool; above it the run ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
 
@@ -71,34 +71,37 @@ class RolloutConfig(Section):
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )
-    temperature: float = Field(1.0, gt=0, description="of sampling")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
     max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
-    max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are not played")
+    max_prompt_tokens: int = Field(2048, ge=1, description="tasks with longer prompts are not played")
     max_context: int | None = Field(
         None,
         ge=2,
         description="tokens of a whole trajectory; default: max_prompt_tokens + (max_turns + 1) * "
         "(max_turn_tokens + max_observation_tokens)",
     )
-    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
-    kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on CPU")
+    max_sequences: int = Field(256, ge=1, description="largest number of sequences decoded together")
+    kv_cache_gib: float = Field(1.0, gt=0, description="size of the key-value cache per rank on a CPU")
     gpu_memory_utilization: float = Field(
         0.6, gt=0, lt=1, description="share of a GPU's memory that the engine may use"
     )
     overlap_tools: bool = Field(
         True,
-        description="keep generating while tools answer; False: wait, which makes a run repeatable bitwise",
+        description="generate while tools are called; false: wait for them, which makes runs bitwise "
+        "repeatable",
     )
     engine_restarts: int = Field(
-        3, ge=0, description="failures of vLLM in a run that a new engine answers; the next one ends it"
+        3,
+        ge=0,
+        description="number of times that a run replaces a failed engine; the next failure ends the run",
     )
     max_mismatch: float = Field(
-        0.1, gt=0, description="mean |trainer - engine| log-prob, nats, that ends the run"
+        0.1, gt=0, description="mean |trainer - engine| of log-probs, in nats, above which the run ends"
     )
 
 
 class EvaluateConfig(Section):
-    tasks: int | None = Field(None, ge=1, description="a fixed sample of so many tasks; default: all")
+    tasks: int | None = Field(None, ge=1, description="number of tasks, as a fixed sample; default: all")
     samples: int = Field(1, ge=1, description="episodes per task; the result is their mean")
     temperature: float = Field(0.0, ge=0, description="0: greedy")

@@ -15,40 +15,47 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leav
 class RunConfig(Section):
     name: str = Field("run", pattern=NAME, description="the run's folder under `root`")
     root: Path = Field(Path("runs"), description="folder of all runs")
-    seed: int = Field(0, ge=0, lt=2**32, description="of data order, sampling and initial values")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initial values")
     iterations: int = Field(
         100, ge=1, description="iterations of rollout, score, advantage, update and reshard"
     )
     evaluate_every: int = Field(
-        0, ge=0, description="iterations between evaluations; 0: only by the evaluate command"
+        0, ge=0, description="iterations between evaluations; 0: none during training"
     )
     checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
     keep_every: int = Field(
-        0, ge=0, description="checkpoints of iterations that this divides are never removed; 0: none"
+        0, ge=0, description="checkpoints at multiples of this iteration are never removed; 0: off"
     )
     async_checkpoints: bool = Field(
-        True, description="write from a copy in host memory while training goes on; False: wait for the disk"
+        True,
+        description="write from a copy in host memory while training continues; false: wait for the disk",
     )
     end_margin: float = Field(
-        300, ge=0, description="seconds that a checkpoint may take before SLURM_JOB_END_TIME"
+        300, ge=0, description="seconds before SLURM_JOB_END_TIME that are reserved for the last checkpoint"
     )
     nonfinite_budget: int = Field(
-        5, ge=0, description="skipped non-finite steps before the run ends with exit code 93"
+        5, ge=0, description="number of skipped non-finite steps above which the run ends with exit code 93"
     )
     dump: Literal["none", "faults", "all"] = Field(
-        "faults", description="iterations whose scored batch goes to dumps/: none, those with a fault, all"
+        "faults",
+        description="iterations whose scored batch is written to dumps/: none, those with a fault, all",
     )
-    keep_dumps: int = Field(4, ge=1, description="newest dumps kept")
+    keep_dumps: int = Field(4, ge=1, description="number of newest dumps to keep")
     spike_deviations: float = Field(
-        10.0, gt=0, description="robust deviations above the median that make a number of an update a spike"
+        10.0,
+        gt=0,
+        description="number of robust standard deviations above the median at which a value of an update is "
+        "a spike",
     )
     spike_window: int = Field(
-        32, ge=4, description="iterations that the median is of; judged from half as many on"
+        32,
+        ge=4,
+        description="number of iterations for that median; no spikes are reported before half of them",
     )
     rollback: bool = Field(
         False,
-        description="after a spike, go on with the newest checkpoint and the tasks that come next; once per "
+        description="after a spike, restore the newest checkpoint and continue with the next tasks; once per "
         "checkpoint",
     )
 
@@ -61,15 +68,19 @@ class DeadlinesConfig(Section):
     """Seconds that a phase may take. A rank that exceeds one reports the stacks of its threads and the rank
     that the others wait for, and ends the run with exit code 1."""
 
-    start_up: float = Field(3600.0, gt=0, description="until the first rollout or evaluation begins")
-    rollout: float = Field(3600.0, gt=0, description="waiting for tools (environment.tool_wait) is added")
-    score: float = Field(3600.0, gt=0, description="log-probs and values")
-    advantage: float = Field(600.0, gt=0, description="credit to tokens")
+    start_up: float = Field(3600.0, gt=0, description="time until the first rollout or evaluation begins")
+    rollout: float = Field(
+        3600.0, gt=0, description="one rollout; environment.tool_wait is added if tools can be unavailable"
+    )
+    score: float = Field(3600.0, gt=0, description="computing log-probs and values")
+    advantage: float = Field(600.0, gt=0, description="computing advantages")
     update: float = Field(7200.0, gt=0, description="all optimizer steps of an iteration")
-    reshard: float = Field(1800.0, gt=0, description="weights to the engine")
+    reshard: float = Field(1800.0, gt=0, description="copying weights to the engine")
     evaluate: float = Field(7200.0, gt=0, description="one evaluation")
     checkpoint: float = Field(3600.0, gt=0, description="one checkpoint, or the wait for the last one")
-    other: float = Field(600.0, gt=0, description="between two phases: metrics and logs are written there")
+    other: float = Field(
+        600.0, gt=0, description="the time between two phases, in which metrics and logs are written"
+    )
 
 
 class TelemetryConfig(Section):
@@ -93,6 +104,6 @@ class TelemetryConfig(Section):
     def _window(self) -> TelemetryConfig:
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
-                f"profile={list(self.profile)} is no window; give [first, last] with 1 <= first <= last"
+                f"profile={list(self.profile)} is not a window; give [first, last] with 1 <= first <= last"
             )
         return self

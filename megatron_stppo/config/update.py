@@ -42,21 +42,25 @@ class CriticOptimizerConfig(OptimizerConfig):
 class UpdateConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over the trajectories of an iteration")
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="on one rank; a longer trajectory takes more")
+    tokens_per_microbatch: int = Field(
+        16384, ge=1, description="tokens on one rank; a longer trajectory exceeds it"
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what waits on the host while the engine serves: optimizer states and gradients; "
-        "all: weights too, whenever nobody reads them",
+        description="what leaves the GPU while the engine generates: optimizer states and gradients; "
+        "all: also the weights, while nothing reads them",
     )
     logit_rows: int = Field(
-        4096, ge=1, description="rows of logits that exist at a time; a longer turn takes more"
+        4096, ge=1, description="rows of logits in memory at a time; a longer turn exceeds it"
     )
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
 
 
 class ColdStartConfig(Section):
-    tokens: int | None = Field(None, ge=1, description="stop after so many tokens of the file; default: all")
+    tokens: int | None = Field(
+        None, ge=1, description="number of tokens of the file to train on; default: all"
+    )
     batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
     lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
     warmup_fraction: float = Field(
@@ -69,4 +73,4 @@ class ColdStartConfig(Section):
         ge=0,
         description="weight of prompts and observations in the loss; the model's own turns have weight 1",
     )
-    output: Path | None = Field(None, description="Hugging Face folder the trained model is written to")
+    output: Path | None = Field(None, description="Hugging Face folder to write the trained model to")

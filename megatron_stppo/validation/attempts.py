@@ -36,7 +36,10 @@ def say_changes(config: Config) -> None:
     try:
         before = parse(path.read_bytes()) if path.exists() else None
     except NOT_YAML:
-        print(f"megatron-stppo: {path} is damaged; what --resume changes is not known", file=sys.stderr)
+        print(
+            f"megatron-stppo: {path} is damaged; the settings that --resume changes are unknown",
+            file=sys.stderr,
+        )
         return
     if isinstance(before, dict):
         for change in changes(before, parse(config.dump())):

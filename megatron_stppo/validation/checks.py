@@ -87,8 +87,7 @@ def _cold_start_output(config: Config) -> None:
         raise ConfigError(f"cold_start.output={output}: is model.path; name another folder")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
         raise ConfigError(
-            f"cold_start.output={output}: holds something else than a model, and would be replaced; name "
-            "another folder"
+            f"cold_start.output={output}: is not a model folder, and would be replaced; name another folder"
         )
 
 
@@ -217,7 +216,7 @@ def _batches(config: Config, layout: Layout) -> None:
     advantage = config.algorithm.advantage
     if advantage != "gae" and config.rollout.samples_per_task == 1:
         raise ConfigError(
-            "rollout.samples_per_task=1: a group of one teaches nothing with "
+            "rollout.samples_per_task=1: a group of one has no learning signal with "
             f"algorithm.advantage={advantage}; choose 4 or more"
         )
     tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor

@@ -32,7 +32,7 @@ DECIDED = {
     "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
     "variable_seq_lengths": "parallel.virtual",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
-    "calculate_per_token_loss": "the losses, which carry their own denominators",
+    "calculate_per_token_loss": "the losses, which have their own denominators",
 }
 
 

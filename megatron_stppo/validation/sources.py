@@ -37,8 +37,8 @@ def check_left(config: Config, source: Path, start: str) -> None:
     done = max(steps) if start == "latest" else int(start.removeprefix("step_"))
     if done >= config.run.iterations:
         raise ConfigError(
-            f"run.iterations={config.run.iterations}: --start={start} of {source} has {done} behind it, "
-            f"nothing is left to play; give run.iterations={done + 1} or more"
+            f"run.iterations={config.run.iterations}: --start={start} of {source} has finished "
+            f"{done} iterations, so nothing is left to play; give run.iterations={done + 1} or more"
         )
 
 

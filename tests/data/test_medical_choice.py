@@ -132,7 +132,7 @@ def test_episodes_fit_into_the_configured_lengths(built, config):
             assert observation <= config.environment.max_observation_tokens
 
 
-def test_guesses_are_options_and_searches_copy_what_was_asked(built):
+def test_guesses_are_options_and_searches_copy_the_question(built):
     for row in rows(built / "demonstrations.jsonl"):
         question = row["prompt"][0]["content"]
         *search, answer = [segment["text"] for segment in row["segments"]]

@@ -41,7 +41,7 @@ print(json.dumps([str(b) for a, b in zip(before, functions()) if a is not b]))
 """
 
 
-def test_importing_the_engine_leaves_torch_cuda_alone_where_the_platform_is_no_cpu() -> None:
+def test_importing_the_engine_does_not_replace_torch_cuda_unless_the_platform_is_a_cpu() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
         capture_output=True,
@@ -54,7 +54,7 @@ def test_importing_the_engine_leaves_torch_cuda_alone_where_the_platform_is_no_c
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_replaced_events_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+def test_replaced_events_are_refused_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
     class Event:
         __module__ = "vllm.v1.worker.cpu.shm"
 

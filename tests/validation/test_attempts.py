@@ -27,7 +27,7 @@ def test_every_attempt_keeps_its_configuration_and_the_newest_has_the_plain_name
     }
 
 
-def test_a_resumed_run_says_what_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_reports_changed_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempts.say_changes(config(tmp_path))  # a folder of checkpoints alone
     attempts.record(config(tmp_path), 0)
     attempts.say_changes(config(tmp_path))
@@ -42,7 +42,7 @@ def test_a_resumed_run_says_what_it_changes(tmp_path: Path, capsys: pytest.Captu
     assert "config.yaml is damaged" in capsys.readouterr().err
 
 
-def test_fields_that_come_and_go_are_changes_too() -> None:
+def test_added_and_removed_fields_are_changes_too() -> None:
     assert attempts.changes({"megatron": {}, "a": {"b": [1]}}, {"megatron": {"c": 1}, "a": {"b": [2]}}) == [
         "megatron.c: not given -> 1",
         "a.b: [1] -> [2]",

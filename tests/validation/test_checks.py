@@ -68,17 +68,17 @@ def test_an_empty_data_file_is_refused(path: Path) -> None:
     assert "is empty" in refusal(path, [])
 
 
-def test_a_command_asks_only_for_the_files_it_reads(path: Path) -> None:
+def test_a_command_needs_only_the_files_it_reads(path: Path) -> None:
     check(load(path, ["data.train=nowhere.jsonl"]), 2, "evaluate")
     assert "data.evaluate=none.jsonl" in refusal(path, ["data.evaluate=none.jsonl"], command="evaluate")
 
 
-def test_evaluating_while_training_needs_the_data_for_it(path: Path) -> None:
+def test_evaluation_during_training_needs_evaluation_data(path: Path) -> None:
     check(load(path, ["data.evaluate=null"]), 2, "train")
     assert "data.evaluate: missing" in refusal(path, ["data.evaluate=null", "run.evaluate_every=5"])
 
 
-def test_a_model_folder_that_is_not_there_is_refused(path: Path) -> None:
+def test_a_missing_model_folder_is_refused(path: Path) -> None:
     assert refusal(path, ["model.path=nowhere"]).startswith("model.path=nowhere: no such folder;")
 
 
@@ -122,7 +122,7 @@ def test_trajectories_spread_evenly_over_minibatches_and_ranks(path: Path) -> No
     assert "choose 48 or 64" in message
 
 
-def test_experts_are_asked_for_of_a_model_that_has_them(path: Path) -> None:
+def test_expert_parallelism_needs_a_model_with_experts(path: Path) -> None:
     message = refusal(path, ["parallel.tensor=1", "parallel.expert=2"])
     assert message == "parallel.expert=2: the model has no experts; set it to 1"
     message = refusal(path, ["algorithm.routing_replay=old_policy"])
@@ -133,7 +133,7 @@ def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
     assert "parallel.sequence=true" in refusal(path, ["parallel.tensor=1", "parallel.sequence=true"])
 
 
-def test_a_megatron_field_with_a_typo_gets_the_nearest_name(path: Path) -> None:
+def test_a_typo_in_a_megatron_field_gives_the_nearest_name(path: Path) -> None:
     message = refusal(path, ["megatron.hiden_dropout=0.1"])
     assert message == "megatron.hiden_dropout=0.1: no such field; did you mean megatron.hidden_dropout?"
 
@@ -142,7 +142,7 @@ def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
     assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(megatron_field_names())
 
 
-def test_the_context_must_fit_the_model_and_the_tokenizer_must_know_chats(path: Path) -> None:
+def test_the_context_must_fit_the_model_and_the_tokenizer_needs_a_chat_template(path: Path) -> None:
     assert "max_position_embeddings=32768" in refusal(path, ["rollout.max_context=40000"])
     (path.parent / "model" / "chat_template.jinja").unlink()
     assert "no chat_template" in refusal(path, [])
@@ -157,10 +157,10 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
         assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
 
 
-def test_a_megatron_field_that_the_run_decides_is_refused_with_what_decides_it(path: Path) -> None:
+def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_field(path: Path) -> None:
     message = refusal(path, ["megatron.calculate_per_token_loss=false"])
     assert message == (
-        "megatron.calculate_per_token_loss=False: follows from the losses, which carry their own "
+        "megatron.calculate_per_token_loss=False: follows from the losses, which have their own "
         "denominators; leave it out"
     )
     message = refusal(path, ["megatron.context_parallel_size=2"])
@@ -182,7 +182,7 @@ def test_a_critic_starts_from_a_model_of_the_actors_architecture(path: Path) -> 
     )
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Path) -> None:
+def test_a_missing_checkpoint_is_refused_with_the_existing_ones(path: Path) -> None:
     config = load(path)
     check_checkpoint(config, None)
     with pytest.raises(ConfigError, match="train first"):
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(path: Pat
 @pytest.mark.parametrize(
     "record", ["metrics.jsonl", "trajectories/iteration-00001.jsonl", "checkpoints/step_1/x"]
 )
-def test_a_folder_that_holds_a_run_is_not_new(path: Path, record: str) -> None:
+def test_a_new_run_is_refused_in_a_folder_that_holds_a_run(path: Path, record: str) -> None:
     config = load(path)
     check_new(config)
     file = config.run.folder / record
@@ -210,7 +210,7 @@ def test_a_folder_that_holds_a_run_is_not_new(path: Path, record: str) -> None:
         check_new(config)
 
 
-def test_only_a_run_that_is_there_is_resumed(path: Path) -> None:
+def test_only_an_existing_run_is_resumed(path: Path) -> None:
     config = load(path)
     with pytest.raises(ConfigError, match="holds no run; to start one, leave --resume out"):
         check_resume(config)
