@@ -77,14 +77,14 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     for number in progress(done, name, rank == 0, every=None):
         with metrics.phase("score"):
             learner.load_for("score")
-            batch, group_N, told = source.read(learner, run, number)
+            batch, group_N, numbers = source.read(learner, run, number)
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, group_N)
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N)
             row, _ = update(learner, batch, number - 1, hold)
-            row |= describe_batch(batch) | told
+            row |= describe_batch(batch) | numbers
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.load_for("checkpoint")

@@ -104,7 +104,7 @@ def start(config: Config) -> MeshRank:
         )
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
-        print(f"megatron-stppo: {slurm.told(os.environ)}", file=sys.stderr)
+        print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)
     if cuda:
         torch.cuda.set_device(_device())
     elif world_size() > 1:

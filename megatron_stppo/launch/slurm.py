@@ -84,7 +84,7 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environment and not _in_batch_script(environment)
 
 
-def told(environment: Mapping[str, str]) -> str:
+def logged_variables(environment: Mapping[str, str]) -> str:
     """Return the variables of LOGGED that are set, as JSON."""
     return json.dumps({name: environment[name] for name in LOGGED if name in environment})
 

@@ -16,7 +16,7 @@ from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recor
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_SAID = 8  # ranges of iterations listed one by one
 MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
-TOLD = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # columns of update/turns.py
+RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # columns of update/turns.py
 
 
 class TurnRow(msgspec.Struct):
@@ -41,7 +41,7 @@ class EpisodeRow(msgspec.Struct):
     prompt: str = ""
 
 
-class Told(msgspec.Struct):
+class TurnRecord(msgspec.Struct):
     """A line of trajectories/iteration-N.turns.jsonl."""
 
     turns: list[dict[str, float | None]]
@@ -103,7 +103,7 @@ def _of_iteration(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return (episodes, whether the file has more)."""
     path = played_path(folder, iteration)
-    told, lines = _told(turns_path(folder, iteration), most, notes), Lines(path)
+    records, lines = _turn_records(turns_path(folder, iteration), most, notes), Lines(path)
     found: list[dict[str, Any]] = []
     more = False
     try:
@@ -115,7 +115,7 @@ def _of_iteration(
             except (msgspec.ValidationError, RecursionError):
                 lines.damaged += 1
                 continue
-            shown = {"iteration": iteration, "line": line + 1} | _shown(episode, record, told.get(line))
+            shown = {"iteration": iteration, "line": line + 1} | _shown(episode, record, records.get(line))
             budget -= len(json.dumps(shown))
             if more := budget < 0:
                 break
@@ -127,15 +127,15 @@ def _of_iteration(
     return found, more
 
 
-def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
+def _turn_records(path: Path, most: int, notes: list[str]) -> dict[int, TurnRecord]:
     """Return the update's values by line number; empty if the file does not exist."""
-    lines, told = Lines(path), {}
+    lines, records = Lines(path), {}
     try:
         for line, record in lines:
             if line > 2 * most:  # later lines are not shown, unless many lines are damaged
                 break
             try:
-                told[line] = msgspec.convert(record, Told)
+                records[line] = msgspec.convert(record, TurnRecord)
             except (msgspec.ValidationError, RecursionError):
                 lines.damaged += 1
     except FileNotFoundError:
@@ -144,14 +144,16 @@ def _told(path: Path, most: int, notes: list[str]) -> dict[int, Told]:
         notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
     if lines.damaged:
         notes.append(f"{FOLDER}/{path.name}: {damaged(lines)}")
-    return told
+    return records
 
 
-def _shown(episode: EpisodeRow, record: dict[str, Any], told: Told | None) -> dict[str, Any]:
-    tellings = told.turns if told and len(told.turns) == len(episode.turns) else [{} for _ in episode.turns]
+def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | None) -> dict[str, Any]:
+    updates = (
+        update.turns if update and len(update.turns) == len(episode.turns) else [{} for _ in episode.turns]
+    )
     turns = []
-    for turn, numbers in list(zip(episode.turns, tellings, strict=True))[:MAX_TURNS]:
-        kept = {name: number(numbers.get(name)) for name in TOLD}
+    for turn, numbers in list(zip(episode.turns, updates, strict=True))[:MAX_TURNS]:
+        kept = {name: number(numbers.get(name)) for name in RECORDED}
         turns.append(
             {
                 "action": _cut(turn.action),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.slurm import first_host, started_by_srun, told, torchrun_variables
+from megatron_stppo.launch.slurm import first_host, logged_variables, started_by_srun, torchrun_variables
 
 TASK = {
     "SLURM_PROCID": "9",
@@ -105,5 +105,5 @@ def test_wrong_or_incomplete_variables_give_one_line(environment: dict[str, str]
 
 
 def test_only_listed_variables_are_logged() -> None:
-    told_of = json.loads(told(TASK | {"API_KEY": "s3cret", "SLURM_JWT": "s3cret"}))
-    assert told_of == without("SLURM_STEP_ID", "SLURM_GTIDS")
+    logged = json.loads(logged_variables(TASK | {"API_KEY": "s3cret", "SLURM_JWT": "s3cret"}))
+    assert logged == without("SLURM_STEP_ID", "SLURM_GTIDS")
