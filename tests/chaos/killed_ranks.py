@@ -1,7 +1,7 @@
-"""The training program on four gloo ranks, all killed at random times, resumed until it has reached its end.
+"""The training program on four gloo ranks, all killed at random times and resumed until the run is complete.
 
 A run takes seconds and imports take longer, so one process imports everything and forks the ranks of every
-attempt; what they run is loop.train, as the command line calls it.
+attempt. The ranks call loop.train, as the command line does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OVERRIDES = [
 
 @dataclass(frozen=True)
 class Attempt:
-    """seconds: until the ranks were killed, or had ended; first: until the first step was there. step: the
-    newest that was there at the end. saving: whether a save was cut off."""
+    """seconds: time until the ranks were killed, or had ended. first: time until the first step was
+    published. step: the newest step at the end. saving: whether a save was interrupted."""
 
     killed: bool
     seconds: float
@@ -55,8 +55,8 @@ class Ranks:
         self.log = self.config.run.root / f"{name}.log"
 
     def attempt(self, seconds: float | None) -> Attempt:
-        """Trains on from the newest step; kills all ranks after `seconds`. Raises AssertionError if they fail
-        before, or if a step that was announced is lost."""
+        """Continue training from the newest step, and kill all ranks after `seconds`. Raises AssertionError
+        if they fail before, or if a published step is lost."""
         self.config.run.root.mkdir(parents=True, exist_ok=True)
         left = self._half_done()
         began, port = self.log.stat().st_size if self.log.exists() else 0, _free_port()
@@ -137,11 +137,12 @@ class Ranks:
 
 
 def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attempt]]:
-    """An undisturbed run, then runs that are killed at times drawn from its length, every other one from what
-    follows its first checkpoint, until there were `kills` of them; each goes on to its end.
+    """Start a run without kills, then runs that are killed at random times within its length (every other
+    time after its first checkpoint), until there were `kills` kills. Every run is resumed until it is
+    complete.
 
-    Yields (name of the run, attempt). Raises AssertionError if one ends at other weights or optimizer states,
-    or loses a step.
+    Yields (name of the run, attempt). Raises AssertionError if one ends with other weights or optimizer
+    states, or loses a step.
     """
     draw, whole = random.Random(seed), Ranks(config, "undisturbed")
     undisturbed = whole.attempt(None)

@@ -1,8 +1,8 @@
-"""A save that dies at its k-th call into the operating system, for every k: what is left must be loadable.
+"""A save that is killed at its k-th system call, for every k: a published checkpoint must be loadable.
 
 One process imports everything once and forks: a child loads step 1, changes the weights and saves step 2,
-with os._exit in place of the k-th call; a second child then loads what is there. Each is a world of one rank
-over gloo, with megatron's model and distributed optimizer.
+with os._exit in place of the k-th call; a second child then loads the newest checkpoint. Each is a world of
+one rank over gloo, with megatron's model and distributed optimizer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_FILE = ("BytesIO", "StringIO", "fspath", "getpid", "WEXITSTATUS")  # of posix
 
 
 class Bench:
-    """A checkpoints folder that is put back before every save: step 1, which LATEST names; steps 2 and 3 that
-    cannot be trusted, one of them in the way; what is left of a save that died. One step is kept, so that
-    the save removes all of it."""
+    """A checkpoints folder that is restored before every save. It has step 1, which LATEST names; damaged
+    steps 2 and 3, one of which has the name of the new step; and the rest of an interrupted save. One step is
+    kept, so that the save removes all of them."""
 
     def __init__(self, root: Path, model: Path, background: bool) -> None:
         self._root, self._folder, self._template = root, root / "checkpoints", root / "template"
@@ -96,7 +96,7 @@ class Bench:
 
 @contextmanager
 def file_calls(die_at: int) -> Iterator[list[str]]:
-    """Names of the calls into the operating system and its files, in all threads that start meanwhile. The
+    """Record the names of the system calls and file calls, in all threads that start in the block. The
     process ends in place of call `die_at`."""
     calls: list[str] = []
 

@@ -63,8 +63,8 @@ def files(path: Path) -> dict[str, steps.File]:
 
 
 def goes_on(root: Path, model: Path) -> None:
-    """Weights change while step 1 is still being written: the files have those of before, as those of a save
-    that is waited for have."""
+    """Weights change while step 1 is being written in the background: the files have the old weights, like
+    those of a save in the foreground."""
     saver, trainers = start(root / "waited", model, async_checkpoints=False)
     saver.save(1, trainers, {"iteration": 1})
     dist.destroy_process_group()
@@ -104,8 +104,8 @@ def writer_breaks(root: Path, model: Path) -> None:
 
 
 def flushed(root: Path, model: Path) -> None:
-    """What a machine that loses power would show: all of a step is on disk before its name is, and the name
-    before LATEST's. Killing a process shows nothing of this, because the kernel still writes."""
+    """The order of flushes, for a loss of power: all files of a step are on disk before its name is, and its
+    name before LATEST. Killing a process does not test this, because the kernel still writes."""
     folder, calls = root / "flushed", list[tuple[str, Path]]()
     saver, trainers = start(folder, model)
     fsync, rename, replace = os.fsync, os.rename, os.replace

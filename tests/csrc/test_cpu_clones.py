@@ -1,6 +1,6 @@
-"""The CPU ops as older processors run them: AVX2, and no more than x86-64 promises.
+"""The CPU ops as older processors run them: with AVX2, and with the baseline of x86-64.
 
-GCC's clones choose by the processor at hand, so its others would never run here; each is compiled on its own.
+GCC's clones are chosen by the processor, so the others would never run here. Each is compiled separately.
 """
 
 import platform

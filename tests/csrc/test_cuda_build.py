@@ -1,4 +1,4 @@
-"""Every .cu compiles and links for every architecture, and what the compiler says about it.
+"""Every .cu compiles and links for every architecture, within limits on registers and spills.
 
 Needs nvcc, no GPU. Registers per kernel: `pytest tests/csrc/test_cuda_build.py -rP`.
 """

@@ -48,7 +48,7 @@ def index(tmp_path_factory):
 
 
 def ask(*answers, timeout=5.0, retries=0, deadline=30.0):
-    """Searches at a raw server that answers request n with answers[n]; returns result and requests.
+    """Search at a server that answers request n with answers[n]. Return the result and the requests.
 
     An answer is bytes sent as they are, or a coroutine function of the stream writer.
     """

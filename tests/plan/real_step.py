@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 
 def settings(
     folder: str, model: dict[str, Any], parallel: dict[str, Any], algorithm: dict[str, Any] | None = None
 ) -> Any:
-    """2 microbatches of 4 trajectories in a step; the others: sections of the configuration."""
+    """Return a configuration with 2 microbatches of 4 trajectories per step, changed by other sections."""
     from megatron_stppo.config import Config
 
     return Config.model_validate(

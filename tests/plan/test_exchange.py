@@ -19,8 +19,8 @@ SIDES = (
 
 
 def test_two_stages_send_half_the_layers_to_each_other() -> None:
-    """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 the rest, as many rows and a norm. Every
-    rank serves its tensor half of all, and lacks what the other stage holds."""
+    """Ranks 0, 1 hold layers 0 and 1 and the embedding; ranks 2, 3 hold the rest: as many rows and a norm.
+    Every rank serves its tensor half of the model, so it needs the rows of the other stage."""
     found = exchange(*SIDES, ALIKE, 2, H100)
     first, second = (
         sum(

@@ -1,5 +1,5 @@
-"""Runs on a rank: a family's checkpoint through megatron's shards and the reshard into vLLM, and back out as
-log-probs."""
+"""Functions that run on a rank: a checkpoint is loaded into megatron's shards and resharded into vLLM, whose
+log-probs are returned."""
 
 from __future__ import annotations
 

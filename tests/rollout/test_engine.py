@@ -1,5 +1,5 @@
-"""The real engine, observed once in a process of its own (a process has one vLLM); the tests are claims about
-what was seen."""
+"""The real engine, run once in a separate process, because a process has one vLLM. The tests check what was
+recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights go from a checkpoint over megatron's shards into vLLM; the log-probs that come out are
-transformers'. (Qwen3 is in test_engine.py.)"""
+"""Weights from a checkpoint go through megatron's shards into vLLM, whose log-probs agree with those of
+transformers. (Qwen3 is in test_engine.py.)"""
 
 from __future__ import annotations
 

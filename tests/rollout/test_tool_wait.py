@@ -110,8 +110,7 @@ def test_one_call_that_answers_ends_the_wait_of_all() -> None:
 
 
 def away_on_the_second_rank(folder: str) -> list[str]:
-    """What open_environment says on a rank whose tool is there, at a new run, at a resumed one, and when it
-    comes back."""
+    """Return what open_environment raises on a rank, in a new run, a resumed one, and if the tool returns."""
     import torch.distributed as dist
 
     from megatron_stppo.rollout import tool_wait

@@ -1,6 +1,6 @@
 """The sampler with the real nvidia-ml-py: without NVML, and with a replacement for NVML's library.
 
-pynvml keeps the first library it finds for good, so that each case is a process of its own.
+pynvml keeps the first library that it finds, so each case runs in a separate process.
 """
 
 from __future__ import annotations

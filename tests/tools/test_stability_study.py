@@ -269,8 +269,8 @@ def test_a_control_is_compared_with_its_setting(tmp_path: Path) -> None:
 
 
 def test_estimators_are_compared_over_the_steps_that_clipped_and_without_the_pilot(tmp_path: Path) -> None:
-    """Exact norms 1, 2, 4: the one estimate is always twice that; the other, 4, 2, 1, falls as it rises.
-    The third step of four clipped nothing."""
+    """The exact norms are 1, 2, 4. One estimate is twice the norm; the other is 4, 2, 1. The third of the
+    four steps clipped nothing."""
     columns = {
         "actor/clipping_bias_gradient": [1.0, 2.0, 0.0, 4.0],
         "actor/clipping_bias_logit": [2.0, 4.0, 0.0, 8.0],

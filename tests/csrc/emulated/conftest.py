@@ -1,4 +1,4 @@
-"""The tests of the ops once more, on the CUDA kernels: a CPU runs them, thread by thread.
+"""Runs the tests of the ops on the CUDA kernels, which a CPU executes thread by thread.
 
 Every test runs under several orders of blocks, warps and lanes.
 """
