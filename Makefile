@@ -21,10 +21,10 @@ SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/s
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STRICT := megatron_stppo/types.py megatron_stppo/config megatron_stppo/config_file.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
-help: ## this list
+help: ## print this list
 	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 26
 
-.venv: $(STAMP) ## the environment, pinned by tools/lock-cpu.txt; redone when that changes
+.venv: $(STAMP) ## install the environment that tools/lock-cpu.txt pins; again when that file changes
 
 CSRC := $(wildcard csrc/*)
 
@@ -35,38 +35,38 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
 	echo $$(( $$(date +%s) - start )) > $@
 
-quickstart: $(STAMP) ## build, cold-start, evaluate, train, evaluate: at most 10 minutes on 2 cores
+quickstart: $(STAMP) ## train the search agent: at most 10 minutes on 2 cores, no GPU
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)
 
-lint: $(STAMP) ## ruff and mypy; shellcheck; hadolint
+lint: $(STAMP) ## run ruff, mypy, shellcheck and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
 	$(BIN)/shellcheck $(SHELLS)
 	$(BIN)/hadolint Dockerfile
 
-test: lint ## lint, then every test; needs no network
+test: lint ## lint, then all tests; needs no network
 	$(PYTEST)
 
-test-all: lint ## test, and the longer matrix of layouts and families
+test-all: lint ## test, with the longer matrix of layouts and families
 	$(PYTEST) -m "long or not long"
 
-chaos: $(STAMP) ## try to lose a checkpoint, for up to 30 minutes; docs/reliability.md gets the result
+chaos: $(STAMP) ## try to lose a checkpoint for up to 30 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
 
 AUDIT := .venv-audit
 
-audit: ## known weaknesses of what tools/lock-cpu.txt pins; needs a network with PyPI's advisories
+audit: ## list known vulnerabilities of the pinned packages; needs a network with PyPI's advisories
 	[ -x $(AUDIT)/bin/pip-audit ] || { $(PYTHON) -m venv $(AUDIT); $(AUDIT)/bin/pip install --quiet pip-audit; }
 	@# --strict: a package that cannot be audited is a failure
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r tools/lock-cpu.txt
 
-check-dockerfile: ## the Dockerfile's steps in a folder, without Docker; needs nvcc, an index, PYTHON312=python3.12
+check-dockerfile: ## run the steps of the Dockerfile without Docker; needs nvcc, an index, PYTHON312=python3.12
 	$(PYTHON312) tools/check_dockerfile.py --python $(PYTHON312)
 
-clean: ## everything that make made; runs/ stays
+clean: ## remove everything that make has created, except runs/
 	rm -rf .venv $(AUDIT) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,7 +30,7 @@ BUSY_CYCLES = 4_000_000  # about 2 ms on a GPU, longer than the host needs to en
 class Variant:
     """One implementation of a computation. `prepare` runs before every call, untimed; `run` gets its result.
 
-    `run` returns tensors in the order of `reference` (float64), where None means that there is no comparison.
+    `run` returns tensors in the order of `reference` (float64), where None means without comparison.
     Example: Variant("doubling", lambda _: (x * 2,), reference=(x.double() * 2,))
     """
 

@@ -181,7 +181,7 @@ def _devices() -> list[Finding]:
     pynvml = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # there is no driver, for example on a laptop
+    except pynvml.NVMLError:  # without a driver, for example on a laptop
         return [Finding("gpu", "none", "optional", "everything runs on the CPU, over gloo")]
     driver = pynvml.nvmlSystemGetDriverVersion()
     found = [Finding("gpu driver", str(driver), "ok")]
