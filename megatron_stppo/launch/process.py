@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import socket
 import sys
 import warnings
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_stppo.parallel.groups import MeshRank
+
+# Warnings that a user cannot act on: (category, module that they are attributed to, with those inside it).
+IGNORED: tuple[tuple[type[Warning], str], ...] = (
+    (UserWarning, "megatron"),  # packages that are optional here
+    (FutureWarning, "megatron"),
+    (DeprecationWarning, "megatron"),
+    (UserWarning, "vllm"),
+    (FutureWarning, "vllm"),
+    (DeprecationWarning, "vllm"),
+    (FutureWarning, "torch.distributed"),  # megatron calls functions that have new names
+)
 
 
 def discover() -> None:
@@ -48,7 +60,7 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     for a dry run, in which no GPU may be visible.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    warnings.filterwarnings("ignore")  # megatron and vLLM warn about packages that are optional here
+    _ignore_warnings()
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -65,6 +77,12 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
 
     if cpu_platform.needed():
         cpu_platform.install(device)
+
+
+def _ignore_warnings() -> None:
+    """Ignore the warnings of these libraries about themselves. Those of all other modules are shown."""
+    for category, module in IGNORED:
+        warnings.filterwarnings("ignore", category=category, module=rf"{re.escape(module)}(\.|$)")
 
 
 def check(config: Config) -> None:

@@ -5,6 +5,9 @@ to tensor factories, and checks parameter types by their CUDA names. `install()`
 no others, by CPU versions: `torch.cuda.is_available()` still returns False, and results are computed by the
 same megatron code as on a GPU. Call it after vLLM is imported (vLLM checks torch.cuda during its import) and
 before megatron is imported. With device="meta", tensors have shapes but no memory, for a dry run.
+
+No other file replaces functions of torch, megatron or Python. What a run needs for a while only is a context
+at the end of this file, which puts the original functions back.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
 FACTORIES = (
     "tensor",
@@ -179,8 +186,8 @@ def _substitute_uneven_collectives() -> None:
 
     NCCL supports different sizes in these collectives, but gloo does not.
     """
-    dist: Any = torch.distributed
-    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+    module: Any = dist
+    all_gather, reduce_scatter = module.all_gather, module.reduce_scatter
 
     def gather(pieces: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
         if len({piece.shape for piece in pieces}) == 1:
@@ -204,4 +211,61 @@ def _substitute_uneven_collectives() -> None:
         )
         output.copy_(received.sum(0))
 
-    dist.all_gather, dist.reduce_scatter = gather, scatter
+    module.all_gather, module.reduce_scatter = gather, scatter
+
+
+@contextlib.contextmanager
+def timed_waits() -> Iterator[list[float]]:
+    """Yield a list that receives the seconds of each Work.wait of this thread inside the context.
+
+    Every operation of gloo calls Work.wait, those that megatron starts included. Other threads, such as a
+    checkpoint's writer, are not measured.
+    """
+    wait, waits, own = dist.Work.wait, list[float](), threading.get_ident()
+
+    def timed(work: dist.Work, *timeout: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return wait(work, *timeout)
+        finally:
+            if threading.get_ident() == own:
+                waits.append(time.perf_counter() - started)
+
+    with _replaced(dist.Work, "wait", timed):
+        yield waits
+
+
+@contextlib.contextmanager
+def meta_as_cuda(rms_norm: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside the context, meta tensors take the code paths of CUDA tensors, for the dry run of a GPU.
+
+    rms_norm: the RMS norm of a meta tensor. torch's own is one of several operations, which keep more memory.
+    """
+    # A TorchFunctionMode would not work: it is inactive while a backward recomputes a forward.
+    tensor: Any = torch.Tensor
+    tensor.is_cuda = property(lambda self: self.is_meta)  # hides the property of the base class
+    try:
+        with _replaced(functional, "rms_norm", rms_norm):
+            yield
+    finally:
+        del tensor.is_cuda
+
+
+@contextlib.contextmanager
+def meta_as_cpu(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside the context, `attention` computes the attention of meta tensors, for the dry run of a CPU.
+
+    torch's own would be several operations, which keep more memory.
+    """
+    with _replaced(functional, "scaled_dot_product_attention", attention):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

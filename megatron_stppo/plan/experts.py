@@ -6,8 +6,8 @@ the same number. A run whose router prefers some experts takes more memory on th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -15,29 +15,24 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 
-@contextlib.contextmanager
-def evenly_routed() -> Iterator[None]:
-    """Make the dispatcher's counts even inside the context. The counts are on the host, all else on meta."""
-    measured = Dispatcher.preprocess
+def route_evenly(chunks: Iterable[torch.nn.Module]) -> None:
+    """Make the counts of the chunks' dispatchers even. The counts are on the host, all else is on meta."""
+    for dispatcher in _dispatchers(chunks):
+        dispatcher.preprocess = partial(_preprocess, dispatcher, dispatcher.preprocess)  # type: ignore[method-assign]
 
-    def preprocess(self: Dispatcher, routing_map: Tensor) -> Tensor:
-        measured(self, routing_map)
-        ranks, local = self.tp_size * self.ep_size, slice(None, self.num_local_experts)
-        sent = even(self.num_out_tokens, self.num_experts)
-        mine = sent[local]  # from each rank; the experts of other ranks may get one more or less
-        if ranks > 1:
-            self.input_splits = sent.reshape(self.ep_size, -1).sum(1)
-            self.output_splits = mine.sum().repeat(self.ep_size)
-            self.output_splits_tp = self.output_splits.sum().repeat(self.tp_size)
-        if self.num_local_experts > 1:
-            self.num_global_tokens_per_local_expert = mine.repeat(ranks, 1)
-        return mine * ranks
 
-    Dispatcher.preprocess = preprocess
-    try:
-        yield
-    finally:
-        Dispatcher.preprocess = measured
+def _preprocess(self: Dispatcher, measured: Callable[[Tensor], Tensor], routing_map: Tensor) -> Tensor:
+    measured(routing_map)
+    ranks, local = self.tp_size * self.ep_size, slice(None, self.num_local_experts)
+    sent = even(self.num_out_tokens, self.num_experts)
+    mine = sent[local]  # from each rank; the experts of other ranks may get one more or less
+    if ranks > 1:
+        self.input_splits = sent.reshape(self.ep_size, -1).sum(1)
+        self.output_splits = mine.sum().repeat(self.ep_size)
+        self.output_splits_tp = self.output_splits.sum().repeat(self.tp_size)
+    if self.num_local_experts > 1:
+        self.num_global_tokens_per_local_expert = mine.repeat(ranks, 1)
+    return mine * ranks
 
 
 def forget(chunks: Iterable[torch.nn.Module]) -> None:
@@ -45,10 +40,15 @@ def forget(chunks: Iterable[torch.nn.Module]) -> None:
 
     The graph is part of a reference cycle with the models, which Python's garbage collector does not find.
     """
+    for dispatcher in _dispatchers(chunks):
+        dispatcher.probs = None
+
+
+def _dispatchers(chunks: Iterable[torch.nn.Module]) -> Iterator[Dispatcher]:
     for chunk in chunks:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
-                layer.token_dispatcher.probs = None
+                yield layer.token_dispatcher
 
 
 def even(total: int, parts: int) -> Tensor:

@@ -1,42 +1,23 @@
-"""Contexts in which meta tensors use the code paths and the fused kernels of the planned device.
+"""The fused kernels of the planned device, on meta tensors.
 
-Outside them torch computes norms and attention on meta tensors by separate operations, which keep more
+Without them torch computes norms and attention on meta tensors by separate operations, which keep more
 memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from megatron_stppo.parallel import cpu_platform
 
 
-@contextlib.contextmanager
-def on_gpu() -> Iterator[None]:
-    # A TorchFunctionMode would not work: it is inactive while a backward recomputes a forward.
-    tensor: Any = torch.Tensor
-    composite = functional.rms_norm
-    tensor.is_cuda = property(lambda self: self.is_meta)  # hides the property of the base class
-    functional.rms_norm = _rms_norm
-    try:
-        yield
-    finally:
-        functional.rms_norm = composite
-        del tensor.is_cuda
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    composite = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _attention
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = composite
+def device_paths(is_cuda: bool) -> AbstractContextManager[None]:
+    """Return the context in which meta tensors use the code paths and kernels of a GPU or of a CPU."""
+    return cpu_platform.meta_as_cuda(_rms_norm) if is_cuda else cpu_platform.meta_as_cpu(_attention)
 
 
 def _attention(

@@ -17,8 +17,8 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.experts import evenly_routed, forget
-from megatron_stppo.plan.fused import on_cpu, on_gpu
+from megatron_stppo.plan.experts import forget, route_evenly
+from megatron_stppo.plan.fused import device_paths
 from megatron_stppo.plan.meter import Meter
 from megatron_stppo.sharding.hf_names import ModelShape
 
@@ -89,7 +89,7 @@ class RankModels:
         self.meter = Meter(shape.experts_per_token)
 
     def use(self, role: build.Role) -> ModelUse:
-        with self.meter, evenly_routed(), on_gpu() if self.is_cuda else on_cpu():
+        with self.meter, device_paths(self.is_cuda):
             used = self._reference() if role == "reference" else self._trained(role)
         gc.collect()  # megatron's modules and hooks refer to each other
         return used
@@ -101,6 +101,7 @@ class RankModels:
 
     def _reference(self) -> ModelUse:
         chunks = build.build("reference", self.shape, self.config, self.mesh, self.dtype)
+        route_evenly(chunks)
         scoring, flop = self._score(chunks, "reference")
         return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, 0, flop, 0)
 
@@ -109,6 +110,7 @@ class RankModels:
         settings = config.update.critic if role == "critic" else config.update.actor
         before = meter.rest()
         chunks = build.build(role, self.shape, config, self.mesh, self.dtype)
+        route_evenly(chunks)
         trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
         weights = _weights(chunks)
         gradients = _bytes(p.main_grad for chunk in chunks for p in chunk.parameters())

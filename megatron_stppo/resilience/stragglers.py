@@ -3,8 +3,8 @@
 Collectives hide a slow rank: the others wait for it, and all ranks take the same time. Therefore each rank's
 own busy seconds in the phases of WATCHED are compared:
 
-- On a CPU, they are the elapsed time minus the time spent in Work.wait of torch.distributed, which every gloo
-  operation calls. Computing, sleeping, reading files, and waiting for a core all count as busy.
+- On a CPU, they are the elapsed time minus the time that gloo's operations wait (cpu_platform.timed_waits).
+  Computing, sleeping, reading files, and waiting for a core all count as busy.
 - On a GPU, collectives are queued, and the host cannot measure how long they wait. Instead, each rank
   measures the time of a fixed matrix product on its device after the phases. This detects a throttled or
   shared device, but not a rank that has more work than the others.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.parallel import cpu_platform
 from megatron_stppo.parallel.collectives import gather_records
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ class Stragglers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the block's busy seconds on this rank, if `name` is in WATCHED."""
-        if name not in WATCHED:
+        """Add the block's busy seconds on this rank, if `name` is in WATCHED. On a GPU, measure nothing."""
+        if name not in WATCHED or not cpu_platform.needed():
             yield
             return
         started = time.perf_counter()
-        with waiting() as waited:
+        with cpu_platform.timed_waits() as waited:
             yield
         self._busy += time.perf_counter() - started - sum(waited)
 
@@ -80,29 +80,6 @@ def slowest(seconds: Sequence[float]) -> tuple[int, float]:
     others = [*seconds[:rank], *seconds[rank + 1 :]]
     usual = statistics.median(others) if others else seconds[rank]
     return rank, seconds[rank] / max(usual, 1e-9)
-
-
-@contextmanager
-def waiting() -> Iterator[list[float]]:
-    """Yield a list that receives the seconds of each Work.wait of this thread.
-
-    Other threads, such as a checkpoint's writer, are not measured.
-    """
-    wait, waits, own = dist.Work.wait, [], threading.get_ident()
-
-    def timed(work: dist.Work, *timeout: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return wait(work, *timeout)
-        finally:
-            if threading.get_ident() == own:
-                waits.append(time.perf_counter() - started)
-
-    dist.Work.wait = timed  # type: ignore[method-assign, assignment]
-    try:
-        yield waits
-    finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def product_seconds(device: torch.device, side: int, products: int) -> float:
