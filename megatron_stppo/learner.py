@@ -13,6 +13,7 @@ from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
 
@@ -22,10 +23,10 @@ class Learner:
     config: Config
     mesh: MeshRank
     shape: ModelShape
-    policy: list[build.TokenModel]  # the model that an engine serves
+    policy: list[TokenModel]  # the model that an engine serves
     actor: Trainer | None  # the policy with its optimizer; None for evaluation
     critic: Trainer | None  # None for group-normalised advantages, and for evaluation
-    reference: list[build.TokenModel] | None  # None without a KL penalty
+    reference: list[TokenModel] | None  # None without a KL penalty
     packer: Packer
     offloader: Offloader
 

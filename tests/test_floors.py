@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import megatron_stppo
@@ -31,6 +31,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
+# These replace functions of torch, megatron or vLLM on a CPU, which offer no argument for it.
+PLATFORM = {"parallel/cpu_platform.py", "rollout/cpu_experts.py", "rollout/vllm_setup.py"}
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"cli", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}
 
@@ -86,6 +88,39 @@ def test_the_training_loop_has_at_most_60_lines_and_a_phase_per_stage_in_order()
     assert phases == ["rollout", "score", "advantage", "update", "reshard"]
 
 
+def test_no_two_modules_import_each_other_not_even_for_types() -> None:
+    """Also indirectly, and inside a unit, which the rows above do not order."""
+    assert circle({module_of(path): set(modules(parse(path))) for path in sources()}) == []
+
+
+def test_a_circle_of_imports_is_detected() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == ["a", "b", "c", "a"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    tree = ast.parse(
+        "if TYPE_CHECKING:\n    from megatron_stppo.model import build\nimport megatron_stppo.loop\n"
+    )
+    assert sorted(modules(tree)) == ["megatron_stppo.loop", "megatron_stppo.model.build"]
+
+
+def test_only_the_platform_for_machines_without_a_gpu_replaces_functions_of_other_packages() -> None:
+    wrong = [
+        f"{path}: {name}" for path in sources() if str(path) not in PLATFORM for name in replaced(parse(path))
+    ]
+    assert not wrong, "pass a function or an object instead"
+
+
+def test_a_replaced_function_is_detected() -> None:
+    text = """
+import torch.distributed as dist
+from torch.nn import functional
+dist.Work.wait = timed
+setattr(functional, "relu", relu)
+del functional.gelu
+self.functional = functional
+"""
+    assert list(replaced(ast.parse(text))) == ["dist.Work.wait", "functional.relu", "functional.gelu"]
+
+
 def test_an_upward_import_is_detected() -> None:
     tree = ast.parse("from megatron_stppo import loop\nimport megatron_stppo.model.build as build\n")
     assert sorted(targets(tree)) == ["loop", "model"]
@@ -120,6 +155,65 @@ def targets(tree: ast.Module) -> Iterator[str]:
             unit = rest.partition(".")[0]
             if package == "megatron_stppo" and unit in FLOOR:
                 yield unit
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join((ROOT.name, *path.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def modules(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules of this package that a file names in its imports."""
+    known = {module_of(path) for path in sources()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from {name if name in known else node.module for name in inner} & known
+        elif isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names} & known
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules of a circle of imports, the first one also at the end; [] if there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, above: list[str]) -> list[str]:
+        if module in above:
+            return [*above[above.index(module) :], module]
+        if module in done:
+            return []
+        found = (visit(target, [*above, module]) for target in sorted(imports[module]))
+        first = next((one for one in found if one), [])
+        done.add(module)
+        return first
+
+    return next((found for module in imports if (found := visit(module, []))), [])
+
+
+def replaced(tree: ast.Module) -> Iterator[str]:
+    """Yield the attributes of imported modules and classes to which a file assigns."""
+    nodes = list(ast.walk(tree))
+    aliases = [
+        alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    ]
+    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            if root(node) in imported:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            if root(node.args[0]) in imported:
+                yield f"{ast.unparse(node.args[0])}.{ast.literal_eval(node.args[1])}"
+
+
+def root(node: ast.AST) -> str:
+    """Return the name at the start of an expression such as a.b.c; "" for other expressions."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_import(node: ast.AST) -> bool:

@@ -1,8 +1,4 @@
-"""Builds actor, critic and reference as megatron-core GPT models whose output is for action tokens only.
-
-On the last pipeline stage, a policy returns the hidden states of the action tokens. policy_head.py computes
-log-probs from them, so that logits are never computed for other tokens, nor for all action tokens at once.
-"""
+"""Builds actor, critic and reference, each with the weights of its Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,18 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.model.attention import Pack
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.routing import Routing, attach
+from megatron_stppo.model.routing import attach
+from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_checkpoint import load_hf
@@ -31,57 +23,6 @@ from megatron_stppo.sharding.spans import chunk_prefix, training_spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
-
-
-class TokenModel(GPTModel):
-    """A GPT model that returns hidden states [T, H] of a microbatch's action tokens; a critic returns values
-    [T]."""
-
-    routing: Routing | None = None  # set for an actor with Routing Replay
-
-    def __init__(self, mesh: MeshRank, *args: Any, **kwargs: Any) -> None:
-        """mesh: the ranks that share the model. The other arguments are those of GPTModel."""
-        super().__init__(*args, **kwargs)
-        self.mesh = mesh
-
-    def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
-        if self.routing is not None:
-            self.routing.begin(microbatch)
-        hidden = super().forward(
-            input_ids=microbatch.tokens_P[None],
-            position_ids=microbatch.position_P[None],
-            attention_mask=None,
-            packed_seq_params=Pack.of(microbatch, self.mesh),
-        )
-        return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
-
-    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        out = super()._preprocess(*args, **kwargs)
-        if kwargs["packed_seq_params"].by_position:
-            embedded, rotary, *rest = out
-            return embedded, rotary[kwargs["position_ids"][0]], *rest
-        return out
-
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states  # megatron would project every token here
-
-    def _head(self, hidden: Tensor, index_T: Tensor) -> Tensor:
-        if self.config.sequence_parallel:
-            # Gather before the selection, because action tokens are spread unevenly over the ranks. The
-            # operations that follow are the same on every rank, so the backward pass only has to split.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.mesh.tensor_group
-            )
-        selected = hidden[:, 0].index_select(0, index_T)
-        return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
-
-    def vocabulary_weight(self) -> Tensor | None:
-        """Return the weight of the policy head, [V/TP, H], tied or not; None except on the last pipeline
-        stage."""
-        if not self.post_process:
-            return None
-        tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 def transformer_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from megatron_stppo.config import OptimizerConfig
+from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank
-
-if TYPE_CHECKING:
-    from megatron_stppo.model.build import TokenModel
 
 
 class Trainer:

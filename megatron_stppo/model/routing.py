@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.parallel.groups import MeshRank
-
-if TYPE_CHECKING:
-    from megatron_stppo.model.build import TokenModel
 
 
 class Choice:
@@ -61,10 +59,19 @@ class Choice:
         return chosen
 
 
+class RoutedChunk(Protocol):
+    """A model chunk, each of whose forward passes calls routing.begin."""
+
+    config: TransformerConfig
+    routing: Routing | None
+
+    def modules(self) -> Iterator[torch.nn.Module]: ...
+
+
 class Routing:
     """The routers of one model chunk, in the order of their layers."""
 
-    def __init__(self, chunk: TokenModel, mesh: MeshRank) -> None:
+    def __init__(self, chunk: RoutedChunk, mesh: MeshRank) -> None:
         self.mesh = mesh
         routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.choices = [Choice() for _ in routers]
@@ -90,7 +97,7 @@ class Routing:
         return value_P.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
 
-def attach(model: Sequence[TokenModel], mesh: MeshRank) -> None:
+def attach(model: Sequence[RoutedChunk], mesh: MeshRank) -> None:
     """Enable recording and replay for the model chunks of one rank."""
     first = 0
     for chunk in model:
@@ -129,7 +136,7 @@ class Record:
 
 
 @contextlib.contextmanager
-def recording(model: Sequence[TokenModel]) -> Iterator[Record | None]:
+def recording(model: Sequence[RoutedChunk]) -> Iterator[Record | None]:
     """Context manager that records the experts chosen by the chunks' routers.
 
     It yields a Record, or None if `attach` was not called on the model.

@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_stppo.ops.vocab_logprob import Shard
+from megatron_stppo.ops.shard import Shard
 
 if importlib.util.find_spec("megatron_stppo._csrc") is None:
     _csrc = None  # not built; `serves` handles this

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.vocab_logprob import Shard, all_gather, local_statistics, merge_shards, write_gradient
+from megatron_stppo.ops.shard import Shard
+from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
 FLOATS = (torch.float32, torch.bfloat16)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
-from megatron_stppo.ops.vocab_logprob import Shard, local_statistics, merge_shards, write_gradient
+from megatron_stppo.ops.shard import Shard
+from megatron_stppo.ops.vocab_logprob import local_statistics, merge_shards, write_gradient
 from tests.ops.draws import fallback, integers, logprob_and_gradient, normal, rows, unaligned, uniform
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -1,0 +1,69 @@
+"""The part of the vocabulary that a rank's logits hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.ops.arguments import check
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The columns of the vocabulary that a rank's logits hold, and targets and temperature of the rows."""
+
+    target: Tensor  # int64 [T], global ids
+    temperature: float | Tensor  # float32 [T] if a tensor
+    vocab_start: int
+    valid: int  # columns of true vocabulary; what follows is padding
+    ignore_index: int
+
+    @classmethod
+    def of(
+        cls,
+        target: Tensor,
+        columns: int,
+        vocab_start: int,
+        vocab_size: int | None,
+        temperature: float | Tensor,
+        ignore_index: int,
+    ) -> Shard:
+        """Return the shard of `columns` columns from id vocab_start on.
+
+        Raises ValueError that names the argument that does not fit.
+        """
+        _check_temperature(temperature, target)
+        if vocab_start < 0 or (vocab_size is not None and vocab_size < 1):
+            raise ValueError(
+                f"vocab_start={vocab_start}, vocab_size={vocab_size}: give the first column's id and the size"
+            )
+        valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
+        return cls(target, temperature, vocab_start, valid, ignore_index)
+
+    def rows(self, index: slice | Tensor) -> Shard:
+        """Return the shard restricted to some of the rows."""
+        per_row = isinstance(self.temperature, Tensor)
+        temperature = self.temperature[index] if per_row else self.temperature
+        return replace(self, target=self.target[index], temperature=temperature)
+
+    @property
+    def ignored_T(self) -> Tensor:
+        return self.target == self.ignore_index
+
+    @property
+    def temperature_T(self) -> Tensor:
+        if isinstance(self.temperature, Tensor):
+            return self.temperature
+        return torch.full(self.target.shape, float(self.temperature), device=self.target.device)
+
+
+def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} divides the logits; choose a number > 0")
+        return
+    check("temperature", temperature, target.device, (torch.float32,), (len(target),))
+    if not temperature.is_cuda and not bool((temperature > 0).all()):
+        raise ValueError("temperature holds a row that is not above 0; it divides the logits")
