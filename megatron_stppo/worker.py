@@ -28,7 +28,7 @@ from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.telemetry.console import timed
 from megatron_stppo.types import Task, Trajectory
-from megatron_stppo.validation import checks
+from megatron_stppo.validation import model_layout
 
 
 @dataclass
@@ -165,8 +165,8 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
     with `resume`.
     """
     shape = read_shape(config.model.path)
-    checks.check_parallel(config, process.world_size())
-    checks.check_engine(config, process.world_size())
+    model_layout.check_parallel(config, process.world_size())
+    model_layout.check_engine(config, process.world_size())
     mesh, dtype = process.start(config), process.dtype(config)
     make_environment = open_environment(config.environment, resume)
     with timed("engine", mesh.rank == 0):

@@ -41,12 +41,11 @@ from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.spans import (
     PADDING,
-    check_layout,
-    check_stages,
     row_widths,
     serving_layouts,
     training_layouts,
 )
+from megatron_stppo.validation.model_layout import check_layout, check_stages
 
 UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
 NEVER = 1 << 62  # compare every n-th copy, counted from the version; with this n, none is compared

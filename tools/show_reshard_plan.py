@@ -29,7 +29,7 @@ from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
-from megatron_stppo.validation.checks import check_engine, check_parallel
+from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -57,7 +57,9 @@ def to_megatron(
     """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
     settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
     from megatron_stppo.launch import process
+    from megatron_stppo.validation import checks
 
+    checks.check_empty("output", output)
     process.prepare(engine=False)
     from megatron_stppo.commands import convert
 

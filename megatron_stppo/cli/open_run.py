@@ -28,11 +28,11 @@ def open_config(
     if world is None:
         process.discover()
     config = load(path, overrides)
-    from megatron_stppo.validation import checks, run_folder
+    from megatron_stppo.validation import checks, model_layout, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command == "convert":
-        config = checks.with_fitting_layout(config, ranks)
+        config = model_layout.with_fitting_layout(config, ranks)
     checks.check(config, ranks, command)
     if command == "train" and resume:
         run_folder.check_resume(config)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_stppo.commands.convert import export_hf
-from megatron_stppo.config import Config, ConfigError, OptimizerConfig
+from megatron_stppo.config import Config, OptimizerConfig
 from megatron_stppo.data import demonstrations
 from megatron_stppo.data.demonstrations import Demonstration
 from megatron_stppo.data.packing import Microbatch, to_batch
@@ -43,11 +43,10 @@ SCRIPT = Task("demonstrations", (), ("",), "train", 0)
 
 def cold_start(config: Config) -> None:
     """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output."""
-    if config.cold_start.output is None or config.data.demonstrations is None:
-        raise ConfigError("cold_start.output and data.demonstrations: both are needed; give two paths")
-    settings = config.cold_start
+    settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
+    assert output is not None and data is not None, "validation/checks.py requires both"
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-    scripts = demonstrations.read(config.data.demonstrations, tokenizer, settings.tokens or sys.maxsize)
+    scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0
     steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
@@ -70,14 +69,14 @@ def cold_start(config: Config) -> None:
             say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
     source = build.named_parameters(trainer.chunks)
     export_hf(
-        settings.output,
+        output,
         source,
         training_layouts(shape, mesh.layout, spec=layer_spec(config)),
         shape,
         config.model.path,
         overwrite=True,
     )
-    say(f"done; the model is {settings.output}", first_rank)
+    say(f"done; the model is {output}", first_rank)
     process.stop()
 
 

@@ -29,6 +29,7 @@ from megatron_stppo.sharding.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes, read_shape
 from megatron_stppo.sharding.spans import hf_spans, row_widths, training_layouts
 from megatron_stppo.sharding.tiles import Spans
+from megatron_stppo.validation.checks import check_absent
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
@@ -100,8 +101,8 @@ def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[s
 
 
 def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
-    if folder.exists() and not overwrite:
-        raise ConfigError(f"output={folder}: already exists; name a new folder, or remove it")
+    if not overwrite:
+        check_absent("output", folder)
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)
     for path in sorted(template.iterdir()):
@@ -169,11 +170,7 @@ def _size(shape: ModelShape, dtype: torch.dtype) -> str:
 def to_megatron(config: Config, output: Path) -> None:
     """Write model.path as step_0 of a new checkpoints folder, with new optimizers, for a run to resume from.
     Print one line that says what was written. Collective.
-
-    Raises ConfigError if the folder holds anything.
     """
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={output}: is not empty; name a new folder")
     mesh, shape = process.start(config), read_shape(config.model.path)
     roles = ("actor", "critic") if config.needs_critic else ("actor",)
     trainers = {role: build.trainer(role, shape, config, mesh, process.dtype(config)) for role in roles}

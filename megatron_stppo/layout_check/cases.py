@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.mlp_spans import check_experts
-from megatron_stppo.sharding.spans import check_layout, check_stages
+from megatron_stppo.validation.model_layout import check_experts, check_layout, check_stages
 
 
 @dataclass(frozen=True)

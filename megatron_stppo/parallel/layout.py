@@ -62,13 +62,6 @@ class Layout:
         stages = (p.first_stage_layers, p.last_stage_layers)
         return cls(p.tensor, p.pipeline, data, p.context, p.expert, p.virtual, *stages)
 
-    @staticmethod
-    def fits(world: int, parallel: ParallelConfig) -> bool:
-        """Return whether of_world() accepts this number of ranks."""
-        p = parallel
-        data, rest = divmod(world, p.tensor * p.context * p.pipeline)
-        return data > 0 and not rest and p.context * data % p.expert == 0
-
     @property
     def world(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data

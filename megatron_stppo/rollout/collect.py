@@ -74,11 +74,10 @@ def collect(
 
     All ranks raise if any rank failed: EngineFailure if all failures are engine failures, ToolsStayAway if
     all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
-    and all other ranks raise RolloutError. Raises ConfigError for a tokenizer without a chat template and for
-    an environment that returns a value of the wrong type.
+    and all other ranks raise RolloutError. Raises ConfigError for an environment that returns a
+    value of the wrong type.
     """
-    if tokenizer.chat_template is None:
-        raise ConfigError("model.path: its tokenizer has no chat_template; add one to tokenizer_config.json")
+    assert tokenizer.chat_template is not None, "validation/model_folder.py requires one"
     numbers = range(first_index, first_index + len(tasks))
     episodes = [
         Episode(task, number if groups is None else groups[i], settings.limits, tokenizer)

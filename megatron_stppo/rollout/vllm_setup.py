@@ -58,14 +58,14 @@ def build_vllm(
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
-    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if a
-    size does not fit the model or the number of ranks.
+    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if
+    a CPU cannot serve the model. validation/ has checked that the sizes fit the model and the ranks.
     """
     _check_version()
     check_cuda_functions()
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    _check_sizes(config, tensor, max_context)
     if on_cpu():
+        _check_on_cpu(config)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cache = max_context, _bytes_per_token(config, tensor, dtype), ranks, cpu_cache.machine_memory()
         cpu_cache.check(kv_cache_gib, *cache)
@@ -174,29 +174,16 @@ def _check_version() -> None:
         )
 
 
-def _check_sizes(config: PretrainedConfig, tensor: int, max_context: int) -> None:
-    world = dist.get_world_size()
-    if world % tensor:
-        raise ConfigError(
-            f"rollout.engine_tensor={tensor} must divide the {world} ranks; choose a divisor of {world}"
-        )
-    heads, positions = config.num_attention_heads, config.max_position_embeddings
-    if heads % tensor:
-        raise ConfigError(
-            f"rollout.engine_tensor={tensor} must divide the model's num_attention_heads={heads}"
-        )
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if on_cpu() and head_size not in (known := CPUAttentionBackend.get_supported_head_sizes()):
+def _check_on_cpu(config: PretrainedConfig) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in known:
         raise ConfigError(f"model.path: its head size {head_size} cannot be served on a CPU; known: {known}")
-    if on_cpu() and getattr(config, "num_experts", 0) and config.hidden_size % 32:
+    if getattr(config, "num_experts", None) and config.hidden_size % 32:
         raise ConfigError(
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
             "choose a model with a multiple of 32"
-        )
-    if max_context > positions:
-        raise ConfigError(
-            f"rollout.max_context={max_context} exceeds the model's max_position_embeddings={positions}; "
-            "lower rollout.max_prompt_tokens, rollout.max_turn_tokens or environment.max_turns"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import Span, tile, whole
@@ -56,23 +55,6 @@ def serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[s
         names = (f"{stacks}w13_weight.{expert}", f"{stacks}w2_weight.{expert}")
         spans |= _mlp(shape, layer, expert, tensor, ffn, names)
     return spans
-
-
-def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless megatron can train the experts with this parallelism."""
-    if shape.experts % parallel.expert:
-        works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
-        raise ConfigError(
-            f"parallel.expert={parallel.expert} must divide the model's {shape.experts} experts; "
-            f"choose from {works}"
-        )
-    if not shape.experts and parallel.expert > 1:
-        raise ConfigError(f"parallel.expert={parallel.expert}: the model has no experts; set it to 1")
-    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
-            "under sequence parallelism only; set it to true"
-        )
 
 
 def _mlp(

@@ -6,11 +6,8 @@ use these three descriptions. mlp_spans.py describes the MLP that follows attent
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.hf_names import EMBEDDING, FAMILIES, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
 from megatron_stppo.sharding.mlp_spans import LayerSpec, serving_mlp, training_mlp
 from megatron_stppo.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
 
@@ -177,70 +174,6 @@ def row_widths(shape: ModelShape) -> dict[str, int]:
         dim = shard_dim(key)
         widths[key] = size[1 - dim] if len(size) == 2 else 1
     return widths
-
-
-def check_layout(
-    shape: ModelShape, tensor: int, *, field: str = "parallel.tensor", serving: bool = False
-) -> None:
-    """Raise ConfigError unless megatron (with serving=True: vLLM) can shard the model over `tensor` ranks.
-
-    field: the name of the configuration field in the error message.
-    """
-    reason = _obstacle(shape, tensor, serving)
-    if reason:
-        works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
-        raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
-
-
-def check_stages(shape: ModelShape, layout: Layout) -> None:
-    """Raise ConfigError unless the layers can be divided among pipeline ranks and their model chunks."""
-    ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
-    given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
-    if layout.pipeline == 1 and (layout.virtual > 1 or given):
-        raise ConfigError(
-            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; remove them, "
-            "or raise parallel.pipeline"
-        )
-    plain = replace(layout, virtual=1)
-    if plain.stage_sizes(shape.layers) is None:
-        works = [
-            p for p in range(1, shape.layers + 1) if replace(plain, pipeline=p).stage_sizes(shape.layers)
-        ]
-        raise ConfigError(
-            f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
-            f"{' minus those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
-            + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
-        )
-    if layout.stage_sizes(shape.layers) is None:
-        sizes = sorted(set(plain.stage_sizes(shape.layers) or []))
-        works = [v for v in range(1, min(sizes) + 1) if not any(size % v for size in sizes)]
-        raise ConfigError(
-            f"parallel.virtual={layout.virtual} must divide the {_listed(sizes)} layers of a pipeline rank; "
-            f"choose {_listed(works)}"
-        )
-
-
-def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
-    if shape.heads % tensor:
-        return f"must divide model.num_attention_heads={shape.heads}"
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
-    if shape.ffn % tensor:
-        return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    if not serving and rows % tensor:
-        return f"must divide the {rows} rows of the joint q, k, v projection"
-    if serving and 0 < shape.experts < tensor:
-        return f"exceeds the model's {shape.experts} experts"
-    padded = -(-shape.vocab // 64) * 64
-    if serving and padded % tensor:
-        return f"must divide model.vocab_size={shape.vocab} padded to {padded}"
-    return None
-
-
-def _listed(values: list[int]) -> str:
-    *first, last = map(str, values)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:

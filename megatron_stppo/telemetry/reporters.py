@@ -36,16 +36,6 @@ def reporters(config: Config, rank: int) -> list[Reporter]:
     return found
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError if the configuration needs a package that is not installed."""
-    project = config.telemetry.wandb_project
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"telemetry.wandb_project={project}: the package wandb is not installed; pip install wandb, or "
-            "remove the field"
-        )
-
-
 class Prometheus:
     """Serves the last row's numbers on http://127.0.0.1:PORT/metrics, for a scraper or a tunnel on this node.
 

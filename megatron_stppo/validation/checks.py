@@ -6,17 +6,16 @@ rank checks on its own and gets the same result.
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 from pathlib import Path
 
-from megatron_stppo.config import Config, ConfigError, ParallelConfig
+from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.mlp_spans import check_experts
-from megatron_stppo.sharding.spans import check_layout, check_stages
-from megatron_stppo.telemetry import reporters
 from megatron_stppo.validation import megatron_fields, model_folder
+from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 # The files of data.* that a command reads.
 DATA = {
@@ -53,7 +52,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     if command in ("train", "plan"):
         _batches(config, layout)
     if command == "train":
-        reporters.check(config)
+        check_reporters(config)
     megatron_fields.check(config)
 
 
@@ -94,7 +93,13 @@ def _cold_start_output(config: Config) -> None:
 def check_absent(field: str, path: Path) -> None:
     """Raise ConfigError if `path`, which a command is to create, exists."""
     if path.exists():
-        raise ConfigError(f"{field}={path}: exists; name a new folder, or remove it")
+        raise ConfigError(f"{field}={path}: already exists; name a new folder, or remove it")
+
+
+def check_empty(field: str, folder: Path) -> None:
+    """Raise ConfigError if `folder`, which a command is to fill, contains anything."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{field}={folder}: is not empty; name a new folder")
 
 
 def check_checkpoint(config: Config, checkpoint: str | None) -> None:
@@ -114,16 +119,6 @@ def check_step(run: Path, field: str, checkpoint: str) -> None:
         raise ConfigError(
             f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
         )
-
-
-def with_fitting_layout(config: Config, world_size: int) -> Config:
-    """Return `config` if its `parallel` fits the ranks, else a copy where every rank holds the whole model.
-
-    For `convert`, whose input and output are the same under every layout.
-    """
-    if Layout.fits(world_size, config.parallel):
-        return config
-    return config.model_copy(update={"parallel": ParallelConfig()})
 
 
 def listener_token(host: str, token_env: str | None) -> str | None:
@@ -182,34 +177,14 @@ def _context(config: Config) -> None:
         )
 
 
-def check_parallel(config: Config, world_size: int) -> Layout:
-    """Return the training layout. Raises ConfigError unless it fits the ranks and the model."""
-    parallel = config.parallel
-    if parallel.sequence and parallel.tensor == 1:
+def check_reporters(config: Config) -> None:
+    """Raise ConfigError if the configuration needs a package that is not installed."""
+    project = config.telemetry.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
+            f"telemetry.wandb_project={project}: the package wandb is not installed; pip install wandb, or "
+            "remove the field"
         )
-    shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
-    check_layout(shape, parallel.tensor)
-    check_stages(shape, layout)
-    check_experts(shape, parallel)
-    if config.algorithm.routing_replay != "off" and not shape.experts:
-        raise ConfigError(
-            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
-            "set it to off"
-        )
-    return layout
-
-
-def check_engine(config: Config, world_size: int) -> None:
-    """Raise ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
-    tensor = config.engine_tensor
-    if world_size % tensor:
-        raise ConfigError(
-            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
-            f"choose {_choices(world_size)}"
-        )
-    check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
 
 
 def _batches(config: Config, layout: Layout) -> None:
@@ -246,10 +221,6 @@ def check_trajectories(config: Config, layout: Layout, trajectories: int, why: s
             f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
             f"choose {_multiple(trajectories, parts)} trajectories"
         )
-
-
-def _choices(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _multiple(value: int, of: int) -> str:

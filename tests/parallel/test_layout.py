@@ -42,8 +42,7 @@ def test_rank_9_of_2x2x3_has_the_coordinates_of_the_docstring_and_rank_inverts_t
 )
 def test_a_number_of_ranks_that_the_layout_does_not_divide_is_refused(world, parallel, message):
     fits = ParallelConfig(tensor=2, pipeline=2)
-    assert Layout.fits(8, fits) and Layout.of_world(8, fits) == Layout(2, 2, 2)
-    assert not Layout.fits(world, ParallelConfig(**parallel))
+    assert Layout.of_world(8, fits) == Layout(2, 2, 2)
     with pytest.raises(ConfigError, match=message):
         Layout.of_world(world, ParallelConfig(**parallel))
 

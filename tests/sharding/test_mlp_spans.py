@@ -1,9 +1,5 @@
-import pytest
-
-from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.mlp_spans import check_experts
-from megatron_stppo.sharding.spans import check_layout, serving_spans, training_spans
+from megatron_stppo.sharding.spans import serving_spans, training_spans
 from megatron_stppo.sharding.tiles import Span
 from tests.reshard.pieces import model_shape
 
@@ -43,28 +39,3 @@ def test_w1_w3_and_w2_of_mixtral_are_gate_up_and_down():
         Span(prefix + "1.w3.weight", 0, 6, 6, 6),
     )
     assert spans[prefix + "routed_experts.w2_weight.1"] == (Span(prefix + "1.w2.weight", 1, 6, 6, 0),)
-
-
-@pytest.mark.parametrize(
-    ("shape", "parallel", "message"),
-    [
-        (EXPERTS, {"expert": 4}, r"parallel\.expert=4 must divide the model's 6 experts; .* \[1, 2, 3, 6\]"),
-        (model_shape(), {"expert": 2}, r"parallel\.expert=2: the model has no experts; set it to 1"),
-        (EXPERTS, {"tensor": 2}, r"parallel\.sequence=false: .* parallel\.tensor=2 .*; set it to true"),
-    ],
-)
-def test_impossible_expert_parallelism_gives_an_error_with_field_value_and_remedy(shape, parallel, message):
-    with pytest.raises(ConfigError, match=message):
-        check_experts(shape, ParallelConfig(**parallel))
-
-
-def test_possible_expert_parallelism_passes():
-    check_experts(EXPERTS, ParallelConfig(tensor=2, sequence=True, expert=3))
-    check_experts(model_shape(), ParallelConfig(tensor=2))
-
-
-def test_an_engine_does_not_spread_fewer_experts_than_it_has_ranks():
-    with pytest.raises(ConfigError, match=r"rollout\.engine_tensor=4 exceeds the model's 2 experts"):
-        check_layout(
-            model_shape(family="qwen3_moe", experts=2), 4, field="rollout.engine_tensor", serving=True
-        )

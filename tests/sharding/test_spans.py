@@ -1,8 +1,5 @@
-import pytest
-
-from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.spans import check_layout, check_stages, serving_spans, training_spans
+from megatron_stppo.sharding.spans import serving_spans, training_spans
 from megatron_stppo.sharding.tiles import PADDING, Span
 from tests.reshard.pieces import model_shape
 
@@ -76,54 +73,6 @@ def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
     norm = spans["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
     assert norm[0].hf_key == "model.layers.0.input_layernorm.weight"
     assert "decoder.layers.0.input_layernorm.weight" not in spans
-
-
-@pytest.mark.parametrize(
-    ("sizes", "layout", "message"),
-    [
-        (
-            {"heads": 40, "kv_heads": 40, "ffn": 120},
-            {"tensor": 3},
-            r"parallel\.tensor=3 must divide model\.num_attention_heads=40; choose 1, 2, 4, 5 or 8",
-        ),
-        (
-            {"heads": 12, "kv_heads": 4},
-            {"tensor": 3},
-            r"parallel\.tensor=3 must divide or be a multiple of model\.num_key_value_heads=4; choose 1, 2",
-        ),
-        (
-            {"ffn": 14},
-            {"tensor": 4},
-            r"parallel\.tensor=4 must divide model\.intermediate_size=14; choose 1 or 2",
-        ),
-        (
-            {"heads": 6, "kv_heads": 6},
-            {"tensor": 3, "field": "rollout.engine_tensor", "serving": True},
-            r"rollout\.engine_tensor=3 must divide model\.vocab_size=300 padded to 320; choose 1 or 2",
-        ),
-    ],
-)
-def test_an_impossible_layout_gives_an_error_with_field_value_and_choices(sizes, layout, message):
-    with pytest.raises(ConfigError, match=message):
-        check_layout(model_shape(**sizes), **layout)
-
-
-@pytest.mark.parametrize(
-    ("layers", "layout", "message"),
-    [
-        (6, Layout(pipeline=4), r"parallel\.pipeline=4 must divide .*layers=6; choose 1, 2, 3 or 6, or set"),
-        (8, Layout(pipeline=2, virtual=3), r"virtual=3 must divide the 4 layers .*; choose 1, 2 or 4"),
-        (6, Layout(virtual=2), r"parallel\.virtual=2: parallel\.pipeline=1 has one stage"),
-        (
-            6,
-            Layout(pipeline=3, first_stage_layers=1),
-            r"pipeline=3, parallel\.first_stage_layers=1 must divide .*=6 minus those; choose 2 or 6",
-        ),
-    ],
-)
-def test_impossible_stages_give_an_error_with_field_value_and_choices(layers, layout, message):
-    with pytest.raises(ConfigError, match=message):
-        check_stages(model_shape(layers=layers), layout)
 
 
 def test_model_chunks_of_a_pipeline_rank_have_distinct_names():

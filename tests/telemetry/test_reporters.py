@@ -14,7 +14,8 @@ import pytest
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.telemetry.metrics import Metrics
-from megatron_stppo.telemetry.reporters import check, reporters
+from megatron_stppo.telemetry.reporters import reporters
+from megatron_stppo.validation.checks import check_reporters
 
 KEY = "0123456789abcdef" * 2 + "01234567"  # as long as a real one
 
@@ -68,10 +69,10 @@ def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
 def test_weights_and_biases_without_its_package_gives_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(config(tmp_path))
+    check_reporters(config(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"telemetry\.wandb_project=p: .*; pip install wandb, or remove"):
-        check(config(tmp_path, wandb_project="p"))
+        check_reporters(config(tmp_path, wandb_project="p"))
 
 
 def test_weights_and_biases_gets_every_row_and_no_data_about_the_machine(

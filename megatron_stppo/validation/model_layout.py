@@ -1,0 +1,139 @@
+"""Check that a model can be divided as `parallel` and `rollout.engine_tensor` say: for training and serving.
+
+Uses neither torch nor a process group. Every function raises ConfigError with field, value and remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_stppo.config import Config, ConfigError, ParallelConfig
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.hf_names import FAMILIES, ModelShape, read_shape
+
+
+def check_parallel(config: Config, world_size: int) -> Layout:
+    """Return the training layout. Raises ConfigError unless it fits the ranks and the model."""
+    parallel = config.parallel
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
+        )
+    shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
+    check_layout(shape, parallel.tensor)
+    check_stages(shape, layout)
+    check_experts(shape, parallel)
+    if config.algorithm.routing_replay != "off" and not shape.experts:
+        raise ConfigError(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
+            "set it to off"
+        )
+    return layout
+
+
+def check_engine(config: Config, world_size: int) -> None:
+    """Raise ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
+    tensor = config.engine_tensor
+    if world_size % tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
+            f"choose {_choices(world_size)}"
+        )
+    check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
+
+
+def with_fitting_layout(config: Config, world_size: int) -> Config:
+    """Return `config` if its `parallel` fits the ranks, else a copy where every rank holds the whole model.
+
+    For `convert`, whose input and output are the same under every layout.
+    """
+    try:
+        Layout.of_world(world_size, config.parallel)
+    except ConfigError:
+        return config.model_copy(update={"parallel": ParallelConfig()})
+    return config
+
+
+def check_layout(
+    shape: ModelShape, tensor: int, *, field: str = "parallel.tensor", serving: bool = False
+) -> None:
+    """Raise ConfigError unless megatron (with serving=True: vLLM) can shard the model over `tensor` ranks.
+
+    field: the name of the configuration field in the error message.
+    """
+    reason = _obstacle(shape, tensor, serving)
+    if reason:
+        works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
+        raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
+
+
+def check_stages(shape: ModelShape, layout: Layout) -> None:
+    """Raise ConfigError unless the layers can be divided among pipeline ranks and their model chunks."""
+    ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
+    given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
+    if layout.pipeline == 1 and (layout.virtual > 1 or given):
+        raise ConfigError(
+            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; remove them, "
+            "or raise parallel.pipeline"
+        )
+    plain = replace(layout, virtual=1)
+    if plain.stage_sizes(shape.layers) is None:
+        works = [
+            p for p in range(1, shape.layers + 1) if replace(plain, pipeline=p).stage_sizes(shape.layers)
+        ]
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
+            f"{' minus those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
+            + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
+        )
+    if layout.stage_sizes(shape.layers) is None:
+        sizes = sorted(set(plain.stage_sizes(shape.layers) or []))
+        works = [v for v in range(1, min(sizes) + 1) if not any(size % v for size in sizes)]
+        raise ConfigError(
+            f"parallel.virtual={layout.virtual} must divide the {_listed(sizes)} layers of a pipeline rank; "
+            f"choose {_listed(works)}"
+        )
+
+
+def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless megatron can train the experts with this parallelism."""
+    if shape.experts % parallel.expert:
+        works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
+        raise ConfigError(
+            f"parallel.expert={parallel.expert} must divide the model's {shape.experts} experts; "
+            f"choose from {works}"
+        )
+    if not shape.experts and parallel.expert > 1:
+        raise ConfigError(f"parallel.expert={parallel.expert}: the model has no experts; set it to 1")
+    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
+            "under sequence parallelism only; set it to true"
+        )
+
+
+def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
+    if shape.heads % tensor:
+        return f"must divide model.num_attention_heads={shape.heads}"
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
+    if shape.ffn % tensor:
+        return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if not serving and rows % tensor:
+        return f"must divide the {rows} rows of the joint q, k, v projection"
+    if serving and 0 < shape.experts < tensor:
+        return f"exceeds the model's {shape.experts} experts"
+    padded = -(-shape.vocab // 64) * 64
+    if serving and padded % tensor:
+        return f"must divide model.vocab_size={shape.vocab} padded to {padded}"
+    return None
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _choices(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
