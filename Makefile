@@ -44,6 +44,7 @@ medical: $(STAMP) ## the same on a second task: medical multiple choice
 lint: $(STAMP) ## run ruff, mypy, shellcheck and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy megatron_stppo
 	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
 	$(BIN)/shellcheck $(SHELLS)
 	$(BIN)/hadolint Dockerfile

@@ -116,6 +116,7 @@ class _Training:
     def build(cls, config: Config, resume: bool, watchdog: Watchdog) -> _Training:
         """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
+        assert config.data.train is not None, "validation/checks.py requires it"
         cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
         reporting = reporters(config, rank)  # a port that is in use fails before anything is built
         reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []

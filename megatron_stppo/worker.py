@@ -206,7 +206,7 @@ def _engine(config: Config, dtype: torch.dtype) -> Engine:
     return Engine(
         config.model.path,
         tensor=config.engine_tensor,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
         seed=config.run.seed,
         max_context=config.max_context,
         max_sequences=r.max_sequences,

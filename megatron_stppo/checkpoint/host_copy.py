@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_stppo.checkpoint.step_folder import File
@@ -131,10 +131,10 @@ class _HostWriter(FileSystemWriterAsync):
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         for item in plan.items:
             data = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
-                self.items.append((item, data.getvalue()))
-            else:
+            if isinstance(data, Tensor):
                 self.items.append((item, data.detach().to("cpu", copy=True) if self._keep else data.detach()))
+            else:
+                self.items.append((item, data.getvalue()))
 
 
 class _Hashed:
@@ -152,7 +152,7 @@ class _Hashed:
             data = data.cpu()
             if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes a view's whole storage
                 data = data.clone()
-            torch.save(data, self)  # noqa: TID251  the same
+            torch.save(data, cast(IO[bytes], self))  # noqa: TID251  the same; torch only writes and flushes
         if self._refused is not None:
             raise self._refused
 

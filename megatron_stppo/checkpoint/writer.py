@@ -119,7 +119,8 @@ class Save:
         return Report()
 
     def _own(self) -> Report:
-        pieces, files = {}, {}
+        pieces: dict[str, list[Written]] = {}
+        files: dict[str, File] = {}
         for role, copy in self.copies.items():
             pieces[role], written = copy.write()
             files |= {f"{role}/{name}": file for name, file in written.items()}

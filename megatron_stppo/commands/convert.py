@@ -23,6 +23,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.sharding.hf_checkpoint import INDEX, SINGLE
@@ -172,8 +173,10 @@ def to_megatron(config: Config, output: Path) -> None:
     Print one line that says what was written. Collective.
     """
     mesh, shape = process.start(config), read_shape(config.model.path)
-    roles = ("actor", "critic") if config.needs_critic else ("actor",)
-    trainers = {role: build.trainer(role, shape, config, mesh, process.dtype(config)) for role in roles}
+    roles: tuple[build.Role, ...] = ("actor", "critic") if config.needs_critic else ("actor",)
+    trainers: dict[str, Trainer] = {
+        role: build.trainer(role, shape, config, mesh, process.dtype(config)) for role in roles
+    }
     saver = checkpoints.Saver(output, config, mesh.layout)
     saver.save(0, trainers, {"iteration": 0})
     saver.finish()

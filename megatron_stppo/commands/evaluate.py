@@ -77,6 +77,7 @@ def held_out(
 ) -> dict[str, Any]:
     """Return evaluate/* of the engine's weights. Collective. Equal on all ranks, except for the times."""
     config = worker.learner.config
+    assert config.data.evaluate is not None, "validation/checks.py requires it"
     chosen = sample(tasks.read(config.data.evaluate), config.evaluate.tasks)
     settings = rollout_settings(config, config.evaluate.temperature)
     started = time.perf_counter()

@@ -24,6 +24,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     those of a training run, so that the first iteration is the one that training would play next. Builds
     neither optimizer nor critic. Collective. Raises ConfigError.
     """
+    assert config.data.train is not None, "validation/checks.py requires it"
     run, cursor = config.run, tasks.TaskCursor(tasks.read(config.data.train), config.run.seed)
     worker, version = assemble(config, training=False), 0
     if source is not None:

@@ -66,7 +66,9 @@ class PackingSpec:
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Pack trajectories into a batch on the host. Failed trajectories (error, timeout) are included but not
     live."""
-    tokens, positions, action_index = [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    action_index: list[int] = []
     sequence_offsets, turn_offsets, turn_to_sequence, action_offsets = [0], [0], [], [0]
     rollout_logprob: list[float] = []
     reward: list[float] = []
@@ -141,7 +143,7 @@ def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) 
 
 
 def pack(
-    batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str = "cpu"
+    batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str | int = "cpu"
 ) -> list[Microbatch]:
     """Return the microbatches of the chosen trajectories; `unpack` restores the Batch's order."""
     lengths = batch.sequence_offsets.diff().tolist()
@@ -165,7 +167,7 @@ def _padded(lengths: Sequence[int], run: Sequence[int], spec: PackingSpec, least
 
 
 def _pack_one(
-    batch: Batch, run: Sequence[int], padded: Tensor, spec: PackingSpec, device: torch.device | str
+    batch: Batch, run: Sequence[int], padded: Tensor, spec: PackingSpec, device: torch.device | str | int
 ) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     rows_P, lengths = _slices(batch.sequence_offsets, index)
@@ -190,21 +192,24 @@ def _pack_one(
     whole_turns, whole_actions = _offsets(batch.turn_offsets.diff()[turns]), _offsets(counts)
     before = _offsets(here_T.long())  # how many of the first t action tokens are here
     rows_T = rows_T[here_T]
-    to = {"device": device, "non_blocking": True}
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
     return Microbatch(
-        tokens_P=tokens[mine].to(**to),
-        position_P=position[mine].to(**to),
-        sequence_offsets=offsets.int().to(**to),
+        tokens_P=moved(tokens[mine]),
+        position_P=moved(position[mine]),
+        sequence_offsets=moved(offsets.int()),
         lengths=padded,
-        hidden_index_T=local[predicting[here_T]].to(**to),
-        target_T=batch.tokens_P[batch.action_index_T[rows_T]].to(**to),
-        turn_offsets=before[whole_turns].to(**to),
-        action_offsets=before[whole_actions].to(**to),
-        whole_turn_offsets=whole_turns.to(**to),
-        whole_action_offsets=whole_actions.to(**to),
+        hidden_index_T=moved(local[predicting[here_T]]),
+        target_T=moved(batch.tokens_P[batch.action_index_T[rows_T]]),
+        turn_offsets=moved(before[whole_turns]),
+        action_offsets=moved(before[whole_actions]),
+        whole_turn_offsets=moved(whole_turns),
+        whole_action_offsets=moved(whole_actions),
         rows_T=rows_T,
         rows_P=origin[mine],
-        routes_P=None if batch.routes_P is None else _routes(batch.routes_P, origin[mine]).to(**to),
+        routes_P=None if batch.routes_P is None else moved(_routes(batch.routes_P, origin[mine])),
         longest=int(padded.max() if shared is None else lengths.max()),
         history=None if shared is None else shared.history,
     )

@@ -124,7 +124,7 @@ def _flag(where: str, name: str, value: object) -> bool:
 
 
 def _count(where: str, name: str, value: object) -> int:
-    if isinstance(value, numbers.Integral) and value >= 0:  # numpy's integers, True and False too
+    if isinstance(value, numbers.Integral) and int(value) >= 0:  # numpy's integers, True and False too
         return int(value)
     if type(value).__name__ == "bool_":  # numpy's
         return int(bool(value))

@@ -144,7 +144,7 @@ def _whole(
 
     The scalar head of a critic is left out.
     """
-    whole = {}
+    whole: dict[str, Tensor] = {}
     for role, trainer in trainers.items():
         with_head, spec = role != "critic", layer_spec(config)
         layouts = {

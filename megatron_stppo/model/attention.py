@@ -73,9 +73,10 @@ class Pieces:
             queries, keys, where = context.attended(lengths, rank, size)
         else:
             queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
-        to = {"device": device, "non_blocking": True}
-        offsets = [functional.pad(n.cumsum(0), (1, 0)).int().to(**to) for n in (queries, keys)]
-        gathered = where.to(**to) if size > 1 or history is not None else None
+        offsets = [
+            functional.pad(n.cumsum(0), (1, 0)).int().to(device, non_blocking=True) for n in (queries, keys)
+        ]
+        gathered = where.to(device, non_blocking=True) if size > 1 or history is not None else None
         return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *offsets)
 
 
@@ -131,8 +132,10 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are
-        return varlen_attn(
+        out = varlen_attn(
             query, key, value, pieces.query_offsets, pieces.key_offsets,
             max(pieces.queries), max(pieces.keys),
             scale=self.scale, window_size=causal, enable_gqa=True,
         )  # fmt: skip
+        assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
+        return out

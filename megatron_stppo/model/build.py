@@ -33,7 +33,7 @@ def transformer_config(
     Fields under `megatron:` in the run's configuration override the values that are set here.
     """
     on_cpu = not torch.cuda.is_available()
-    recompute = {
+    ways: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {
@@ -41,7 +41,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
-    }[config.model.recompute]
+    }
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -86,7 +86,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-        **recompute,
+        **ways[config.model.recompute],
     }
     return TransformerConfig(**(fields | config.megatron))
 

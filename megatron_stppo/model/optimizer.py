@@ -114,7 +114,7 @@ class Trainer:
         for gradient, before in zip(self._gradients(), kept, strict=True):
             gradient.copy_(before)
 
-    def restore(self, state: dict[str, Any], updates: int, skipped: int, warmup: int) -> None:
+    def restore(self, state: dict[Any, Any], updates: int, skipped: int, warmup: int) -> None:
         """Restore the optimizer's state from a checkpoint (megatron's sharded state dict, loaded), and the
         counters."""
         # Under expert parallelism there are two optimizers, and the keys of the state are their numbers.

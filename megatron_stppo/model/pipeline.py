@@ -30,7 +30,7 @@ class Packer:
     spec: PackingSpec
     mesh: MeshRank
     hidden: int  # hidden size of the model, for `cost`
-    device: torch.device | str
+    device: torch.device | str | int
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:

@@ -60,7 +60,8 @@ class PolicyHead:
         chunk: int = ops.CHUNK,
     ) -> PolicyHead:
         """Return the head of a model, given its chunks with or without megatron's data-parallel wrapper."""
-        weight = getattr(model[-1], "module", model[-1]).vocabulary_weight()
+        last: Any = getattr(model[-1], "module", model[-1])
+        weight = last.vocabulary_weight()
         return cls(weight, mesh, vocab_size, temperature, segments, chunk)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:

@@ -172,7 +172,7 @@ def _extension(
     totals = logprob.new_empty(extension.SURROGATE_TOTALS)
     _run(inputs, settings, sum_p_sq, ratio, gradient, bias, totals, whole=whole)
     objective, *rest = totals.unbind()
-    return ClippedSurrogate(objective, ratio, *rest, gradient, bias)
+    return ClippedSurrogate._make((objective, ratio, *rest, gradient, bias))
 
 
 def _run(
@@ -244,7 +244,7 @@ def _fallback(
         result.gradient_T,
     )
     bias_T = result.bias_T.float() if with_bias else None
-    return ClippedSurrogate(*(tensor.float() for tensor in parts), bias_T)
+    return ClippedSurrogate._make((*(tensor.float() for tensor in parts), bias_T))
 
 
 def _check_order(inputs: _Inputs) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megatron_stppo.ops.shard import Shard
 
-if importlib.util.find_spec("megatron_stppo._csrc") is None:
-    _csrc = None  # not built; `serves` handles this
-else:
-    from megatron_stppo import _csrc
+_csrc: Any = None  # not built; `serves` handles this
+if importlib.util.find_spec("megatron_stppo._csrc") is not None:
+    _csrc = importlib.import_module("megatron_stppo._csrc")
 
 MODES = ("auto", "extension", "torch")
 OK, BAD_OFFSETS = 0, 1

@@ -161,17 +161,19 @@ class _LinearLoss(torch.autograd.Function):
         gradient = _Gradient(hidden, weight, longest) if wanted else None
         losses, records, logprobs = [], [], []
         for a, b in chunks:
-            rows, part = slice(a, b), shard.rows(slice(a, b))
+            rows: slice | Tensor = slice(a, b)
+            part = shard.rows(rows)
             logits = hidden[rows] @ weight.t()
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in merged[:3]]
-                value, record = loss(Chunk(*leaves, a, b))
+                logprob, entropy, sum_p_sq = leaves
+                value, record = loss(Chunk(logprob, entropy, sum_p_sq, a, b))
             losses.append(value.detach())
             records.append(record)
             logprobs.append(merged[0])
             if gradient is not None:
-                cotangents = torch.autograd.grad(value, leaves, allow_unused=True)
+                cotangents: Sequence[Tensor | None] = torch.autograd.grad(value, leaves, allow_unused=True)
                 live = _live_rows(cotangents)
                 if live is not None:  # without failed trajectories; if no entropy term, without clipped turns
                     logits, part, merged = _kept(logits, live), part.rows(live), merged[:, live].contiguous()

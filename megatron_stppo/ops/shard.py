@@ -44,8 +44,9 @@ class Shard:
 
     def rows(self, index: slice | Tensor) -> Shard:
         """Return the shard restricted to some of the rows."""
-        per_row = isinstance(self.temperature, Tensor)
-        temperature = self.temperature[index] if per_row else self.temperature
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[index]
         return replace(self, target=self.target[index], temperature=temperature)
 
     @property

@@ -22,7 +22,7 @@ from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
-from megatron_stppo.plan.memory import RankModels
+from megatron_stppo.plan.memory import ModelUse, RankModels
 from megatron_stppo.plan.phases import StageUse
 from megatron_stppo.plan.work import Work, fullest_microbatch
 from megatron_stppo.plan.world import Kind, kinds, standing_at
@@ -116,7 +116,7 @@ def _of_kind(
     cut = Packer.of(config, shape, mesh).spec
     work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
     rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
-    models = {role: rank.use(role) for role in _roles(config)}
+    models: dict[str, ModelUse] = {role: rank.use(role) for role in _roles(config)}
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     logits = min(rows, len(microbatch.target_T)) * columns * dtype.itemsize

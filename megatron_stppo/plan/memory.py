@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -160,7 +161,8 @@ class RankModels:
 
     def _forward(self, chunk: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return the chunk's output and the input that the stage before would send (None on the first)."""
-        model, given = getattr(chunk, "module", chunk), None
+        model: Any = getattr(chunk, "module", chunk)
+        given = None
         if not model.pre_process:
             tokens = self.microbatch.tokens // (self.mesh.tensor_size if self.config.parallel.sequence else 1)
             given = torch.empty(tokens, 1, self.shape.hidden, dtype=self.dtype, device="meta")

@@ -181,8 +181,9 @@ class _Rollout:
         settings = self._settings
         rank = dist.get_rank()
         tools = ToolWait(settings.tool_wait, f"rank {rank}: " if rank else "")
-        limits = {"concurrency": settings.concurrency, "deadline": settings.deadline}
-        with EnvironmentHost(make_environment, **limits, tools=tools) as host:
+        with EnvironmentHost(
+            make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
+        ) as host:
             self._host = host
             self._drive()
 

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class Engine:
 
     def _start(self) -> None:
         self._llm = self._build()
-        self._core = self._llm.engine_core
+        self._core: Any = self._llm.engine_core  # the client of an engine in this process
         self._asleep: set[str] = set()  # parts whose GPU memory is released
         self._steps = 0  # of this rollout
         # gloo group of this replica's ranks, over which the environments' answers are broadcast
@@ -128,7 +128,8 @@ class Engine:
 
         Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
         """
-        worker, shard = self._llm.model_executor.driver_worker.worker, {}
+        worker = self._llm.model_executor.driver_worker.worker
+        shard: dict[str, torch.Tensor] = {}
         for name, parameter in worker.get_model().named_parameters():
             slices = parameter.data.unbind() if parameter.ndim == 3 else ()
             shard |= {f"{name}.{n}": part for n, part in enumerate(slices)} or {name: parameter.data}

@@ -110,8 +110,9 @@ def tear_down(engine: LLMEngine) -> None:
 
     Unlike vLLM's own shutdown, it keeps the default process group, which training uses.
     """
-    engine.engine_core._finalizer.detach()  # it would destroy the default group on garbage collection
-    core = engine.engine_core.engine_core
+    client: Any = engine.engine_core  # the client of an engine in this process
+    client._finalizer.detach()  # it would destroy the default group on garbage collection
+    core = client.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

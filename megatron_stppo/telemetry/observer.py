@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_stppo.config import Config
@@ -44,7 +44,7 @@ class Observer:
         window = self._config.telemetry.profile if self._mesh.rank == 0 else None
         return profiled(iterations, window, self._config.run.folder / "profile")
 
-    def measure(self, batch: Batch) -> Mapping[str, Any]:
+    def measure(self, batch: Batch) -> dict[str, Any]:
         """Return tokens per second, MFU, devices and stragglers since the last row, and peak memory.
 
         Collective.
