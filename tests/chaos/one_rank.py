@@ -150,7 +150,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     assert steps.found(folder) == [1] and steps.latest(folder) == 1
     assert len(said) == 2 and all(len(line.splitlines()) == 1 for line in said)
     assert str(folder / "step_2") in said[0] and "MiB" in said[0] and "File too large" in said[0], said
-    with pytest.raises(saving.CheckpointError, match="is not saved"):
+    with pytest.raises(saving.CheckpointError, match="could not be saved"):
         saver.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     saver.save(4, trainers, {"iteration": 4})
@@ -169,7 +169,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2048))
         patch.setattr(HostCopy, "write", lambda self: pytest.fail("there is no room for it"))
         saver.save(8, trainers, {"iteration": 8})
-        with pytest.raises(saving.CheckpointError, match="is not saved"):
+        with pytest.raises(saving.CheckpointError, match="could not be saved"):
             saver.finish()
     assert "No space left on device, 0.0 MiB are free" in said[-1]
     assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], (
