@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_stppo import ops
-from megatron_stppo.ops import extension
 
 surrogate = sys.modules["megatron_stppo.ops.clipped_surrogate"]
 CALLS = 3000
@@ -39,21 +38,21 @@ def main() -> None:
         torch.randn(total),
         torch.rand(total),
     )
-    inputs = surrogate._Inputs(logprob.detach(), old, advantage, weight, offsets)
-    settings = surrogate._Settings(CLIP, CLIP, None, "mean")
+    inputs = (logprob.detach(), old, advantage, weight, 0.0, offsets)
+    bounds = (CLIP, CLIP, None, "mean")
     outputs = (
         torch.empty(len(offsets) - 1),
         torch.empty(total),
         None,
-        torch.empty(extension.SURROGATE_TOTALS),
+        torch.empty(surrogate.TOTALS),
     )
 
     def call() -> torch.Tensor:
-        bounds = {"clip_low": CLIP, "clip_high": CLIP}
-        return ops.clipped_surrogate(logprob, old, advantage, offsets, weight=weight, **bounds).objective
+        clips = {"clip_low": CLIP, "clip_high": CLIP}
+        return ops.clipped_surrogate(logprob, old, advantage, offsets, weight=weight, **clips).objective
 
     parts: dict[str, Callable[[], object]] = {
-        "the kernel, into allocated memory": lambda: surrogate._run(inputs, settings, None, *outputs),
+        "the kernel, into allocated memory": lambda: surrogate.run(*inputs, bounds, None, outputs),
         "+ checks, allocations, autograd's node": call,
         "+ backward": lambda: torch.autograd.grad(call(), logprob),
     }

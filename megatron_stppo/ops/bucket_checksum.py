@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.bucket_copy import expressible, on_device
+from megatron_stppo.ops.registration import has_data, registered
 
 PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
 MASK = (1 << 32) - 1
@@ -27,7 +28,14 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     number always changes both sums. Exchanging two unequal numbers goes unnoticed only if both of their
     weights agree, which happens once in 2^28. Strides do not matter.
     """
-    plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    return _checksum(tensor, dtype or tensor.dtype)
+
+
+@registered("checksum")
+def _checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not has_data(tensor):
+        return tensor.new_empty((), dtype=torch.int64)
+    plain = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     flat = plain.copy_(tensor).view(-1)
     numbers = flat if flat.itemsize == 1 else flat.view(torch.int16)
     of_number, total = _number_weights(flat.device), torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -62,14 +70,14 @@ class BucketChecksum:
         """
         wanted = range(len(self._pairs)) if chosen is None else chosen
         sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
-        if extension.serves(self._device):
+        if extension.applies(sums):
             tables, others = self._tables if chosen is None else self._described(chosen)
             for kind, table in tables:
-                extension.run("bucket_checksum", self._device, table, len(table), *kind, sums)
+                _sum_up(table, *kind, sums)
         else:
             others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
         for place, pair in others:
-            sums[place] = checksum(*pair)
+            sums.select(0, place).add_(checksum(*pair))
         return sums
 
     def _described(
@@ -88,11 +96,18 @@ class BucketChecksum:
         return [(kind, on_device(rows, self._device)) for kind, rows in records.items()], others
 
 
+@registered("bucket_checksum", writes=("sums",))
+def _sum_up(slices: Tensor, source_type: int, target_type: int, sums: Tensor) -> None:
+    """Write the checksums of slices into `sums`. slices: records of csrc, int64. Types: extension.DTYPES."""
+    if has_data(slices):
+        extension.run("bucket_checksum", slices.device, slices, len(slices), source_type, target_type, sums)
+
+
 def _rows(tensor: Tensor) -> list[int]:
     """Return address, rows, width and stride in elements; a contiguous tensor is one row."""
     if tensor.dim() == 1 or tensor.is_contiguous():
-        return [tensor.data_ptr(), 1, tensor.numel(), 0]
-    return [tensor.data_ptr(), *tensor.shape, tensor.stride(0)]
+        return [extension.pointer(tensor), 1, tensor.numel(), 0]
+    return [extension.pointer(tensor), *tensor.shape, tensor.stride(0)]
 
 
 @functools.cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.ops import extension
+from megatron_stppo.ops.registration import has_data, registered
 
 TYPES = tuple(extension.DTYPES)
 
@@ -32,29 +34,42 @@ class BucketCopy:
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets; give one target per source")
-        self._pairs = [(s.detach(), t.detach()) for s, t in zip(sources, targets, strict=True)]  # kept alive
+        given = [(s.detach(), t.detach()) for s, t in zip(sources, targets, strict=True)]
         slices: dict[tuple[int, int], list[list[int]]] = {}
-        for index, (source, target) in enumerate(self._pairs):
-            device = self._pairs[0][0].device
+        pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for index, (source, target) in enumerate(given):
+            device = given[0][0].device
             _check(f"sources[{index}]", source, device, target.shape)
             _check(f"targets[{index}]", target, device, source.shape)
             if source.numel():
                 kind = extension.DTYPES[source.dtype], extension.DTYPES[target.dtype]
                 slices.setdefault(kind, []).append(_slice(source, target))
-        self._slices = [(kind, on_device(rows, device)) for kind, rows in slices.items()]
+                pairs.setdefault(kind, []).append((source, target))
+        # arguments of _copy, which keep the tensors alive
+        self._calls: list[tuple[Any, ...]] = [
+            (on_device(rows, device), *kind, *map(list, zip(*pairs[kind], strict=True)))
+            for kind, rows in slices.items()
+        ]
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Do the copies. On a GPU they are only enqueued, on the current stream."""
-        if not self._slices:
-            return
-        device = self._slices[0][1].device
-        if not extension.serves(device):
-            for source, target in self._pairs:
-                target.copy_(source)
-            return
-        for kind, slices in self._slices:
-            extension.run("bucket_copy", device, slices, len(slices), *kind)
+        for call in self._calls:
+            _copy(*call)
+
+
+@registered("bucket_copy", writes=("targets",))
+def _copy(
+    slices: Tensor, source_type: int, target_type: int, sources: list[Tensor], targets: list[Tensor]
+) -> None:
+    """Copy sources[i] to targets[i]. slices: their records for csrc, int64. Types: extension.DTYPES."""
+    if not has_data(slices):
+        return
+    if extension.applies(slices):
+        extension.run("bucket_copy", slices.device, slices, len(slices), source_type, target_type)
+        return
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def expressible(tensor: Tensor) -> bool:
@@ -93,10 +108,12 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
     strides = [0, 0] if rows == 1 else [source.stride(0), target.stride(0)]
     if strides == [width, width]:
         rows, width, strides = 1, rows * width, [0, 0]
-    return [source.data_ptr(), target.data_ptr(), rows, width, *strides]
+    return [extension.pointer(source), extension.pointer(target), rows, width, *strides]
 
 
 def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
     """Return csrc's records as one int64 tensor on `device`, one row per record."""
     table = torch.tensor(slices, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type == "cuda" and has_data(table):
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)

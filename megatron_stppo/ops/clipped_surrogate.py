@@ -6,6 +6,7 @@ The forward computes objective and gradient in one pass; the backward is one pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,10 @@ from megatron_stppo.algorithm.ratio import Pooling, check_offsets
 from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.registration import has_data, registered
 
 INTEGERS = (torch.int32, torch.int64)
+TOTALS, SEGMENT_SUMS = 10, 4  # SURROGATE_TOTALS and SEGMENT_SUMS of csrc/ops.h
 MAX_BLOCKS = 2**31 - 1  # blocks of a GPU kernel; only tests change it, and results do not depend on it
 
 
@@ -95,19 +98,26 @@ def clipped_surrogate(
     _check_bounds(clip_low, clip_high, dual_clip)
     if pooling not in ("mean", "sum"):
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
-    compute = _extension if extension.serves(logprob.device) else _fallback
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
-        inputs = _Inputs(logprob, old_logprob, advantage, weight, segment_offsets)
-        settings = _Settings(clip_low, clip_high, dual_clip, pooling)
+        per_token = weight if isinstance(weight, Tensor) else None
+        uniform = 0.0 if isinstance(weight, Tensor) else float(weight)
+        inputs = (logprob, old_logprob, advantage, per_token, uniform)
         whole = None
         if group is not None and segment_offsets is not None and dist.get_world_size(group) > 1:
-            whole = _segment_sums(inputs, settings)
+            whole = summed(*inputs, segment_offsets)
             dist.all_reduce(whole, group=group)
-        out = compute(inputs, settings, sum_p_sq, with_bias, whole)
-    objective: Tensor = _WithGradient.apply(logprob, out.objective, out.grad_T)  # type: ignore[no-untyped-call]
-    return ClippedSurrogate(objective, *out[1:])
+        bounds = (clip_low, clip_high, dual_clip, pooling)
+        totals, ratio, gradient_T, bias_T = computed(
+            *inputs, segment_offsets, *bounds, sum_p_sq, with_bias, whole
+        )
+        total_objective, *statistics = totals.unbind()
+    objective: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
+        logprob, total_objective, gradient_T
+    )
+    bias = bias_T if with_bias else None
+    return ClippedSurrogate._make((objective, ratio, *statistics, gradient_T, bias))
 
 
 class _WithGradient(torch.autograd.Function):
@@ -122,102 +132,135 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_T,) = ctx.saved_tensors
-        if cotangent.is_cpu and float(cotangent) == 1:  # reading it from a GPU would synchronize
+        # reading it from a GPU would synchronize
+        if cotangent.is_cpu and has_data(cotangent) and float(cotangent) == 1:
             return gradient_T, None, None
         return cotangent * gradient_T, None, None
 
 
-class _Inputs(NamedTuple):
-    logprob: Tensor
-    old_logprob: Tensor
-    advantage: Tensor
-    weight: float | Tensor
-    offsets: Tensor | None
+@registered("segment_sums")
+def summed(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor | None,
+    uniform_weight: float,
+    offsets: Tensor,
+) -> Tensor:
+    """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4].
 
-    @property
-    def weight_T(self) -> Tensor:
-        if isinstance(self.weight, Tensor):
-            return self.weight
-        return torch.full_like(self.logprob, float(self.weight))
-
-
-class _Settings(NamedTuple):
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    pooling: Pooling
-
-
-def _segment_sums(inputs: _Inputs, settings: _Settings) -> Tensor:
-    """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4]."""
-    if extension.serves(inputs.logprob.device):
-        assert inputs.offsets is not None
-        shape = (max(0, len(inputs.offsets) - 1), extension.SEGMENT_SUMS)
-        part = torch.empty(shape, dtype=torch.float64, device=inputs.logprob.device)
+    weight: c_t; None: uniform_weight for all tokens.
+    """
+    inputs = (logprob, old_logprob, advantage)
+    if extension.applies(logprob):
+        shape = (max(0, len(offsets) - 1), SEGMENT_SUMS)
+        part = torch.empty(shape, dtype=torch.float64, device=logprob.device)
         if len(part):  # an empty tensor is a null pointer, which selects the full computation
-            _run(inputs, settings, part=part)
+            run(*inputs, weight, uniform_weight, offsets, part=part)
         return part
-    _check_order(inputs)
-    return segment_sums(*inputs[:3], inputs.weight_T, inputs.offsets)
+    check_offsets("segment_offsets", offsets, len(logprob))
+    return segment_sums(*inputs, _weights(logprob, weight, uniform_weight), offsets)
 
 
-def _extension(
-    inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
-) -> ClippedSurrogate:
-    """Compute the outputs with csrc/clipped_surrogate_cpu.cpp or csrc/clipped_surrogate.cu."""
-    logprob, offsets = inputs.logprob, inputs.offsets
+@registered("clipped_surrogate")
+def computed(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor | None,
+    uniform_weight: float,
+    offsets: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    pooling: str,
+    sum_p_sq: Tensor | None,
+    with_bias: bool,
+    whole: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (totals, ratio [S], gradient_T, bias_T), float32.
+
+    totals: the 0-d fields of ClippedSurrogate, in its order. weight, uniform_weight: as in `summed`.
+    bias_T is empty unless with_bias. whole: segment sums of all ranks, if segments are split over ranks.
+    """
+    bounds = (clip_low, clip_high, dual_clip, pooling)
+    inputs = (logprob, old_logprob, advantage)
+    if not extension.applies(logprob):
+        weight_T = _weights(logprob, weight, uniform_weight)
+        return _fallback(*inputs, weight_T, offsets, bounds, sum_p_sq, with_bias, whole)
     segments = len(logprob) if offsets is None else max(0, len(offsets) - 1)
-    ratio, gradient = logprob.new_empty(segments), torch.empty_like(logprob)
-    bias = torch.empty_like(logprob) if with_bias else None
-    totals = logprob.new_empty(extension.SURROGATE_TOTALS)
-    _run(inputs, settings, sum_p_sq, ratio, gradient, bias, totals, whole=whole)
-    objective, *rest = totals.unbind()
-    return ClippedSurrogate._make((objective, ratio, *rest, gradient, bias))
+    ratio, gradient_T = logprob.new_empty(segments), torch.empty_like(logprob)
+    bias_T = torch.empty_like(logprob) if with_bias else None
+    totals = logprob.new_empty(TOTALS)
+    outputs = (ratio, gradient_T, bias_T, totals)
+    run(*inputs, weight, uniform_weight, offsets, bounds, sum_p_sq, outputs, whole=whole)
+    return totals, ratio, gradient_T, logprob.new_empty(0) if bias_T is None else bias_T
 
 
-def _run(
-    inputs: _Inputs,
-    settings: _Settings,
+def run(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor | None,
+    uniform_weight: float,
+    offsets: Tensor | None,
+    bounds: tuple[float, float, float | None, str] = (0.0, 0.0, None, "mean"),
     sum_p_sq: Tensor | None = None,
-    *outputs: Tensor | None,
+    outputs: Sequence[Tensor | None] = (None,) * 4,
     part: Tensor | None = None,
     whole: Tensor | None = None,
 ) -> None:
-    """Call the extension.
+    """Call csrc/clipped_surrogate_cpu.cpp or csrc/clipped_surrogate.cu.
 
-    outputs: ratio, gradient, bias and totals to be written; none of them if `part` is given. part: written
-    with this rank's segment sums. whole: segment sums of all ranks.
+    bounds: clip_low, clip_high, dual_clip and pooling. outputs: ratio, gradient, bias and totals to be
+    written; None if `part` is given. part: written with this rank's segment sums. whole: segment sums of all
+    ranks.
     """
-    logprob, old_logprob, advantage, weight, offsets = inputs
+    if not has_data(logprob):
+        return
     total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
-    if segments < 0:
-        _check_order(inputs)  # raises: the offsets are empty
+    if offsets is not None and segments < 0:
+        check_offsets("segment_offsets", offsets, total)  # raises: the offsets are empty
     tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
     workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
-    given = weight if isinstance(weight, Tensor) else None
+    clip_low, clip_high, dual_clip, pooling = bounds
     status = extension.run(
         "clipped_surrogate",
         logprob.device,
-        *(logprob, old_logprob, advantage, given, sum_p_sq, None if offsets is None else offsets.long()),
-        *(total, segments, 0.0 if given is not None else float(weight)),
-        *(1 - settings.clip_low, 1 + settings.clip_high),
-        math.inf if settings.dual_clip is None else settings.dual_clip,
-        settings.pooling == "sum",
-        *(outputs or (None,) * 4),
+        *(logprob, old_logprob, advantage, weight, sum_p_sq, None if offsets is None else offsets.long()),
+        *(total, segments, uniform_weight, 1 - clip_low, 1 + clip_high),
+        math.inf if dual_clip is None else dual_clip,
+        pooling == "sum",
+        *outputs,
         *(workspace, extension.tickets(logprob.device, 1 + tiles), MAX_BLOCKS, part, whole),
     )
-    if status == extension.BAD_OFFSETS:
-        _check_order(inputs)  # finds the same error and raises
+    if status == extension.BAD_OFFSETS and offsets is not None:
+        check_offsets("segment_offsets", offsets, total)  # finds the same error and raises
 
 
 def _fallback(
-    inputs: _Inputs, settings: _Settings, sum_p_sq: Tensor | None, with_bias: bool, whole: Tensor | None
-) -> ClippedSurrogate:
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight_T: Tensor,
+    offsets: Tensor | None,
+    bounds: tuple[float, float, float | None, str],
+    sum_p_sq: Tensor | None,
+    with_bias: bool,
+    whole: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""
-    _check_order(inputs)
-    logprob, old_logprob, advantage, _, offsets = inputs
-    weight_T = inputs.weight_T
-    result = surrogate(logprob, old_logprob, advantage, weight_T, offsets, whole=whole, **settings._asdict())
+    if offsets is not None:
+        check_offsets("segment_offsets", offsets, len(logprob))
+    clip_low, clip_high, dual_clip, pooling = bounds
+    result = surrogate(
+        *(logprob, old_logprob, advantage, weight_T, offsets),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        pooling=pooling,  # type: ignore[arg-type]
+        whole=whole,
+    )
     live = weight_T != 0
     tokens, clipped = live.sum().double(), result.clipped_T.sum().double()
 
@@ -229,9 +272,8 @@ def _fallback(
             return tokens.new_zeros(())
         return squared_estimate("logit", coefficient_T, logprob, sum_p_sq)
 
-    parts = (
+    totals = (
         result.objective,
-        result.ratio_S,
         clipped / tokens.clamp(min=1),
         result.bias_T.square().sum(),
         result.gradient_T.square().sum(),
@@ -241,15 +283,14 @@ def _fallback(
         tokens,
         in_logits(result.bias_T),
         in_logits(result.gradient_T),
-        result.gradient_T,
     )
-    bias_T = result.bias_T.float() if with_bias else None
-    return ClippedSurrogate._make((*(tensor.float() for tensor in parts), bias_T))
+    gradient_T, bias_T = result.gradient_T.float(), result.bias_T.float()
+    bias_T = bias_T if with_bias else bias_T.new_empty(0)
+    return torch.stack([x.float() for x in totals]), result.ratio_S.float(), gradient_T, bias_T
 
 
-def _check_order(inputs: _Inputs) -> None:
-    if inputs.offsets is not None:
-        check_offsets("segment_offsets", inputs.offsets, len(inputs.logprob))
+def _weights(logprob: Tensor, weight: Tensor | None, uniform_weight: float) -> Tensor:
+    return torch.full_like(logprob, uniform_weight) if weight is None else weight
 
 
 def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:

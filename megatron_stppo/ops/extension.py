@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.ops.shard import Shard
+from megatron_stppo.ops.registration import has_data
 
 _csrc: Any = None  # not built; `serves` handles this
 if importlib.util.find_spec("megatron_stppo._csrc") is not None:
@@ -30,8 +30,6 @@ DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 # constants of csrc/ops.h
 SURROGATE_TILE = _csrc.surrogate_tile if _csrc else 0
 SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per tile
-SURROGATE_TOTALS = _csrc.surrogate_totals if _csrc else 0
-SEGMENT_SUMS = _csrc.segment_sums if _csrc else 0
 
 
 def parts() -> dict[str, str]:
@@ -39,6 +37,11 @@ def parts() -> dict[str, str]:
     if _csrc is None:
         return {}
     return {"cpu": "built"} | ({"cuda": f"sm_{_csrc.cuda_archs}"} if _csrc.cuda_archs else {})
+
+
+def applies(tensor: Tensor) -> bool:
+    """Return whether an op uses its kernel for this tensor. True without data: it then only allocates."""
+    return not has_data(tensor) or serves(tensor.device)
 
 
 def serves(device: torch.device) -> bool:
@@ -50,8 +53,6 @@ def serves(device: torch.device) -> bool:
     mode = os.environ.get("STPPO_OPS", "auto")
     if mode not in MODES:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
-    if device.type == "meta":  # a dry run: ops allocate their memory but compute nothing
-        return True
     built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
     if mode == "extension" and not built:
         raise RuntimeError(
@@ -88,8 +89,6 @@ def run(name: str, device: torch.device, *arguments: Any) -> int:
     arguments: tensors (None: a null pointer) and numbers, in the order of csrc/bindings.cpp. On a GPU the op
     is only enqueued, on the current stream. Raises RuntimeError for any other status, as of a failed launch.
     """
-    if device.type == "meta":
-        return OK
     plain = [pointer(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
     op = getattr(_csrc, name)
     if device.type == "cuda":
@@ -122,24 +121,29 @@ def tickets(device: torch.device, count: int) -> Tensor | None:
 _tickets: dict[tuple[int | None, int], Tensor] = {}
 
 
-def logits(data: Tensor, shard: Shard) -> Any:
-    """Return csrc's record of logits [T, V_local] and their shard; None for meta tensors."""
-    if data.is_meta:
-        return None
-    per_row = shard.temperature if isinstance(shard.temperature, Tensor) else None
-    uniform = 1.0 if per_row is not None else float(shard.temperature)
+def logits(
+    data: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    uniform_temperature: float,
+    vocab_start: int,
+    valid: int,
+    ignore_index: int,
+) -> Any:
+    """Return csrc's record of logits [T, V_local] and their shard. See Shard of ops/vocab_logprob.py."""
     return _csrc.Logits(
         pointer(data),
         DTYPES[data.dtype],
         *data.shape,
-        shard.valid,
-        shard.vocab_start,
-        pointer(shard.target),
-        pointer(per_row),
-        uniform,
-        shard.ignore_index,
+        valid,
+        vocab_start,
+        pointer(target),
+        pointer(temperature),
+        uniform_temperature,
+        ignore_index,
     )
 
 
 def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """Return the tensor's address; 0 for None and for a tensor without data."""
+    return tensor.data_ptr() if tensor is not None and has_data(tensor) else 0

@@ -9,6 +9,7 @@ from megatron_stppo.algorithm.gae import token_level, turn_level
 from megatron_stppo.algorithm.ratio import check_offsets
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.registration import has_data, registered
 
 
 def gae(
@@ -43,35 +44,44 @@ def gae(
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}={number} is a discount; choose a number in [0, 1]")
-    if not extension.serves(reward.device):
-        _check(offsets, len(reward))
-        settings = (reward.detach(), value.detach())
+    return _computed(reward.detach(), value.detach(), trajectory_offsets, turn_offsets, gamma, lam)
+
+
+@registered("gae")
+def _computed(
+    reward: Tensor,
+    value: Tensor,
+    trajectory_offsets: Tensor,
+    turn_offsets: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    if not extension.applies(reward):
+        _check(trajectory_offsets, turn_offsets, len(reward))
         if turn_offsets is None:
-            advantage_T, return_T = token_level(*settings, trajectory_offsets, gamma, lam)
+            advantage_T, return_T = token_level(reward, value, trajectory_offsets, gamma, lam)
         else:
-            advantage_T, return_T = turn_level(*settings, turn_offsets, trajectory_offsets, gamma, lam)
+            advantage_T, return_T = turn_level(reward, value, turn_offsets, trajectory_offsets, gamma, lam)
         return advantage_T.float(), return_T.float()
-    counts = [0 if given is None else len(given) - 1 for given in offsets.values()]
-    wide = [None if given is None else given.long() for given in offsets.values()]
     advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    if not has_data(reward):
+        return advantage, returns
+    offsets = (trajectory_offsets, turn_offsets)
+    counts = [0 if given is None else len(given) - 1 for given in offsets]
+    wide = [None if given is None else given.long() for given in offsets]
     status = extension.run(
         "gae", reward.device, reward, value, *wide, len(reward), *counts, gamma, lam, advantage, returns
     )
     if status == extension.BAD_OFFSETS:
-        _check(offsets, len(reward))  # finds the same error and raises
+        _check(trajectory_offsets, turn_offsets, len(reward))  # finds the same error and raises
     return advantage, returns
 
 
-def _check(offsets: dict[str, Tensor | None], total: int) -> None:
-    for name, given in offsets.items():
-        if given is not None:
-            check_offsets(name, given, total)
-    _check_starts(offsets["trajectory_offsets"], offsets["turn_offsets"])
-
-
-def _check_starts(trajectory_offsets: Tensor | None, turn_offsets: Tensor | None) -> None:
-    if trajectory_offsets is None or turn_offsets is None:
+def _check(trajectory_offsets: Tensor, turn_offsets: Tensor | None, total: int) -> None:
+    check_offsets("trajectory_offsets", trajectory_offsets, total)
+    if turn_offsets is None:
         return
+    check_offsets("turn_offsets", turn_offsets, total)
     inside = trajectory_offsets[~torch.isin(trajectory_offsets, turn_offsets)]
     if len(inside):
         raise ValueError(

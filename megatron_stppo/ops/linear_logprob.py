@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.shard import Shard
+from megatron_stppo.ops.shard import Shard, rows_of
 from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
@@ -84,12 +85,15 @@ class _LinearLogprob(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunks: Sequence[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [local_statistics(hidden[a:b] @ weight.t(), shard.rows(slice(a, b))) for a, b in chunks]
+        parts = [
+            local_statistics(rows_of(hidden, range(a, b)) @ weight.t(), shard.rows(range(a, b)))
+            for a, b in chunks
+        ]
         merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
         ctx.shard, ctx.chunk = shard, max(1, *(b - a for a, b in chunks))
         ctx.save_for_backward(hidden, weight, merged)
         ctx.set_materialize_grads(False)
-        logprob, entropy, sum_p_sq = merged[:3].clone().unbind()
+        logprob, entropy, sum_p_sq = merged.narrow(0, 0, 3).clone().unbind()
         return logprob, entropy, sum_p_sq
 
     @staticmethod
@@ -100,10 +104,11 @@ class _LinearLogprob(torch.autograd.Function):
         live = _live_rows(cotangents)
         count = len(hidden) if live is None else len(live)
         for a, b in _even_chunks(count, ctx.chunk):
-            rows = slice(a, b) if live is None else live[a:b]
-            shard, statistics = ctx.shard.rows(rows), merged[:, rows].contiguous()
-            logits = hidden[rows] @ weight.t()
-            given = [None if x is None else x[rows] for x in cotangents]
+            rows = range(a, b) if live is None else live[a:b]
+            statistics = merged[:, a:b] if live is None else merged[:, rows]
+            shard, statistics = ctx.shard.rows(rows), statistics.contiguous()
+            logits = rows_of(hidden, rows) @ weight.t()
+            given = [None if x is None else rows_of(x, rows) for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
             del logits  # free them before the next chunk's are allocated
         return gradient.of_hidden, gradient.of_weight.to(weight.dtype), None, None, None
@@ -161,17 +166,17 @@ class _LinearLoss(torch.autograd.Function):
         gradient = _Gradient(hidden, weight, longest) if wanted else None
         losses, records, logprobs = [], [], []
         for a, b in chunks:
-            rows: slice | Tensor = slice(a, b)
+            rows: range | Tensor = range(a, b)
             part = shard.rows(rows)
-            logits = hidden[rows] @ weight.t()
+            logits = rows_of(hidden, rows) @ weight.t()
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in merged[:3]]
+            with torch.set_grad_enabled(wanted):
+                leaves = [x.detach().requires_grad_(wanted) for x in merged.unbind()[:3]]
                 logprob, entropy, sum_p_sq = leaves
                 value, record = loss(Chunk(logprob, entropy, sum_p_sq, a, b))
             losses.append(value.detach())
             records.append(record)
-            logprobs.append(merged[0])
+            logprobs.append(merged.select(0, 0))
             if gradient is not None:
                 cotangents: Sequence[Tensor | None] = torch.autograd.grad(value, leaves, allow_unused=True)
                 live = _live_rows(cotangents)
@@ -212,12 +217,13 @@ class _Gradient:
         self.of_hidden = torch.zeros_like(hidden)
         self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
-    def add(self, of_logits: Tensor, rows: slice | Tensor) -> None:
+    def add(self, of_logits: Tensor, rows: range | Tensor) -> None:
         """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
         if not len(of_logits):
             return
-        self.of_hidden[rows] = of_logits @ self._weight
-        hidden = self._hidden[rows]
+        at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        self.of_hidden[at] = of_logits @ self._weight
+        hidden = self._hidden[at]
         if hidden.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), hidden)
             return
@@ -282,10 +288,11 @@ def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
 def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
     """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
 
-    None is also returned if all cotangents are None. The host waits for the number of rows.
+    None is also returned if all cotangents are None, and for fake tensors. The host waits for the number of
+    rows.
     """
     given = [x != 0 for x in cotangents if x is not None]
-    if not given:
+    if not given or isinstance(given[0], FakeTensor):
         return None
     live = torch.nonzero(torch.stack(given).any(0)).squeeze(1)
     return live if len(live) < 0.9 * len(given[0]) else None

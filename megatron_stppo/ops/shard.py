@@ -42,22 +42,27 @@ class Shard:
         valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
         return cls(target, temperature, vocab_start, valid, ignore_index)
 
-    def rows(self, index: slice | Tensor) -> Shard:
+    def rows(self, rows: range | Tensor) -> Shard:
         """Return the shard restricted to some of the rows."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
-            temperature = temperature[index]
-        return replace(self, target=self.target[index], temperature=temperature)
+            temperature = rows_of(temperature, rows)
+        return replace(self, target=rows_of(self.target, rows), temperature=temperature)
 
     @property
-    def ignored_T(self) -> Tensor:
-        return self.target == self.ignore_index
+    def arguments(self) -> tuple[Tensor, Tensor | None, float, int, int, int]:
+        """The shard as arguments of the kernels: temperature per row (or None), uniform temperature."""
+        temperature = self.temperature
+        both = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, float(temperature))
+        return self.target, *both, self.vocab_start, self.valid, self.ignore_index
 
-    @property
-    def temperature_T(self) -> Tensor:
-        if isinstance(self.temperature, Tensor):
-            return self.temperature
-        return torch.full(self.target.shape, float(self.temperature), device=self.target.device)
+
+def rows_of(tensor: Tensor, rows: range | Tensor) -> Tensor:
+    """Return some of the tensor's rows: a view if `rows` is a range.
+
+    Unlike tensor[a:b], it works with fake CUDA tensors where torch is built for CPUs.
+    """
+    return tensor.narrow(0, rows.start, len(rows)) if isinstance(rows, range) else tensor[rows]
 
 
 def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:

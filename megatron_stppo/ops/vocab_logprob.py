@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_stppo.algorithm.vocabulary import Merged, logits_gradient, merge, shard_statistics
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.registration import has_data, registered
 from megatron_stppo.ops.shard import Shard
 
 
@@ -62,7 +63,7 @@ class _VocabLogprob(torch.autograd.Function):
         ctx.shard, ctx.overwrite, ctx.overwritten = shard, overwrite, False
         ctx.save_for_backward(logits, merged)
         ctx.set_materialize_grads(False)
-        logprob, entropy, sum_p_sq = merged[:3].clone().unbind()
+        logprob, entropy, sum_p_sq = merged.narrow(0, 0, 3).clone().unbind()
         return logprob, entropy, sum_p_sq
 
     @staticmethod
@@ -81,11 +82,7 @@ class _VocabLogprob(torch.autograd.Function):
 
 def local_statistics(logits: Tensor, shard: Shard) -> Tensor:
     """Return shard_statistics of algorithm/vocabulary.py for this rank's columns, float32 [5, T]."""
-    if not extension.serves(logits.device):
-        return shard_statistics(logits, shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
-    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
-    extension.run("vocab_statistics", logits.device, extension.logits(logits, shard), out)
-    return out
+    return _statistics(logits, *shard.arguments)
 
 
 def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
@@ -95,25 +92,7 @@ def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
     the target is missing. Raises ValueError for a target that no shard holds. This is decided from the
     gathered statistics, so all ranks raise together and none waits in a collective.
     """
-    _, _, rows = statistics.shape
-    ignored_T = shard.ignored_T
-    if extension.serves(statistics.device):
-        out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
-        settings = (len(statistics), rows, shard.target, shard.ignore_index)
-        extension.run("vocab_merge", statistics.device, statistics, *settings, out)
-        missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
-    else:
-        m = merge(statistics)
-        values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
-        out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
-        missing_T = m.missing_T & ~ignored_T
-    if missing_T is not None and bool(missing_T.any()):
-        row = int(missing_T.nonzero()[0])
-        raise ValueError(
-            f"target[{row}]={int(shard.target[row])} lies outside every shard's columns; "
-            "pass global ids below vocab_size, or ignore_index"
-        )
-    return out
+    return _merged(statistics, shard.target, shard.ignore_index)
 
 
 def write_gradient(
@@ -123,24 +102,90 @@ def write_gradient(
 
     cotangents: of the first three rows of `merged`, None for 0. `out` may be `logits`.
     """
-    if extension.serves(logits.device):
-        dense = [None if x is None else x.contiguous() for x in cotangents]
-        record = extension.logits(logits, shard)
-        extension.run("vocab_gradient", logits.device, record, merged, *dense, out)
-        return out
-    logprob_T, entropy_T, sum_p_sq_T, max_T, log_sum_T, missing_T = merged
     g_T, h_T, c_T = cotangents
-    gradient = logits_gradient(
-        logits,
-        shard.target,
-        shard.temperature_T,
-        shard.vocab_start,
-        shard.valid,
-        Merged(logprob_T, entropy_T, sum_p_sq_T, max_T, log_sum_T, missing_T),
-        shard.ignored_T,
-        (g_T, h_T, c_T),
-    )
-    return out.copy_(gradient)
+    _write_gradient(logits, *shard.arguments, merged, g_T, h_T, c_T, out)
+    return out
+
+
+@registered("vocab_statistics")
+def _statistics(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    uniform_temperature: float,
+    vocab_start: int,
+    valid: int,
+    ignore_index: int,
+) -> Tensor:
+    if not extension.applies(logits):
+        temperature_T = _per_row(target, temperature, uniform_temperature)
+        return shard_statistics(logits, target, temperature_T, vocab_start, valid)
+    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    if has_data(logits):
+        record = extension.logits(
+            logits, target, temperature, uniform_temperature, vocab_start, valid, ignore_index
+        )
+        extension.run("vocab_statistics", logits.device, record, out)
+    return out
+
+
+@registered("vocab_merge")
+def _merged(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    shards, _, rows = statistics.shape
+    if extension.applies(statistics):
+        out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
+        if not has_data(statistics):
+            return out
+        settings = (shards, rows, target, ignore_index)
+        extension.run("vocab_merge", statistics.device, statistics, *settings, out)
+        missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
+    else:
+        m, ignored_T = merge(statistics), target == ignore_index
+        values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
+        out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
+        missing_T = m.missing_T & ~ignored_T
+    if missing_T is not None and bool(missing_T.any()):
+        row = int(missing_T.nonzero()[0])
+        raise ValueError(
+            f"target[{row}]={int(target[row])} lies outside every shard's columns; "
+            "pass global ids below vocab_size, or ignore_index"
+        )
+    return out
+
+
+@registered("vocab_gradient", writes=("out",))
+def _write_gradient(
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    uniform_temperature: float,
+    vocab_start: int,
+    valid: int,
+    ignore_index: int,
+    merged: Tensor,
+    g_T: Tensor | None,
+    h_T: Tensor | None,
+    c_T: Tensor | None,
+    out: Tensor,
+) -> None:
+    if not has_data(logits):
+        return
+    if extension.applies(logits):
+        dense = [None if x is None else x.contiguous() for x in (g_T, h_T, c_T)]
+        record = extension.logits(
+            logits, target, temperature, uniform_temperature, vocab_start, valid, ignore_index
+        )
+        extension.run("vocab_gradient", logits.device, record, merged, *dense, out)
+        return
+    temperature_T, ignored_T = _per_row(target, temperature, uniform_temperature), target == ignore_index
+    given = (logits, target, temperature_T, vocab_start, valid, Merged(*merged), ignored_T)
+    out.copy_(logits_gradient(*given, (g_T, h_T, c_T)))
+
+
+def _per_row(target: Tensor, temperature: Tensor | None, uniform_temperature: float) -> Tensor:
+    if temperature is not None:
+        return temperature
+    return torch.full(target.shape, uniform_temperature, device=target.device)
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -149,7 +194,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     T is the same on all ranks of the group.
     """
     if group is None or dist.get_world_size(group) == 1 or local.shape[1] == 0:
-        return local[None]
+        return local.unsqueeze(0)
     world = dist.get_world_size(group)
     out = local.new_empty(world * local.shape[0], local.shape[1])
     dist.all_gather_into_tensor(out, local, group=group)

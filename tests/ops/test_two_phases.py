@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-from megatron_stppo.ops import extension
 from tests.ops.draws import offsets_of, three, uniform
 
 surrogate = sys.modules["megatron_stppo.ops.clipped_surrogate"]
@@ -15,18 +14,24 @@ LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # 33,000 tokens are more than one bl
 
 @pytest.mark.parametrize(("pooling", "dual", "scale"), [("mean", None, 0.5), ("sum", 1.5, 0.02)])
 def test_two_parts_of_every_turn_make_the_whole(pooling, dual, scale):
-    total, settings = sum(LENGTHS), surrogate._Settings(0.2, 0.2, dual, pooling)
+    total = sum(LENGTHS)
     inputs, sum_p_sq = (*three(total, scale=scale), uniform(total)), 0.5 + uniform(total, seed=1) / 2
-    compute = surrogate._extension if extension.serves(sum_p_sq.device) else surrogate._fallback
-    whole = compute(surrogate._Inputs(*inputs, offsets_of(*LENGTHS)), settings, sum_p_sq, True, None)
+
+    def compute(tensors, offsets, sum_p_sq, sums):
+        bounds = (0.2, 0.2, dual, pooling)
+        out = surrogate.computed(*tensors, 0.0, offsets, *bounds, sum_p_sq, True, sums)
+        objective, *statistics = out[0]
+        return surrogate.ClippedSurrogate(objective, out[1], *statistics, *out[2:])
+
+    whole = compute(inputs, offsets_of(*LENGTHS), sum_p_sq, None)
     first = torch.arange(total) % 5 < 2  # two fifths of every turn
     counts = torch.stack([part.sum() for part in first.long().split(LENGTHS)])
     parts = []
     for chosen, own in ((first, counts), (~first, torch.tensor(LENGTHS) - counts)):
         offsets = torch.nn.functional.pad(own.cumsum(0), (1, 0))
-        parts.append((chosen, surrogate._Inputs(*(x[chosen] for x in inputs), offsets)))
-    sums = sum(surrogate._segment_sums(part, settings) for _, part in parts)
-    outs = [(c, compute(part, settings, sum_p_sq[c], True, sums)) for c, part in parts]
+        parts.append((chosen, [x[chosen] for x in inputs], offsets))
+    sums = sum(surrogate.summed(*part, 0.0, offsets) for _, part, offsets in parts)
+    outs = [(c, compute(part, offsets, sum_p_sq[c], sums)) for c, part, offsets in parts]
     assert whole.clipped > 0
     for chosen, out in outs:
         torch.testing.assert_close(out.ratio, whole.ratio, rtol=1e-6, atol=0)
