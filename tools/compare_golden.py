@@ -7,7 +7,7 @@ The cases are three iterations of the quickstart with tensor, pipeline and data 
 run resumed after its second iteration, a mixture of experts with replayed routing, and one run of the
 stability study. The record holds the rows of metrics.jsonl and a digest of every exported tensor.
 Floats differ between machines, so record and compare on the same one. FOLDER/SIDE/ keeps the files of a side.
-A case that has been recorded is not run again.
+A case that has been recorded is not run again. Metrics with an old name are compared under today's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
+from megatron_stppo.telemetry.renamed import renamed
 from tools.study.matrix import Run
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +176,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         old, new = before[case], after[case]
         if len(old["rows"]) != len(new["rows"]):
             out.append(f"{case}: {len(old['rows'])} rows recorded, {len(new['rows'])} compared")
-        for number, (a, b) in enumerate(zip(old["rows"], new["rows"], strict=False)):
+        pairs = zip(map(renamed, old["rows"]), map(renamed, new["rows"]), strict=False)
+        for number, (a, b) in enumerate(pairs):
             for key in sorted(a.keys() | b.keys()):
                 if repr(a.get(key)) != repr(b.get(key)):  # NaN equals NaN, 0.0 is not -0.0
                     out.append(f"{case}: row {number}, {key}: {a.get(key)!r} -> {b.get(key)!r}")
