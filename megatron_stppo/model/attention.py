@@ -8,8 +8,11 @@ over the ranks that share the sequences; queries are not moved (data/context.py)
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +28,26 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.parallel.groups import MeshRank
+
+
+def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `attend`, a varlen_attn of some version of torch, for keys and values with fewer heads.
+
+    query [Q, heads, D]; key and value [K, kv_heads, D], where kv_heads divides heads. In torch 2.11,
+    varlen_attn has no argument enable_gqa, and then the heads of keys and values are repeated, which takes
+    heads / kv_heads times their memory.
+    """
+    if "enable_gqa" in inspect.signature(attend).parameters:
+        return partial(attend, enable_gqa=True)
+
+    def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        each = query.shape[1] // key.shape[1]
+        return attend(query, *(x.repeat_interleave(each, 1) for x in (key, value)), *args, **kwargs)
+
+    return repeated
+
+
+_varlen_attn = for_groups(varlen_attn)
 
 
 @dataclass
@@ -132,10 +155,10 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are
-        out = varlen_attn(
+        out = _varlen_attn(
             query, key, value, pieces.query_offsets, pieces.key_offsets,
             max(pieces.queries), max(pieces.keys),
-            scale=self.scale, window_size=causal, enable_gqa=True,
+            scale=self.scale, window_size=causal,
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out

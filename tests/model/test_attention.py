@@ -1,0 +1,87 @@
+"""Grouped queries with the variable-length attention of different versions of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_stppo.launch import process
+from tests.ranks import run_ranks
+
+LENGTHS = (3, 5)
+HEADS, KV_HEADS, SIZE = 6, 2, 8
+
+
+def older(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """varlen_attn of torch 2.11, on a CPU: without enable_gqa."""
+    assert query.shape[1] == key.shape[1] == value.shape[1], "as many heads of keys as of queries"
+    return newer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def newer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """varlen_attn of torch 2.13, on a CPU."""
+    assert window_size == (-1, 0) and max_q == max_k == max(LENGTHS)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    out = []
+    for a, b in pairwise(cu_seq_q.tolist()):
+        q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
+        out.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+def compare(version: Callable[..., Tensor]) -> None:
+    """Compare values and gradients with attention that is written out, in float64."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import for_groups
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(sum(LENGTHS), heads, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
+    given = (offsets, offsets, max(LENGTHS), max(LENGTHS))
+    got = for_groups(version)(query, key, value, *given, scale=0.5, window_size=(-1, 0))
+    of_head = [head * KV_HEADS // HEADS for head in range(HEADS)]  # 0, 0, 0, 1, 1, 1
+    expected = torch.zeros_like(got)
+    for a, b in pairwise(offsets.tolist()):
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[a:b, of_head]) * 0.5
+        scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
+        expected[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[a:b, of_head])
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn(got.shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.autograd.grad((x * weight).sum(), (query, key, value)) for x in (got, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("version", [older, newer])
+def test_grouped_queries_need_no_enable_gqa(version: Callable[..., Tensor]) -> None:
+    run_ranks(compare, 1, version)
