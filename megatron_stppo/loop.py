@@ -25,7 +25,7 @@ from megatron_stppo.learner import Learner
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.resilience.deadlines import Watchdog
-from megatron_stppo.resilience.faults import Requeue, ToolsStayAway
+from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
@@ -44,8 +44,8 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
     """Train up to iteration run.iterations. Collective.
 
     With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
-    preemption notice before the last iteration, or if tools stay unreachable, a checkpoint is saved and
-    Requeue is raised.
+    preemption notice before the last iteration, if tools stay unreachable, or if the engine fails on a GPU,
+    a checkpoint is saved and Requeue is raised.
     """
     run, sampling, leave = config.run, rollout_settings(config), False
     training = _Training.build(config, resume, watchdog)
@@ -166,23 +166,28 @@ class _Training:
 
     @contextmanager
     def leaving(self, state: dict[str, Any], row: dict[str, Any] | None = None) -> Iterator[None]:
-        """Context for playing episodes: turns ToolsStayAway into a saved checkpoint and Requeue. Collective.
+        """Context for playing episodes: turns ToolsStayAway and EngineLost into a checkpoint and Requeue.
 
+        Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
+        progress is completed.
         state: the state that the checkpoint is saved with. row: metrics of that iteration, if they are not
         reported yet; they are reported before the checkpoint is saved.
         """
         try:
             yield
-        except ToolsStayAway as away:
-            done = state["iteration"]
+        except (ToolsStayAway, EngineLost) as reason:
+            done, of = state["iteration"], self.worker.learner.config.run.iterations
             if row is not None:
                 self.observer.log(done, row)
             with self.observer.phase("checkpoint"):
+                if any_rank(process.gpu_failed()):
+                    self.saver.finish()
+                    newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
+                    raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
                 self.worker.load_for("checkpoint")
                 self.saver.save(done, self.worker.learner.trainers, state)
             self.finish()
-            of = self.worker.learner.config.run.iterations
-            raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {away}") from None
+            raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 
 def _restore(learner: Learner, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:

@@ -78,8 +78,8 @@ class Worker:
 
         The episodes are divided over the engine replicas. If vLLM fails, a new engine plays all episodes
         again and generates the same tokens, because the seeds are the same.
-        Raises DoNotRestart or EngineFailure if a new engine would not help (see Restarts), and
-        TooManyFailures.
+        Raises DoNotRestart or EngineFailure if a new engine would not help, EngineLost if it needs a new
+        process (see Restarts), and TooManyFailures.
         """
         while True:
             try:
@@ -179,7 +179,7 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
         engine=engine,
         reshard=_resharder(learner, engine),
         make_environment=make_environment,
-        restarts=Restarts(config.rollout.engine_restarts),
+        restarts=Restarts(config.rollout.engine_restarts, in_process=not torch.cuda.is_available()),
         failures=FailureLimit(config.environment.max_failure_rate),
     )
 

@@ -94,7 +94,8 @@ class RolloutConfig(Section):
     engine_restarts: int = Field(
         3,
         ge=0,
-        description="number of times that a run replaces a failed engine; the next failure ends the run",
+        description="number of times that a run replaces a failed engine; the next failure ends the run. On "
+        "a GPU with more than 0, the first failure ends the process with a checkpoint and exit code 85",
     )
     max_mismatch: float = Field(
         0.1, gt=0, description="mean |trainer - engine| of log-probs, in nats, above which the run ends"

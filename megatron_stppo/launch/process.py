@@ -186,6 +186,17 @@ def dtype(config: Config) -> torch.dtype:
     return getattr(torch, name)
 
 
+def gpu_failed() -> bool:
+    """Return whether this rank's GPU no longer works. After an illegal address every call of CUDA fails."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()  # does nothing on a CPU (parallel/cpu_platform.py)
+    except RuntimeError:
+        return True
+    return False
+
+
 def stop() -> None:
     """Wait for all ranks and destroy the process groups, if they still exist."""
     import torch.distributed as dist

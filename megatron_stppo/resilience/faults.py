@@ -21,6 +21,13 @@ class ToolsStayAway(Requeue):
     """
 
 
+class EngineLost(Requeue):
+    """vLLM failed on a GPU, where no new engine is built in the same process.
+
+    All ranks raise the same error. A training run writes a checkpoint before it ends.
+    """
+
+
 class TooManyFailures(RuntimeError):
     """More episodes failed than environment.max_failure_rate allows.
 

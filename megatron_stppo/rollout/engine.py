@@ -106,6 +106,7 @@ class Engine:
         self._core: Any = self._llm.engine_core  # the client of an engine in this process
         self._asleep: set[str] = set()  # parts whose GPU memory is released
         self._steps = 0  # of this rollout
+        self._failed = False
         # gloo group of this replica's ranks, over which the environments' answers are broadcast
         self.group: dist.ProcessGroup = get_tp_group().cpu_group
 
@@ -234,6 +235,7 @@ class Engine:
             outputs: list[EngineCoreOutput] = self._core.get_output().outputs
         except Exception as error:  # the caller rebuilds the engine, and restarts are counted
             self._running.clear()
+            self._failed = True
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno} in step {self._steps}"
             said = f"{type(error).__name__} at {where}"
@@ -274,11 +276,20 @@ class Engine:
         return len(self._running)
 
     def sleep(self) -> None:
-        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory."""
+        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory.
+
+        At level 2, vLLM drops everything that was allocated while it loaded the model and keeps a copy of the
+        buffers only: the parameters come back with undefined content, which the reshard overwrites, and so
+        does any tensor that a layer keeps as a plain attribute, which nothing overwrites. A model with such a
+        tensor would need it to be filled again in `wake_weights`. None of the families served here has one.
+        """
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; the engine cannot sleep")
         if not self._asleep and not on_cpu():
-            self._core.sleep(2)
+            if self._failed:  # only the memory: the state of vLLM's scheduler is undefined
+                self._core.engine_core.model_executor.sleep(2)
+            else:
+                self._core.sleep(2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
     def wake_weights(self) -> None:
@@ -318,6 +329,7 @@ class Engine:
         if running is None or running.vllm_id != output.request_id:  # aborted while the step was under way
             return None
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._failed = True
             said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
             raise EngineFailure(f"vLLM failed: {said}", said)
         reason: Reason | None = None

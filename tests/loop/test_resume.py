@@ -84,3 +84,42 @@ def test_resumed_run_ends_at_the_same_weights_and_optimizer_state_bitwise(runs: 
 
 def test_engine_and_trainer_agree_on_every_log_prob(runs: tuple[Path, Path]) -> None:
     assert all(row["mismatch/mean_abs"] < 1e-5 for row in rows(runs[0]))
+
+
+def fail(config: Path, name: str, how: str, *arguments: str) -> tuple[Path, dict[str, Any]]:
+    """(folder, contents of exit.json) of a run whose engine fails as failing_engine.`how` says."""
+    kind = f"environment.kind=tests.loop.failing_engine:{how}"
+    done = small_run.run("train", config, f"run.name={name}", kind, *arguments)
+    assert done.returncode == 1, "torchrun turns every failure into 1"
+    run = config.parent / "runs" / name
+    return run, json.loads((run / "exit.json").read_text())
+
+
+@pytest.mark.timeout(600)
+def test_engine_that_fails_on_a_gpu_ends_the_process_with_a_checkpoint_and_loses_nothing(
+    straight: tuple[Path, Path],
+) -> None:
+    config, reference = straight
+    run, note = fail(config, "lost", "in_new_process")
+    step = note["reason"].partition(" ")[0]
+    assert note["code"] == 85 and "vLLM failed: MemoryError" in note["reason"]
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == [step]
+    assert step in ("step_1", "step_2"), "the last finished iteration, not the third's checkpoint"
+    done = small_run.run("train", config, "run.name=lost", "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert rows(run) == rows(reference)
+    ended = [
+        json.loads((x / "checkpoints/step_6/MANIFEST.json").read_text())["files"] for x in (run, reference)
+    ]
+    tensors = [name for name in ended[1] if name.endswith(".distcp")]
+    assert tensors and {name: ended[0][name] for name in tensors} == {
+        name: ended[1][name] for name in tensors
+    }
+
+
+@pytest.mark.long
+def test_gpu_that_no_longer_works_leaves_the_newest_checkpoint(straight: tuple[Path, Path]) -> None:
+    run, note = fail(straight[0], "broken", "of_broken_gpu", "run.checkpoint_every=1")
+    newest = (run / "checkpoints/LATEST").read_text().strip()
+    assert note["code"] == 85
+    assert note["reason"].startswith(f"{newest} of 6 is the newest checkpoint, and a GPU failed after it: ")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stppo.resilience.faults import DoNotRestart
+from megatron_stppo.resilience.faults import DoNotRestart, EngineLost
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 
@@ -41,3 +41,10 @@ def test_the_same_failure_in_another_rollout_or_step_counts_as_new() -> None:
     restarts.admit(failure("in step 12"), seed=2)
     restarts.admit(failure("in step 13"), seed=2)
     assert restarts.count == 3
+
+
+def test_a_failure_that_needs_a_new_process_is_a_requeue() -> None:
+    with pytest.raises(EngineLost, match=r"^vLLM failed: in step 12$"):
+        Restarts(budget=1, in_process=False).admit(failure("in step 12"), seed=1)
+    with pytest.raises(EngineFailure):
+        Restarts(budget=0, in_process=False).admit(failure("in step 12"), seed=1)
