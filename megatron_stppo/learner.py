@@ -43,7 +43,8 @@ class Learner:
         """Return the head that computes log-probs from the last layer of actor or reference."""
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        return PolicyHead.of(model, self.mesh, self.shape.vocab, *settings)
+        float32_logits = c.model.float32_logits(torch.cuda.is_available())
+        return PolicyHead.of(model, self.mesh, self.shape.vocab, *settings, float32_logits=float32_logits)
 
 
 def build_learner(

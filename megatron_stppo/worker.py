@@ -207,6 +207,7 @@ def _engine(config: Config, dtype: torch.dtype) -> Engine:
         config.model.path,
         tensor=config.engine_tensor,
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        float32_logits=config.model.float32_logits(torch.cuda.is_available()),
         seed=config.run.seed,
         max_context=config.max_context,
         max_sequences=r.max_sequences,

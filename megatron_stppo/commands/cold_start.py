@@ -61,7 +61,9 @@ def cold_start(config: Config) -> None:
     )
     trainer = Trainer(model, optimizer, len(steps))
     packer = Packer.of(config, shape, mesh)
-    head = PolicyHead.of(model, mesh, shape.vocab, chunk=config.update.logit_rows)
+    float32_logits = config.model.float32_logits(torch.cuda.is_available())
+    rows = config.update.logit_rows
+    head = PolicyHead.of(model, mesh, shape.vocab, chunk=rows, float32_logits=float32_logits)
     for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
         loss = train_step(trainer, head, batch, mesh, packer, rate)

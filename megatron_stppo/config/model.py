@@ -20,6 +20,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )
+    head_dtype: Literal["auto", "float32", "model"] = Field(
+        "auto",
+        description="type of the logits, in engine and trainer. auto: float32 on GPU; model: dtype",
+    )
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
         description="auto: TransformerEngine's layers if it is installed and there is a GPU, else local",
@@ -28,6 +32,10 @@ class ModelConfig(Section):
         "none",
         description="activations recomputed in the backward pass: none, those of attention, or every layer",
     )
+
+    def float32_logits(self, on_gpu: bool) -> bool:
+        """Return whether logits are computed in float32 even if the model is in bfloat16."""
+        return self.head_dtype == "float32" or (self.head_dtype == "auto" and on_gpu)
 
 
 class ParallelConfig(Section):

@@ -48,6 +48,7 @@ class PolicyHead:
     temperature: float
     segments: Level  # a chunk never ends inside a segment of this level
     chunk: int  # rows of logits computed at a time; a longer segment is a larger chunk
+    float32_logits: bool = False  # compute the logits of a bfloat16 model in float32, as the engine then does
 
     @classmethod
     def of(
@@ -58,11 +59,13 @@ class PolicyHead:
         temperature: float = 1.0,
         segments: Level = "token",
         chunk: int = ops.CHUNK,
+        *,
+        float32_logits: bool = False,
     ) -> PolicyHead:
         """Return the head of a model, given its chunks with or without megatron's data-parallel wrapper."""
         last: Any = getattr(model[-1], "module", model[-1])
         weight = last.vocabulary_weight()
-        return cls(weight, mesh, vocab_size, temperature, segments, chunk)
+        return cls(weight, mesh, vocab_size, temperature, segments, chunk, float32_logits)
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the log-probs of the microbatch's action tokens, float32 [T], from hidden [T, H]."""
@@ -119,4 +122,5 @@ class PolicyHead:
             "vocab_size": self.vocab_size,
             "group": self.mesh.tensor_group,
             "temperature": self.temperature,
+            "float32_logits": self.float32_logits,
         }

@@ -56,11 +56,14 @@ def linear_logprob(
     ignore_index: int = -100,
     chunk: int = CHUNK,
     bounds: Sequence[int] | None = None,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return vocab_logprob of the logits hidden @ weight.T: (logprob, entropy, sum_p_sq), [T] each.
 
     hidden: [T, H]. weight: [V_local, H]. Both are float32 or both are bfloat16.
     chunk: number of rows per chunk. bounds: where to cut the rows instead, as in linear_loss.
+    float32_logits: with bfloat16 arguments, compute the logits in float32 and do not round them. A chunk of
+    logits then takes twice the memory. Its gradient is rounded to bfloat16 for the two products.
     The other arguments are those of vocab_logprob.
     The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
     cotangents are 0, if there are many. Extra memory: a chunk of logits, and in the backward a float32
@@ -70,7 +73,7 @@ def linear_logprob(
     chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
     _check_chunks(chunks, len(hidden))
     out: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, shard, group, chunks
+        hidden, weight, shard, group, chunks, float32_logits
     )
     return out
 
@@ -84,9 +87,11 @@ class _LinearLogprob(torch.autograd.Function):
         shard: Shard,
         group: dist.ProcessGroup | None,
         chunks: Sequence[tuple[int, int]],
+        float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        product = ctx.product = _product if float32_logits else torch.mm
         parts = [
-            local_statistics(rows_of(hidden, range(a, b)) @ weight.t(), shard.rows(range(a, b)))
+            local_statistics(product(rows_of(hidden, range(a, b)), weight.t()), shard.rows(range(a, b)))
             for a, b in chunks
         ]
         merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
@@ -107,11 +112,11 @@ class _LinearLogprob(torch.autograd.Function):
             rows = range(a, b) if live is None else live[a:b]
             statistics = merged[:, a:b] if live is None else merged[:, rows]
             shard, statistics = ctx.shard.rows(rows), statistics.contiguous()
-            logits = rows_of(hidden, rows) @ weight.t()
+            logits = ctx.product(rows_of(hidden, rows), weight.t())
             given = [None if x is None else rows_of(x, rows) for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
             del logits  # free them before the next chunk's are allocated
-        return gradient.of_hidden, gradient.of_weight.to(weight.dtype), None, None, None
+        return gradient.of_hidden, gradient.of_weight.to(weight.dtype), *(None,) * 4
 
 
 def linear_loss(
@@ -126,6 +131,7 @@ def linear_loss(
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum of the chunks' losses, sum of their records, log-probs of all rows).
 
@@ -145,7 +151,7 @@ def linear_loss(
     _check_chunks(chunks, len(hidden))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     out: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, shard, group, chunks, loss, wanted
+        hidden, weight, shard, group, chunks, loss, wanted, float32_logits
     )
     return out
 
@@ -161,14 +167,16 @@ class _LinearLoss(torch.autograd.Function):
         chunks: Sequence[tuple[int, int]],
         loss: ChunkLoss,
         wanted: bool,
+        float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         longest = max((b - a for a, b in chunks), default=0)
         gradient = _Gradient(hidden, weight, longest) if wanted else None
+        product = _product if float32_logits else torch.mm
         losses, records, logprobs = [], [], []
         for a, b in chunks:
             rows: range | Tensor = range(a, b)
             part = shard.rows(rows)
-            logits = rows_of(hidden, rows) @ weight.t()
+            logits = product(rows_of(hidden, rows), weight.t())
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
             with torch.set_grad_enabled(wanted):
                 leaves = [x.detach().requires_grad_(wanted) for x in merged.unbind()[:3]]
@@ -203,9 +211,9 @@ class _LinearLoss(torch.autograd.Function):
         of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight.mul_(cotangent)
         main = getattr(ctx.weight, "main_grad", None)
         if main is None:
-            return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 5
+            return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 6
         main.add_(of_weight)  # float32, never rounded to the weight's type
-        return of_hidden, None, *(None,) * 5
+        return of_hidden, None, *(None,) * 6
 
 
 class _Gradient:
@@ -221,6 +229,8 @@ class _Gradient:
         """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
         if not len(of_logits):
             return
+        if of_logits.dtype != self._weight.dtype:
+            of_logits = _rounded(of_logits, self._weight.dtype)
         at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         self.of_hidden[at] = of_logits @ self._weight
         hidden = self._hidden[at]
@@ -247,8 +257,23 @@ def _kept(logits: Tensor, rows: Tensor) -> Tensor:
     return logits[: len(rows)]
 
 
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a float32 gradient [rows, V_local] in bfloat16, written to the front of its own memory.
+
+    Rows are rounded in blocks of a sixteenth, so the temporary copies are small.
+    """
+    rows, columns = gradient.shape
+    out = gradient.view(dtype).flatten()[: rows * columns].view(rows, columns)
+    step = max(1, rows // 16)
+    for start in range(0, rows, step):  # the rounded rows take half the bytes of the rows before them
+        out[start : start + step] = gradient[start : start + step].to(dtype)
+    return out
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of bfloat16 matrices, accumulated and returned in float32."""
+    """Return a @ b of two matrices of bfloat16 or float32, accumulated and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 

@@ -50,6 +50,7 @@ def build_vllm(
     *,
     tensor: int,
     dtype: Literal["float32", "bfloat16"],
+    float32_logits: bool,
     seed: int,
     max_context: int,
     max_sequences: int,
@@ -58,6 +59,7 @@ def build_vllm(
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
+    float32_logits: compute the logits in float32 even if the dtype is bfloat16.
     Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if
     a CPU cannot serve the model. validation/ has checked that the sizes fit the model and the ranks.
     """
@@ -80,6 +82,7 @@ def build_vllm(
                 model=str(model_path),
                 trust_remote_code=False,
                 dtype=dtype,
+                hf_overrides={"head_dtype": "float32"} if float32_logits and dtype != "float32" else {},
                 seed=seed,
                 tensor_parallel_size=tensor,
                 distributed_executor_backend="external_launcher",

@@ -134,6 +134,26 @@ def test_a_main_gradient_accumulates_the_gradient_of_the_weight_in_float32():
     assert (weight.main_grad != weight.main_grad.bfloat16().float()).any(), "rounded on its way"
 
 
+def test_float32_logits_of_bfloat16_factors_are_not_rounded():
+    hidden, weight, target, cotangents = draw(60, 300, width=64, dtype=torch.bfloat16)
+    exact = ops.vocab_logprob((hidden.double() @ weight.double().t()).float(), target)
+
+    def loss(chunk):
+        return weighted(outputs_of(chunk), cotangents[:, chunk.first : chunk.last]), torch.zeros(1)
+
+    def errors(outputs):
+        return [float((a - b).abs().max()) for a, b in zip(outputs, exact, strict=True)]
+
+    bounds = [0, 17, 60]
+    precise = ops.linear_logprob(hidden, weight, target, bounds=bounds, float32_logits=True)
+    assert max(errors(precise)) < 1e-4 < 1e-3 < errors(ops.linear_logprob(hidden, weight, target))[0]
+    total, _, logprob = ops.linear_loss(hidden, weight, target, bounds, loss, float32_logits=True)
+    assert torch.equal(logprob, precise[0]), "the first importance ratio is exactly 1"
+    expected = torch.autograd.grad(weighted(exact, cotangents), (hidden, weight))
+    close(torch.autograd.grad(total, (hidden, weight)), expected, torch.bfloat16)
+    close(torch.autograd.grad(weighted(precise, cotangents), (hidden, weight)), expected, torch.bfloat16)
+
+
 @pytest.mark.parametrize("live", [1.0, 0.88, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_beyond_the_gradients_is_one_chunk_of_logits(implementation, dtype, live):
