@@ -16,6 +16,9 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 CONFIG = QUICKSTART / "config.yaml"
 DRIVER = ("run.py", "stages.py")  # the quickstart's driver; the built files do not depend on it
 COMMAND_LINE = (sys.executable, "-m", "megatron_stppo")
+# The cold start of the study's results. The quickstart's own is shorter.
+TOKENS = 3_200_000
+RECIPE = ("cold_start.lr=3.0e-3", "cold_start.batch_tokens=1024", "cold_start.context_weight=1.0")
 
 
 def tasks_of(runs: Sequence[Run], root: Path, iterations: int | None = None) -> list[Task]:
@@ -35,8 +38,10 @@ def _prepare(seed: int, root: Path) -> list[Task]:
     sources = [path.read_text(encoding="utf-8") for path in sorted(QUICKSTART.glob("*.py"))]
     names = [path.name for path in sorted(QUICKSTART.glob("*.py"))]
     built = key(*(text for name, text in zip(names, sources, strict=True) if name not in DRIVER), str(seed))
-    build = (sys.executable, str(QUICKSTART / "build.py"), "--output", str(data), "--seed", str(seed))
+    script = (sys.executable, str(QUICKSTART / "build.py"))
+    build = (*script, "--output", str(data), "--seed", str(seed), "--tokens", str(TOKENS))
     start = [
+        *RECIPE,
         f"model.path={data / 'model'}",
         f"data.demonstrations={data / 'demonstrations.jsonl'}",
         f"cold_start.output={model}",
