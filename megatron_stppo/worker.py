@@ -129,8 +129,8 @@ class Worker:
             groups=[group for _, group in mine],
         )
         mesh = self.learner.mesh
-        speaks = mesh.rank % (mesh.world // engine.replicas) == 0
-        return [t for part in gather_records(played if speaks else [], Trajectory) for t in part]
+        first_of_replica = mesh.rank % (mesh.world // engine.replicas) == 0
+        return [t for part in gather_records(played if first_of_replica else [], Trajectory) for t in part]
 
 
 def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:

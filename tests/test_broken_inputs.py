@@ -18,7 +18,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, models
 
-from megatron_stppo import __main__ as door
+from megatron_stppo import __main__ as command_line
 from megatron_stppo.cli import open_run
 from megatron_stppo.config_file import load
 from megatron_stppo.environments.retrieval import BM25Retriever
@@ -75,7 +75,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
             monkeypatch.delenv(name, raising=False)
         with pytest.raises(SystemExit) as left:
-            door.main()
+            command_line.main()
         message = capsys.readouterr().err
         assert left.value.code == 2, message
         assert len(message.splitlines()) == 1 and message.startswith("megatron-stppo: "), message

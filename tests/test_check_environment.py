@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo import __main__ as door
+from megatron_stppo import __main__ as command_line
 
 MODULE = """
 import asyncio, math, random, time
@@ -141,7 +141,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ]
         monkeypatch.setattr(sys, "argv", ["megatron-stppo", *command])
         with pytest.raises(SystemExit) as left:
-            door.main()
+            command_line.main()
         return int(left.value.code or 0), capsys.readouterr().err.splitlines()
 
     return run

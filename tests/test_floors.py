@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -48,6 +50,29 @@ def test_modules_import_only_from_lower_floors() -> None:
 
 def test_every_file_belongs_to_a_floor() -> None:
     assert {unit_of(path) for path in sources()} <= set(FLOOR) | {"__init__"}
+
+
+def test_the_table_in_contributing_names_every_unit_and_follows_the_floors() -> None:
+    lines = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+    table = lines[lines.index("| folder or file | what it is |") + 2 :]
+    rows = []
+    for line in itertools.takewhile(lambda line: line.startswith("|"), table):
+        units = [
+            name.rstrip("/").removesuffix(".py") for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])
+        ]
+        rows.append([unit for unit in units if unit != "csrc"])
+    assert sorted(unit for row in rows for unit in row) == sorted(FLOOR)
+    floors = [FLOOR[row[0]] for row in rows]
+    assert floors == sorted(floors, reverse=True) and all(
+        len({FLOOR[unit] for unit in row}) < 3 for row in rows
+    )
+
+
+def test_no_two_classes_of_the_package_share_a_name() -> None:
+    names = [
+        node.name for path in sources() for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_the_mathematics_does_not_import_the_configuration() -> None:

@@ -140,7 +140,7 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
     build = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
     # Data parallelism is faster for a model this small. Training then loads it with tensor parallelism.
     start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
-    stage = partial(door, builder.with_name("config.yaml"))
+    stage = partial(under_torchrun, builder.with_name("config.yaml"))
     return [
         Stage("build", build, data / "manifest.json", build_key),
         stage("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
@@ -157,7 +157,7 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
     ]
 
 
-def door(
+def under_torchrun(
     file: Path, name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
 ) -> Stage:
     """Return a stage that runs a command of megatron_stppo under torchrun."""

@@ -1,4 +1,4 @@
-"""The clipping-bias correction: the scale of a minibatch's gradient when clipping removed a part of it.
+"""The clipping-bias correction: the scale of a step when clipping removed a part of its gradient.
 
     C = sum_{t clipped} c_t w_s A_t grad log pi        (arXiv 2511.20718: the gradient is divided by ||C||)
 Difference from the paper: the printed formula is undefined if nothing is clipped, and it amplifies the

@@ -1,8 +1,8 @@
 """Table of the algorithms: the four combinations of the paper's two switches, and baselines.
 
 Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio. `correction`
-chooses the estimator of the clipping bias ||C||, by which the gradient of a minibatch is scaled down ("off":
-no correction). A row holds the fields that define the algorithm, as defaults of the configuration.
+chooses the estimator of the clipping bias ||C||, by which the step of a minibatch is scaled down ("off": no
+correction). A row holds the fields that define the algorithm, as defaults of the configuration.
 docs/algorithms.md describes every field and gives the sources of the baselines.
 """
 

@@ -59,7 +59,7 @@ class Resharder:
     source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
     widths: {hf_key: elements per row}.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
-    verify_share: n compares every n-th copy, and other copies with each version.
+    verify_share: n compares one copy in n, and a different set with each version.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
 
     Construction is collective. It raises ReshardError on all ranks if the tensors of any rank do not match

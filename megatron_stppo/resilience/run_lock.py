@@ -42,16 +42,16 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system 
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that holds the lock. Example: Holder("node7", 4711, "8c1b..-6e2a 81264")."""
+class LockOwner:
+    """The process that holds the lock. Example: LockOwner("node7", 4711, "8c1b..-6e2a 81264")."""
 
     host: str
     process: int
     start: str  # the boot id, and the process's start in clock ticks after boot
 
     @staticmethod
-    def this() -> Holder:
-        return Holder(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
+    def this() -> LockOwner:
+        return LockOwner(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
 
     @property
     def is_here(self) -> bool:
@@ -87,7 +87,7 @@ def take(config: Config) -> None:
             print(f"megatron-stppo: {text}", file=sys.stderr)
         time.sleep(LOOK)
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(asdict(Holder.this())).encode() + b"\n", 0)
+    os.pwrite(file, json.dumps(asdict(LockOwner.this())).encode() + b"\n", 0)
     atexit.register(_release, file, os.getpid())  # runs after handlers registered later, such as Saver's wait
     threading.Thread(target=_keep_renewing, args=(file,), name="run lock", daemon=True).start()
 
@@ -97,7 +97,7 @@ def _release(file: int, process: int) -> None:
         os.ftruncate(file, 0)
 
 
-def _in_use(config: Config, holder: Holder | None) -> str:
+def _in_use(config: Config, holder: LockOwner | None) -> str:
     who = f"process {holder.process} on {holder.host}" if holder else "another process"
     return (
         f"run.name={config.run.name}: {config.run.folder} is in use by {who}; wait until it ends, "
@@ -120,10 +120,10 @@ def _is_free(file: int) -> bool:
     return True
 
 
-def _holder(file: int) -> Holder | None:
+def _holder(file: int) -> LockOwner | None:
     """Return the holder, or None if the last one ended normally, or was killed while it wrote its name."""
     try:
-        return msgspec.json.decode(os.pread(file, MOST_BYTES, 0), type=Holder)
+        return msgspec.json.decode(os.pread(file, MOST_BYTES, 0), type=LockOwner)
     except msgspec.MsgspecError:
         return None
 

@@ -14,7 +14,7 @@ class Restarts:
     """Count of the engine restarts of a run.
 
     in_process: whether a new engine can be built in this process. On a GPU it cannot: vLLM refuses to start
-    unless gpu_memory_utilization of the GPU is free, which it is not beside the trainer, and after an illegal
+    unless gpu_memory_utilization of the GPU is free, which the trainer occupies, and after an illegal
     address no call of CUDA in this process succeeds.
     The state is equal on all ranks, because an EngineFailure is raised on all ranks.
     Example: with budget=1 the first failure is counted; the next one is raised.

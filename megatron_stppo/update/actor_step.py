@@ -1,8 +1,9 @@
 """One optimizer step of the actor: the clipped surrogate and the clipping-bias correction.
 
 The gradient is linear in the loss, so dividing the loss by ||C|| multiplies the gradient by one scalar per
-minibatch. The scalar is known after the last micro-batch. It is applied to the accumulated main gradients,
-after the data-parallel reduction and before clipping by norm.
+minibatch. The scalar is known after the last micro-batch. With `correction_apply: step`, the default, it
+multiplies the learning rate of this step. With `gradient` it multiplies the accumulated main gradients, after
+the data-parallel reduction and before clipping by norm.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ class Browser:
         self._ask("Emulation.setEmulatedMedia", features=media)
 
     def ask(self, expression: str, wait: bool = False) -> Any:
-        """The value of a JavaScript expression in the page, or what it promises; what it throws is raised."""
+        """Return the value of a JavaScript expression in the page.
+
+        A promise is awaited if `wait` is true; an exception is raised.
+        """
         given = {"expression": expression, "returnByValue": True, "awaitPromise": wait}
         answer = self._ask("Runtime.evaluate", **given)
         assert "exceptionDetails" not in answer, answer

@@ -22,7 +22,7 @@ def collapse_began(
 ) -> int | None:
     """Return the iteration at which a collapse began, or None.
 
-    It is the first of the first `patience` consecutive evaluations that are all below `share` of the best
+    It is the start of the first `patience` consecutive evaluations that are all below `share` of the best
     before them. Example, patience 2: for 0.8, 0.3, 0.5, 0.3, 0.2 at 0, 2, 4, 6, 8 it is 6; a value of 0.4 is
     not below.
     """

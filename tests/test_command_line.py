@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from megatron_stppo import __main__ as door
+from megatron_stppo import __main__ as command_line
 from megatron_stppo.checkpoint.step_folder import CheckpointError
 from megatron_stppo.config import Config
 from megatron_stppo.exits import noting_the_end
@@ -66,7 +66,7 @@ def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
     assert {"train", "init", "convert"} <= set(commands)
     of_convert = run("convert", "--help", COLUMNS="80").stdout
     assert "..." not in of_convert.partition("Commands:")[2]
-    group: Any = typer.main.get_command(door.app)
+    group: Any = typer.main.get_command(command_line.app)
     for name, command in group.commands.items() | group.commands["convert"].commands.items():
         if (
             name not in ("convert", "doctor") and not command.hidden
@@ -163,11 +163,11 @@ def test_every_end_that_a_scheduler_distinguishes_has_its_own_exit_code(
 
     app = typer.Typer()
     app.command()(fail)
-    monkeypatch.setattr(door, "app", app)
+    monkeypatch.setattr(command_line, "app", app)
     monkeypatch.setattr(sys, "argv", ["megatron-stppo"])
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as left:
-        door.main()
+        command_line.main()
     assert left.value.code == code
     assert capsys.readouterr().err == "megatron-stppo: 7 steps were not finite\n"
 
