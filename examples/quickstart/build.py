@@ -1,6 +1,6 @@
 """Build the quickstart's files from installed packages: corpus, index, model, tasks, demonstrations.
 
-    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 1400000]
+    python examples/quickstart/build.py --output DIR [--seed 0] [--tokens 1800000]
 
 DIR/corpus.jsonl  index/  model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.json
 The same seed gives the same files. A folder whose manifest matches the arguments is not built again.
@@ -33,7 +33,7 @@ MAX_PIECES = 5  # most tokens of a name or an answer in a question
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    command(build, __doc__.splitlines()[0], VERSION, 1_400_000, argv)
+    command(build, __doc__.splitlines()[0], VERSION, 1_800_000, argv)
 
 
 def command(
