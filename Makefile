@@ -35,7 +35,7 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
 	echo $$(( $$(date +%s) - start )) > $@
 
-quickstart: $(STAMP) ## train the search agent: at most 10 minutes on 2 cores, no GPU
+quickstart: $(STAMP) ## train the search agent: about 4 minutes on 2 cores, no GPU
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
