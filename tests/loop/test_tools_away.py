@@ -17,27 +17,36 @@ import pytest
 from tests.loop import small_run
 
 ANSWER = json.dumps({"result": [[{"id": "1", "contents": '"Rome"\nRome is a capital.'}]]}).encode()
+SHORT = 1.0  # seconds of an outage that ends
 WAIT = 8  # seconds; the sum of all waits of a rollout
 WAITS, ANSWERS = "tools do not answer: ", "tools answer again after "
 
 
 class Retriever(ThreadingHTTPServer):
-    """Refuse the next `refused` requests, and answer all later ones.
+    """Refuses requests for `outage` seconds from the first refused one on, then answers.
 
-    Two make an outage: a call, and the question whether the address answers at all.
-
-    A count makes an outage as short under load as on an idle machine: no thread of the test has to end it.
+    The server ends the outage itself, so that it is not longer on a busy machine, where a thread of the test
+    may notice it late. The probes that follow refused searches are refused for one more second, so that no
+    episode fails because the outage ends between the two.
     """
 
-    refused: float = 0
+    _began: float | None = None
+    _outage = 0.0
+
+    def go_away(self, outage: float) -> None:
+        self._began, self._outage = None, outage
+
+    def refuses(self, request: bytes) -> bool:
+        if not self._outage:
+            return False
+        self._began = time.monotonic() if self._began is None else self._began
+        return time.monotonic() - self._began < self._outage + (b'"probe"' in request)
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Retriever)
-        self.rfile.read(int(self.headers["Content-Length"]))
-        away = self.server.refused > 0
-        self.server.refused -= away
+        away = self.server.refuses(self.rfile.read(int(self.headers["Content-Length"])))
         body = b"" if away else ANSWER
         self.send_response(503 if away else 200)
         self.send_header("Content-Length", str(len(body)))
@@ -93,14 +102,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
     def go_away_twice(process: subprocess.Popen[bytes]) -> None:
         metrics = run / "metrics.jsonl"
         wait_until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
-        retriever.refused = 2
+        retriever.go_away(SHORT)
         wait_until(process, lambda: ANSWERS in log.read_text())
         rows = metrics.read_text().count("\n")
         wait_until(process, lambda: metrics.read_text().count("\n") > rows)
-        retriever.refused = math.inf
+        retriever.go_away(math.inf)
 
     first = train("run.iterations=100000", during=go_away_twice)
-    retriever.refused = 2
+    retriever.go_away(SHORT)
     iterations = f"run.iterations={first.rows[-1] + 1}"
     return first, train("--resume", iterations, during=lambda process: None)
 
