@@ -14,9 +14,8 @@
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
 set -euo pipefail
 
-PYTHON=${PYTHON:-.venv/bin/python} # on every node
-ROOT=${ROOT:-runs}                 # on a file system shared by all nodes
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# The environment or the image, and the folder of the runs: see the top of that file.
+source examples/slurm/settings.sh
 
 name=$1 config=$2
 shift 2
@@ -52,15 +51,11 @@ stop_without_progress # after a node failure Slurm requeues the job without runn
 echo "$attempt $(newest)" >>"$started"
 say "step $(newest), on $SLURM_JOB_NODELIST"
 
-# There is one task per GPU. Consecutive tasks are on one node, and each may use all cores and GPUs of its node. The
-# task is the program itself, without a shell around it, because Slurm sends signals to tasks, not to their children.
-# After the first task ends, the others have two minutes to end by themselves; then Slurm kills them.
 code=0 resume=()
 [[ ! -e $ROOT/$name/config.yaml && ! -e $checkpoints ]] || resume=(--resume)
 rm -f "$ROOT/$name/exit.json"
-srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=120 \
-    --output="$attempts/$attempt/rank-%t.log" \
-    "$PYTHON" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" "${resume[@]}" || code=$?
+"${launch[@]}" --output="$attempts/$attempt/rank-%t.log" \
+    "${python[@]}" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" "${resume[@]}" || code=$?
 judged=$(verdict)
 code=${judged:-$code}
 say "exit code $code, step $(newest)"

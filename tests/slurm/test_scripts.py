@@ -13,7 +13,7 @@ from tests.plan.test_plans import PLANNED
 from tests.slurm import cluster
 
 BATCH = sorted(cluster.SCRIPTS.glob("*.sbatch"))
-SHARED = cluster.SCRIPTS / "attempt.sh"
+SHARED = (cluster.SCRIPTS / "attempt.sh", cluster.SCRIPTS / "settings.sh")
 
 
 def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
@@ -108,6 +108,30 @@ def test_a_newly_submitted_job_starts_a_new_count(tmp_path: Path) -> None:
     assert run(tmp_path, "1 0", "0 6")[0] == 0
 
 
+def test_an_image_is_started_with_the_repository_and_the_runs_at_their_own_paths(tmp_path: Path) -> None:
+    image, models = tmp_path / "image.sqsh", tmp_path / "models"
+    image.touch()
+    models.mkdir()
+    assert run(tmp_path, "0 6", IMAGE=str(image), MOUNTS=f"{models}:{models}")[0] == 0
+    given, mounts, workdir, flags, command = (tmp_path / "slurm/container").read_text().splitlines()
+    assert (given, workdir) == (str(image), str(cluster.ROOT))
+    assert mounts.split(",") == [f"{path}:{path}" for path in (cluster.ROOT, tmp_path, models)]
+    assert flags.split() == ["--container-writable", "--no-container-mount-home", "--no-container-entrypoint"]
+    assert command.startswith(f"{cluster.HERE / 'program'} -P -m megatron_stppo train ")
+
+
+def test_the_image_has_the_python_that_the_scripts_start_in_it() -> None:
+    settings = (cluster.SCRIPTS / "settings.sh").read_text()
+    python = re.findall(r"PYTHON:-(/\S+)}", settings)
+    assert python == ["/opt/venv/bin/python"]
+    assert "RUN python3.12 -m venv /opt/venv \\\n" in (cluster.ROOT / "Dockerfile").read_text()
+
+
+def test_without_an_image_no_option_of_a_container_is_given(tmp_path: Path) -> None:
+    assert run(tmp_path, "0 6", MOUNTS="/none:/none")[0] == 0
+    assert not (tmp_path / "slurm/container").exists()
+
+
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.stem)
 def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     text = script.read_text()
@@ -119,7 +143,7 @@ def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     assert options["signal"] == "USR1@600"
     (config,) = re.findall(r"\S+\.yaml", text)
     assert load(cluster.ROOT / config).run.name == options["job-name"] == script.stem
-    assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, SHARED))
+    assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, *SHARED))
 
 
 def test_every_plan_has_a_script() -> None:

@@ -1,0 +1,35 @@
+# shellcheck shell=bash disable=SC2034 # the scripts that source this file use its variables
+# How the scripts in this folder start ranks. Edit the variables, or set them in the environment of sbatch. The scripts
+# source this file in the repository's root. It sets `launch`, srun with its options, and `python`, which srun starts.
+#
+# The program is installed on the nodes in one of two ways:
+# - An environment that every node sees. `make .venv-gpu` makes one for GPUs: PYTHON=.venv-gpu/bin/python.
+# - The image of the Dockerfile, with pyxis, a plugin of srun: IMAGE=/images/megatron-stppo.sqsh. The batch script, srun
+#   and scontrol still run outside the image. docs/cluster.md, "In a container", has the rest.
+
+IMAGE=${IMAGE:-}   # a squashfs file that every node can read, or REGISTRY#NAME:TAG; empty: no container
+MOUNTS=${MOUNTS:-} # more folders for the image, such as /models:/models,/data:/data; keep their paths
+ROOT=${ROOT:-runs} # on a file system shared by all nodes
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+
+# There is one task per GPU. Consecutive tasks are on one node, and each may use all cores and GPUs of its node. The
+# task is the program itself, without a shell around it, because Slurm sends signals to tasks, not to their children.
+# After the first task ends, the others have two minutes to end by themselves; then Slurm kills them.
+launch=(srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=120)
+python=("${PYTHON:-.venv/bin/python}") # on every node
+
+if [[ -n $IMAGE ]]; then
+    # -P: the package that the image has installed, with its CUDA kernels, and not the one in the working directory.
+    python=("${PYTHON:-/opt/venv/bin/python}" -P)
+    # The repository and the runs keep their paths, because the batch script uses the same files from outside.
+    mounts=$PWD:$PWD
+    if [[ $ROOT == /* ]]; then
+        mkdir -p "$ROOT"
+        mounts+=,$ROOT:$ROOT
+    fi
+    # Writable: triton and flashinfer compile kernels into the home folder of the image. The user's home folder is not
+    # mounted, because Python would import packages from its .local. Without --no-container-entrypoint, a cluster may be
+    # configured to start `megatron-stppo` with our command as its arguments.
+    launch+=(--container-image="$IMAGE" --container-mounts="$mounts${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD"
+        --container-writable --no-container-mount-home --no-container-entrypoint)
+fi
