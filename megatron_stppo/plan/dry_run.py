@@ -119,7 +119,8 @@ def _of_kind(
     models: dict[str, ModelUse] = {role: rank.use(role) for role in _roles(config)}
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
-    logits = min(rows, len(microbatch.target_T)) * columns * dtype.itemsize
+    size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
+    logits = min(rows, len(microbatch.target_T)) * columns * size
     layers = sum(len(run) for run in mesh.layout.chunks(shape.layers, mesh.pipeline_rank))
     return (
         work,

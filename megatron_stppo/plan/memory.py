@@ -175,7 +175,8 @@ class RankModels:
     def _head(self, chunks: Sequence[torch.nn.Module]) -> PolicyHead:
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        return PolicyHead.of(chunks, self.mesh, self.shape.vocab, *settings)
+        float32_logits = c.model.float32_logits(self.is_cuda)
+        return PolicyHead.of(chunks, self.mesh, self.shape.vocab, *settings, float32_logits=float32_logits)
 
     def _step(self, trainer: Trainer) -> int:
         """Return the bytes that Trainer.reduce, without the norm, and Trainer.step add.

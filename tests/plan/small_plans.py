@@ -74,6 +74,17 @@ def limits(folder: str) -> dict[str, list[str]]:
     }
 
 
+def head_types(folder: str) -> dict[str, tuple[int, int]]:
+    """Return {head_dtype: (bytes of a chunk of logits, bytes that an update adds)} of a bfloat16 model."""
+    from megatron_stppo.plan.dry_run import plan
+
+    found = {}
+    for head_dtype in ("auto", "float32", "model"):
+        (stage,) = plan(settings(folder, {"dtype": "auto", "head_dtype": head_dtype}, {}), 1).stages
+        found[head_dtype] = (stage.logits, stage.models["actor"].working)
+    return found
+
+
 def flop(folder: str) -> dict[str, tuple[int, int]]:
     """Return {part: (FLOP of a microbatch by the formula, counted FLOP)} on one GPU."""
     from megatron_stppo.model.flop import TRAINED, forward

@@ -110,6 +110,16 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedule(
         assert ours == megatrons
 
 
+def test_logits_in_float32_take_twice_the_memory_and_are_the_default(
+    model: Path, planner: ProcessPoolExecutor
+) -> None:
+    found = planner.submit(small_plans.head_types, str(model)).result()
+    assert found["auto"] == found["float32"]
+    (of_float32, with_float32), (of_model, with_model) = found["float32"], found["model"]
+    assert of_float32 == 2 * of_model
+    assert with_float32 - with_model == pytest.approx(of_model, rel=0.1)
+
+
 def test_the_formula_of_mfu_agrees_with_counted_flop(model: Path, planner: ProcessPoolExecutor) -> None:
     for what, (formula, counted) in planner.submit(small_plans.flop, str(model)).result().items():
         assert formula == pytest.approx(counted, rel=0.02), what
