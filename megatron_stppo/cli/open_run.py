@@ -43,7 +43,17 @@ def open_config(
         from megatron_stppo.environments import choose
 
         choose.check(config.environment, resume)
+    if world is None:
+        _keep_order(config)
     return config
+
+
+def _keep_order(config: Config) -> None:
+    from megatron_stppo.launch import connections
+
+    warning = connections.keep_order(os.environ, config.parallel, connections.gpu_generations())
+    if warning and is_first_rank():
+        typer.echo(f"megatron-stppo: {warning}", err=True)
 
 
 def importing() -> AbstractContextManager[None]:

@@ -13,11 +13,12 @@ import re
 import socket
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.launch import slurm
+from megatron_stppo.launch import connections, slurm
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ IGNORED: tuple[tuple[type[Warning], str], ...] = (
     (DeprecationWarning, "vllm"),
     (FutureWarning, "torch.distributed"),  # megatron calls functions that have new names
 )
+# megatron's warning that its collectives are not hidden; shown where the variable matters
+SHOWN = rf".*\b{connections.NAME}\b"
 
 
 def discover() -> None:
@@ -60,7 +63,7 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     for a dry run, in which no GPU may be visible.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    _ignore_warnings()
+    _ignore_warnings(connections.gpu_generations() if _has_gpu() else ())
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -79,10 +82,15 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
         cpu_platform.install(device)
 
 
-def _ignore_warnings() -> None:
-    """Ignore the warnings of these libraries about themselves. Those of all other modules are shown."""
+def _ignore_warnings(generations: Sequence[int]) -> None:
+    """Ignore the warnings of these libraries about themselves. Those of all other modules are shown.
+
+    generations: of the GPUs, see launch/connections.py.
+    """
     for category, module in IGNORED:
         warnings.filterwarnings("ignore", category=category, module=rf"{re.escape(module)}(\.|$)")
+    if connections.matters(generations):
+        warnings.filterwarnings("default", SHOWN, UserWarning)
 
 
 def check(config: Config) -> None:

@@ -1,0 +1,61 @@
+"""The environment variable CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once, when it is initialised.
+
+megatron starts a collective of the tensor parallel ranks and then a matrix product that runs beside it ("we
+rely on CUDA_DEVICE_MAX_CONNECTIONS=1" in megatron-core 0.16.1, tensor_parallel/layers.py). With 1, a GPU
+before Blackwell begins with the kernel that was started first, the collective. With more, the product may
+begin first and occupy the GPU until it ends, and the collective is not hidden behind it. Megatron-LM requires
+1 for tensor and context parallelism on these GPUs, and no longer on Blackwell (training/arguments.py).
+This module imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import MutableMapping, Sequence
+
+from megatron_stppo.config import ParallelConfig
+
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLACKWELL = 10  # major number of its compute capability
+
+
+def gpu_generations() -> list[int]:
+    """Return the major compute capability of each GPU of this machine. It does not initialise CUDA."""
+    if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
+        return []
+    pynvml = importlib.import_module("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # without a driver
+        return []
+    devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    found = [pynvml.nvmlDeviceGetCudaComputeCapability(device)[0] for device in devices]
+    pynvml.nvmlShutdown()
+    return found
+
+
+def matters(generations: Sequence[int]) -> bool:
+    """Return whether the variable changes the order of kernels on one of these GPUs."""
+    return any(generation < BLACKWELL for generation in generations)
+
+
+def keep_order(
+    environment: MutableMapping[str, str], parallel: ParallelConfig, generations: Sequence[int]
+) -> str | None:
+    """Set the variable to 1 where the run needs it. A value that is already set is kept.
+
+    Call it before CUDA is initialised. Return a warning if the value that is set is another one than 1.
+    Example: parallel.tensor=2 on a GPU with capability (9, 0) sets CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """
+    axes = {"tensor": parallel.tensor, "context": parallel.context}
+    split = [f"parallel.{name}={size}" for name, size in axes.items() if size > 1]
+    if not split or not matters(generations):
+        return None
+    given = environment.setdefault(NAME, "1")
+    if given == "1":
+        return None
+    return (
+        f"{NAME}={given}: with {' and '.join(split)} collectives may wait for matrix products instead of "
+        f"running beside them; unset it, or set it to 1"
+    )
