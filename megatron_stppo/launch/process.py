@@ -120,7 +120,7 @@ def start(config: Config) -> MeshRank:
     import torch
     import torch.distributed as dist
 
-    from megatron_stppo.launch.rendezvous import meeting
+    from megatron_stppo.launch.rendezvous import meeting, raise_file_limit
     from megatron_stppo.parallel import groups
 
     check(config)
@@ -128,6 +128,7 @@ def start(config: Config) -> MeshRank:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
         )
+    raise_file_limit(world_size())
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The rendezvous of the ranks: the store they connect to, and the network interfaces they listen on.
+"""The rendezvous of the ranks: the store they connect to, the network interfaces they listen on, and the open
+files that their connections need.
 
 torch's store listens on every interface unless it is given a socket. The store, gloo and NCCL accept
 connections without authentication. This module cannot restrict the store that torchrun opens (SECURITY.md).
@@ -7,7 +8,9 @@ connections without authentication. This module cannot restrict the store that t
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import resource
 import socket
 from datetime import timedelta
 from typing import Any
@@ -16,15 +19,20 @@ import torch.distributed as dist
 
 LOOPBACK = "lo"  # its name on Linux
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LAZY = "TORCH_GLOO_LAZY_INIT"  # if 1, gloo connects two ranks when they first exchange data
+OTHER_FILES = 1024  # open files of a rank besides its connections to other ranks: libraries, logs, tools
+log = logging.getLogger(__name__)
 
 
 def meeting(timeout: timedelta) -> dict[str, Any]:
     """Return arguments of init_process_group with which the store listens only on MASTER_ADDR's interface.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single rank opens no port. If all ranks are on this
-    host, gloo and NCCL also use the loopback interface only, unless the user has set an interface.
+    host, gloo and NCCL also use the loopback interface only, unless the user has set an interface. Gloo opens
+    a connection when it is first used, unless the user has set TORCH_GLOO_LAZY_INIT.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.setdefault(LAZY, "1")
     is_local = world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if is_local:
         for name in INTERFACES:
@@ -38,6 +46,25 @@ def meeting(timeout: timedelta) -> dict[str, Any]:
     own = _listen(address, port, is_local) if rank == 0 else None
     store = dist.TCPStore(address, port, world, rank == 0, timeout, master_listen_fd=own)
     return given | {"store": store}
+
+
+def raise_file_limit(world: int) -> None:
+    """Raise the soft limit on open files to the hard limit, for the connections of a rank to `world` ranks.
+
+    A gloo group of n ranks has up to n - 1 connections on every rank, and several of megatron's groups may
+    contain most ranks. The first rank of a node warns if the hard limit is below 4 * world + OTHER_FILES.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = 4 * world + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning(
+            "the hard limit on open files (ulimit -Hn) is %d, but a run of %d ranks may need %d; raise it "
+            "on this host, with LimitNOFILE of slurmd.service or in /etc/security/limits.conf",
+            hard,
+            world,
+            needed,
+        )
 
 
 def _listen(address: str, port: int, is_local: bool) -> int | None:

@@ -40,7 +40,10 @@ def decode(payload: bytes, type: Any) -> Any:
 
 
 def broadcast_bytes(payload: bytes | None, source: int, group: Group = None) -> bytes:
-    """Return the payload of group rank `source` on every rank. The other ranks' payloads are ignored."""
+    """Return the payload of group rank `source` on every rank. The other ranks' payloads are ignored.
+
+    This is one broadcast of the length, and one of the payload unless it is empty.
+    """
     device = _device(group)
     sender = dist.get_rank(group) == source
     if sender and payload is None:

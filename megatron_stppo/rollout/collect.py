@@ -204,10 +204,10 @@ class _Rollout:
 
         If the engine is idle, wait for at least one.
         """
-        news = self._listen() if self._host else None
-        if not self._alone:
-            news = decode(broadcast_bytes(encode(news) if news else None, 0, self._group), _News)
-        assert news is not None
+        news = self._listen() if self._host else _News()
+        if not self._alone:  # most engine steps have no news, which is a single broadcast of a length of 0
+            body = broadcast_bytes(encode(news) if news != _News() else b"", 0, self._group)
+            news = decode(body, _News) if body else _News()
         if news.trouble:
             raise RolloutError(news.trouble)
         if news.away:

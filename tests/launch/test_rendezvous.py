@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import socket
 import threading
 from datetime import timedelta
@@ -9,8 +11,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.launch.rendezvous import INTERFACES, meeting
+from megatron_stppo.launch.rendezvous import INTERFACES, LAZY, meeting, raise_file_limit
 from megatron_stppo.launch.slurm import torchrun_variables
+from tests.ranks import run_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -75,4 +78,44 @@ def test_ranks_of_one_host_use_the_loopback_by_default(
     meeting(SOON)
     assert not set(INTERFACES) & set(os.environ), (
         "ranks of several hosts need an interface that connects them"
+    )
+
+
+def open_files() -> tuple[int, int]:
+    """Return the open files of a rank after a group of all ranks was made, and after its first collective."""
+    dist.new_group(list(range(dist.get_world_size())))
+    before = len(os.listdir("/proc/self/fd"))
+    dist.barrier(group=dist.new_group(list(range(dist.get_world_size()))))
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+def test_gloo_connects_ranks_only_when_they_exchange_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAZY, raising=False)
+    eager = run_ranks(open_files, 8)[1]
+    among(monkeypatch, 0, 1, **os.environ)
+    meeting(SOON)
+    assert os.environ[LAZY] == "1"
+    lazy = run_ranks(open_files, 8)[1]
+    assert lazy[0] <= eager[0] - 2 * 4, "two groups of 7 connections"
+    assert lazy[1] <= eager[1] - 3
+
+
+def test_a_rank_may_open_as_many_files_as_the_host_allows_and_the_nodes_first_rank_warns_if_too_few(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = min(limits[1], 4096)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: told.append(pair))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    raise_file_limit(1024)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    raise_file_limit(64)
+    assert told == [(hard, hard)] * 2 and not caplog.records
+    with caplog.at_level(logging.WARNING):
+        raise_file_limit(1024)
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith(
+        "the hard limit on open files (ulimit -Hn) is 4096, but 1024 ranks"
     )
