@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
-from megatron_stppo.types import Batch, Trajectory
+from megatron_stppo.types import Batch, Summary
 
 
-def outcomes(trajectories: Sequence[Trajectory]) -> Counter[str]:
+def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
     return Counter(t.outcome for t in trajectories)
 
 
@@ -23,7 +23,7 @@ def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
 
 
-def describe(trajectories: Sequence[Trajectory], batch: Batch, version: int) -> dict[str, Any]:
+def describe(trajectories: Sequence[Summary], batch: Batch, version: int) -> dict[str, Any]:
     """Return reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks.
 
     version: the policy version that is updated on the batch.
@@ -31,7 +31,7 @@ def describe(trajectories: Sequence[Trajectory], batch: Batch, version: int) -> 
     return describe_rollouts(trajectories, version) | describe_batch(batch)
 
 
-def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
+def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str, Any]:
     """Return metrics of reward and behaviour, and the staleness of the turns.
 
     Staleness is `version` minus the policy version that generated the turn. Metrics are 0 if there is nothing
@@ -39,7 +39,7 @@ def describe_rollouts(trajectories: Sequence[Trajectory], version: int) -> dict[
     """
     counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
     turns = [turn for t in played for turn in t.turns]
-    lengths = sorted(sum(len(turn.token_ids) for turn in t.turns) for t in played) or [0]
+    lengths = sorted(sum(turn.tokens for turn in t.turns) for t in played) or [0]
     staleness = [version - turn.policy_version for turn in turns] or [0]
 
     def per_episode(numbers: Iterable[float]) -> float:
@@ -70,7 +70,7 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
     mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
     row: dict[str, Any] = {
         "rollout/action_tokens": len(live_T),
-        "rollout/tokens": len(batch.tokens_P),
+        "rollout/tokens": batch.tokens,
         "mismatch/mean_abs": _mean(mismatch_T.abs()),
         "mismatch/mean_ratio": _mean(mismatch_T.exp()),
     }

@@ -18,7 +18,7 @@ from megatron_stppo.checkpoint import saving
 from megatron_stppo.commands.evaluate import held_out
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
-from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.data.packing import groups_of
 from megatron_stppo.describe import describe
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner
@@ -29,7 +29,7 @@ from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
-from megatron_stppo.stages import score, update
+from megatron_stppo.stages import distribute, score, update
 from megatron_stppo.telemetry import console
 from megatron_stppo.telemetry.metrics import progress
 from megatron_stppo.telemetry.observer import Observer
@@ -60,22 +60,22 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         with observer.phase("rollout"), training.leaving(state):
             drawn = cursor.take(config.rollout.tasks_per_iteration)
             played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
-        log.write(done, played)
-        warn(f"iteration {done}", played, learner.mesh.rank)
+        log.write(done, played.own)
+        warn(f"iteration {done}", played.every, learner.mesh.rank)
         # score: log-probs by actor and reference, values by the critic
         with observer.phase("score"):
             worker.load_for("score")
-            batch = score(learner, to_batch(played), iteration)
+            batch = score(learner, distribute(learner, played, iteration), iteration)
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
-            group_N = groups_of(played)
+            group_N = groups_of(played.every)
             batch = estimate(batch, config.algorithm, group_N)
             hold = not has_signal(batch, config.algorithm, group_N)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             worker.load_for("update")
             row, last = update(learner, batch, iteration, hold)
-            row |= describe(played, batch, iteration)
+            row |= describe(played.every, batch, iteration)
             row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}

@@ -1,15 +1,20 @@
-"""Scoring and update of a whole batch, shared by the training loop and replay."""
+"""Distribution of the trajectories, and scoring and update of a whole batch, which replay does too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.data.observed import action_rows, with_observations
+from megatron_stppo.data.packing import rows_of
 from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
-from megatron_stppo.model.routing import recording
+from megatron_stppo.model.routing import Record, recording
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -19,6 +24,16 @@ from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_we
 from megatron_stppo.update.critic_step import critic_step
 from megatron_stppo.update.minibatches import minibatches
 from megatron_stppo.update.ratios import Ratios, StepRatios
+
+
+def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
+    """Return the batch of all trajectories, in which this rank holds the tokens that it trains on.
+
+    Collective.
+    """
+    batch, layout = played.described(), learner.mesh.layout
+    wanted = _parts(learner, batch, iteration, learner.config.update.epochs)
+    return played.delivered(batch, [wanted[layout.coordinates(rank).data] for rank in range(layout.world)])
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
@@ -33,7 +48,7 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     given = (batch, learner.packer, first_epoch)
     with recording(actor.chunks) as record:
         old_logprob_T = logprobs(actor.model, learner.head(actor.model), *given)
-        routes_P = record.routes(len(batch.tokens_P)) if record else None
+        routes_P = _routes(learner, record, batch, iteration) if record else None
     scored = replace(
         batch,
         old_logprob_T=old_logprob_T,
@@ -46,6 +61,30 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
         value_R = values(learner.critic.model, with_observations(batch), *given[1:])
         return replace(scored, value_R=value_R, value_T=value_R[action_rows(batch)])
     return replace(scored, value_T=values(learner.critic.model, *given))
+
+
+def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> Tensor:
+    """Return the recorded experts of the tokens that this rank trains on, 0 for others it holds. Collective.
+
+    In later epochs a rank trains on trajectories that other data-parallel ranks have scored.
+    """
+    mesh, routes_P = learner.mesh, record.routes(len(batch.tokens_P))
+    given, wanted = (_parts(learner, batch, iteration, n) for n in (1, learner.config.update.epochs))
+    own = rows_of(batch, given[mesh.data_rank])
+    dealt = deal(routes_P[own], batch, given, wanted, mesh.data_group)
+    return torch.zeros_like(routes_P).index_copy(0, rows_of(batch, wanted[mesh.data_rank]), dealt)
+
+
+def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[list[int]]:
+    """Return the trajectories, ascending, that each data-parallel rank trains on in the first epochs."""
+    config, parts = learner.config, [set[int]() for _ in range(learner.mesh.data_size)]
+    for epoch in range(epochs):
+        for chosen in minibatches(
+            len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
+        ):
+            for part, more in zip(parts, learner.packer.partition(batch, chosen), strict=True):
+                part.update(more)
+    return [sorted(part) for part in parts]
 
 
 def update(

@@ -3,8 +3,8 @@
 Conventions
 - A trajectory is a prompt, followed by alternating turns and observations. The policy generated the tokens of
   a turn; the environment wrote the tokens of an observation. Only turn tokens are *action tokens*.
-- Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations), S turns, N trajectories,
-  R everything after the prompts (turns and observations).
+- Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations) that this rank holds, S turns,
+  N trajectories, R everything after the prompts (turns and observations).
 - Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices.
   Masks are derived from offsets, never the other way round.
 """
@@ -95,6 +95,62 @@ class Trajectory:
         return tuple(out)
 
     @property
+    def summary(self) -> Summary:
+        turns = [
+            (len(turn.token_ids), len(turn.observation_ids), turn.reward, turn.policy_version)
+            for turn in self.turns
+        ]
+        return Summary(
+            self.task.index,
+            len(self.prompt_ids),
+            tuple(TurnSummary(*turn) for turn in turns),
+            self.outcome,
+            self.group,
+            self.tool_calls,
+            self.valid_actions,
+            self.detail,
+            self.overlong_prompt,
+        )
+
+    @property
+    def reward(self) -> float:
+        return self.summary.reward
+
+
+@dataclass(frozen=True)
+class TurnSummary:
+    """A turn without its tokens. Example: that of the Turn above is TurnSummary(2, 3, 0.0, 4)."""
+
+    tokens: int
+    observation: int  # tokens of the observation
+    reward: float
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A trajectory without its tokens, log-probs and task. Every rank has the summaries of all trajectories.
+
+    The fields after `turns` are those of Trajectory.
+    Example: that of the trajectory above has prompt=2, turns of 3 + 4 and 1 + 0 tokens, and length 10.
+    """
+
+    index: int  # Task.index
+    prompt: int  # tokens of the prompt
+    turns: tuple[TurnSummary, ...]
+    outcome: Outcome
+    group: int
+    tool_calls: int
+    valid_actions: int
+    detail: str
+    overlong_prompt: int
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return self.prompt + sum(turn.tokens + turn.observation for turn in self.turns)
+
+    @property
     def reward(self) -> float:
         return float(sum(turn.reward for turn in self.turns))
 
@@ -103,19 +159,22 @@ class Trajectory:
 class Batch:
     """Trajectories packed end to end, without padding. All tensors are on one device.
 
-    Example: the trajectory above alone gives tokens_P of 10 entries, position_P = 0..9,
+    In training, every rank has the batch of all trajectories, but tokens_P and routes_P have only the tokens
+    of those that this rank trains on. The batch that packing.to_batch makes holds all tokens.
+
+    Example: the trajectory above alone gives tokens_P of 10 entries, held_N = [0],
     sequence_offsets = [0, 10], action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4],
     turn_to_sequence_S = [0, 0], action_offsets = [0, 4].
-    The log-prob of action token t is read from the hidden state at packed position action_index_T[t] - 1.
+    The log-prob of action token t is read from the hidden state of the token before it.
     """
 
-    tokens_P: torch.Tensor  # int64
-    position_P: torch.Tensor  # int64, restarts at 0 in every trajectory
-    sequence_offsets: torch.Tensor  # [N+1] into P
+    tokens_P: torch.Tensor  # int64, the held trajectories in ascending order
+    held_N: torch.Tensor  # int64 into P: the first token of each trajectory; -1 if this rank does not hold it
+    sequence_offsets: torch.Tensor  # [N+1] into the tokens of all trajectories, held or not
     turn_offsets: torch.Tensor  # [S+1] into T
     turn_to_sequence_S: torch.Tensor  # int64
     action_offsets: torch.Tensor  # [N+1] into T
-    action_index_T: torch.Tensor  # int64 into P
+    action_index_T: torch.Tensor  # int64 into the tokens of all trajectories
     live_N: torch.Tensor  # bool; False for trajectories that carry no loss (error, timeout)
     rollout_logprob_T: torch.Tensor  # float32, reported by the engine
     reward_T: torch.Tensor  # float32; outcome reward on the last action token
@@ -130,6 +189,11 @@ class Batch:
     # float32; only if GAE includes observation tokens (data/observed.py), else None
     value_R: torch.Tensor | None = None
     return_R: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all trajectories, held or not."""
+        return int(self.sequence_offsets[-1])
 
     @property
     def live_T(self) -> torch.Tensor:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import Config, RunConfig
+from megatron_stppo.data.exchange import Played
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
-from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
@@ -27,7 +27,7 @@ from megatron_stppo.rollout.tool_wait import open_environment
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.telemetry.console import timed
-from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.types import Task
 from megatron_stppo.validation import model_layout
 
 
@@ -73,8 +73,8 @@ class Worker:
         settings: RolloutSettings,
         seed: int,
         progress: Progress | None = None,
-    ) -> list[Trajectory]:
-        """Play `samples` episodes of each task and return the trajectories, the same list on every rank.
+    ) -> Played:
+        """Play `samples` episodes of each task and return their trajectories.
 
         The episodes are divided over the engine replicas. If vLLM fails, a new engine plays all episodes
         again and generates the same tokens, because the seeds are the same.
@@ -85,7 +85,7 @@ class Worker:
             try:
                 played = self._play(tasks, samples, settings, seed, progress)
                 self.restarts.passed()
-                self.failures.check(played)
+                self.failures.check(played.every)
                 return played
             except EngineFailure as failure:
                 self.restarts.admit(failure, seed)
@@ -111,7 +111,7 @@ class Worker:
         settings: RolloutSettings,
         seed: int,
         progress: Progress | None,
-    ) -> list[Trajectory]:
+    ) -> Played:
         engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
         cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
         first, last = cuts[engine.replica], cuts[engine.replica + 1]
@@ -128,9 +128,10 @@ class Worker:
             first_index=first,
             groups=[group for _, group in mine],
         )
-        mesh = self.learner.mesh
-        first_of_replica = mesh.rank % (mesh.world // engine.replicas) == 0
-        return [t for part in gather_records(played if first_of_replica else [], Trajectory) for t in part]
+        # all ranks of a replica have its trajectories; each keeps an equal part
+        ranks = dist.get_world_size() // engine.replicas
+        place = dist.get_rank() % ranks
+        return Played.of(played[len(played) * place // ranks : len(played) * (place + 1) // ranks])
 
 
 def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:

@@ -11,7 +11,7 @@ import torch
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe, describe_batch, describe_rollouts
-from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
+from megatron_stppo.types import Message, Outcome, Summary, Task, Trajectory, Turn
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
 OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "truncated", "error", "timeout")
@@ -26,19 +26,23 @@ def unplayed(outcome: Outcome) -> Trajectory:
     return Trajectory(TASK, (), (), outcome)
 
 
+def summaries(played: list[Trajectory]) -> list[Summary]:
+    return [t.summary for t in played]
+
+
 def test_every_outcome_is_counted_in_the_metrics() -> None:
     played = [
         trajectory(outcome) for outcome, n in zip(OUTCOMES, (1, 2, 3, 4, 5), strict=True) for _ in range(n)
     ]
     batch = to_batch(played)
-    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe(summaries(played), replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert [row[f"outcome/{outcome}"] for outcome in OUTCOMES] == [1, 2, 3, 4, 5]
 
 
 def test_episodes_that_never_began_are_counted_too() -> None:
     played = [trajectory("ok"), unplayed("error"), unplayed("timeout"), unplayed("timeout")]
     batch = to_batch(played)
-    row = describe(played, replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe(summaries(played), replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert (row["outcome/ok"], row["outcome/error"], row["outcome/timeout"]) == (1, 1, 2)
     assert row["reward/mean"] == 0.0 and row["rollout/turns"] == 1.0
 
@@ -58,7 +62,9 @@ def test_mismatch_between_engine_and_trainer_is_measured_on_tokens_with_loss() -
     played = [trajectory("ok"), trajectory("timeout")]
     batch = to_batch(played)
     old = batch.rollout_logprob_T + torch.tensor([0.5, 0.5, 9.0, 9.0])
-    assert describe(played, replace(batch, old_logprob_T=old), 0)["mismatch/mean_abs"] == pytest.approx(0.5)
+    assert describe(summaries(played), replace(batch, old_logprob_T=old), 0)[
+        "mismatch/mean_abs"
+    ] == pytest.approx(0.5)
 
 
 def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
@@ -69,7 +75,7 @@ def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
         Trajectory(TASK, (1,), (turns[2],), "truncated", tool_calls=0, valid_actions=0),
         unplayed("error"),
     ]
-    row = describe_rollouts(played, version=5)
+    row = describe_rollouts(summaries(played), version=5)
     expected = {
         "reward/mean": 0.5,
         "rollout/exact_match": 0.5,
@@ -86,13 +92,14 @@ def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert all(
-        value == 0 or name == "outcome/error" for name, value in describe_rollouts([played[2]], 5).items()
+        value == 0 or name == "outcome/error"
+        for name, value in describe_rollouts([played[2].summary], 5).items()
     )
 
 
 def test_the_95th_percentile_is_the_nearest_rank() -> None:
     played = [trajectory("ok", tokens=n) for n in range(1, 41)]
-    assert describe_rollouts(played, 0)["rollout/response_tokens_p95"] == 38
+    assert describe_rollouts(summaries(played), 0)["rollout/response_tokens_p95"] == 38
 
 
 def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:

@@ -22,8 +22,8 @@ def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch
 
     With gae_observations, return_R is filled too, and whitening includes the observation tokens.
 
-    group_N: int64 [N], equal for the trajectories of one task. Every rank holds the batch of the whole
-    iteration, so no collective is needed.
+    group_N: int64 [N], equal for the trajectories of one task. Every rank has the columns of all action
+    tokens, so no collective is needed.
     Raises ValueError if the batch lacks values or log-probs that the settings need.
     """
     if algorithm.gae_observations:

@@ -83,15 +83,16 @@ def held_out(
     started = time.perf_counter()
     played = worker.play(chosen, config.evaluate.samples, settings, HELD_OUT_SEED, progress)
     seconds = time.perf_counter() - started
-    warn("evaluation", played, worker.learner.mesh.rank)
+    every = played.every
+    warn("evaluation", every, worker.learner.mesh.rank)
     if log is not None:
-        log.write(iteration, played)
-    counted = outcomes(played)
+        log.write(iteration, played.own)
+    counted = outcomes(every)
     return {
-        "evaluate/exact_match": counted["ok"] / max(1, len(played) - counted["error"] - counted["timeout"]),
-        "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in played),
-        "evaluate/turns": statistics.mean(len(t.turns) for t in played),
+        "evaluate/exact_match": counted["ok"] / max(1, len(every) - counted["error"] - counted["timeout"]),
+        "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in every),
+        "evaluate/turns": statistics.mean(len(t.turns) for t in every),
         "evaluate/failed": counted["error"] + counted["timeout"],
-        "evaluate/episodes": len(played),
-        "evaluate/tokens_per_second": sum(len(turn.token_ids) for t in played for turn in t.turns) / seconds,
+        "evaluate/episodes": len(every),
+        "evaluate/tokens_per_second": sum(turn.tokens for t in every for turn in t.turns) / seconds,
     }

@@ -105,9 +105,9 @@ def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
 
 def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
     played = trajectory_log.read(run, iteration)
-    batch = to_batch(played)
+    batch, every = to_batch(played), [t.summary for t in played]
     _check(learner, batch, run, iteration)
-    return score(learner, batch, iteration - 1), groups_of(played), describe_rollouts(played, iteration - 1)
+    return score(learner, batch, iteration - 1), groups_of(every), describe_rollouts(every, iteration - 1)
 
 
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:

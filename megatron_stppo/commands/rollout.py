@@ -45,9 +45,9 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         drawn = cursor.take(config.rollout.tasks_per_iteration)
         with metrics.phase("rollout"):
             played = worker.play(drawn, samples, settings, seed_of(run, iteration))
-        log.write(iteration + 1, played)
-        warn(f"iteration {iteration + 1}", played, rank)
-        metrics.log(iteration + 1, describe_rollouts(played, version))
+        log.write(iteration + 1, played.own)
+        warn(f"iteration {iteration + 1}", played.every, rank)
+        metrics.log(iteration + 1, describe_rollouts(played.every, version))
     metrics.close()
     say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
     worker.close()

@@ -51,13 +51,14 @@ def action_rows(batch: Batch) -> Tensor:
 
 
 def _positions(batch: Batch) -> Tensor:
-    """Return the positions in P of the tokens from the first action token of each trajectory, int64 [R]."""
-    position_P = torch.arange(len(batch.tokens_P))
+    """Return the positions, among the tokens of all trajectories, of those from the first action token of
+    each trajectory on, int64 [R]."""
+    position = torch.arange(batch.tokens)
     lengths = batch.sequence_offsets.diff()
     starts = batch.sequence_offsets[1:].clone()  # no tokens if a trajectory has no action tokens
     acted = batch.action_offsets.diff() > 0
     starts[acted] = batch.action_index_T[batch.action_offsets[:-1][acted]]
-    return position_P[position_P >= starts.repeat_interleave(lengths)]
+    return position[position >= starts.repeat_interleave(lengths)]
 
 
 def _rows_of(offsets: Tensor, acted_R: Tensor, total: int) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.data import context, prompts
-from megatron_stppo.types import FAILED, Batch, Trajectory
+from megatron_stppo.types import FAILED, Batch, Summary, Trajectory, TurnSummary
 
 
 @dataclass(frozen=True)
@@ -64,46 +65,72 @@ class PackingSpec:
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """Pack trajectories into a batch on the host. Failed trajectories (error, timeout) are included but not
-    live."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    action_index: list[int] = []
-    sequence_offsets, turn_offsets, turn_to_sequence, action_offsets = [0], [0], [], [0]
-    rollout_logprob: list[float] = []
-    reward: list[float] = []
-    for n, trajectory in enumerate(trajectories):
-        start = len(tokens)
-        ids = trajectory.token_ids
-        tokens += ids
-        positions += range(len(ids))
-        action_index += (start + p for p in trajectory.action_positions)
-        sequence_offsets.append(len(tokens))
-        for turn in trajectory.turns:
-            rollout_logprob += turn.rollout_logprob
-            reward += [0.0] * (len(turn.token_ids) - 1) + [turn.reward]
-            turn_offsets.append(turn_offsets[-1] + len(turn.token_ids))
-            turn_to_sequence.append(n)
-        action_offsets.append(turn_offsets[-1])
-    assert len(rollout_logprob) == len(action_index) == len(reward)
-    live = [t.outcome not in FAILED and bool(t.turns) for t in trajectories]
+    """Pack trajectories into a batch on the host that holds all their tokens.
+
+    Failed trajectories (error, timeout) are included but not live."""
+    batch = without_tokens([t.summary for t in trajectories], rollout_logprobs(trajectories))
+    return holding(batch, range(len(trajectories)), token_ids(trajectories))
+
+
+def token_ids(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Return the tokens of the trajectories, one after another, int64."""
+    return torch.tensor([token for t in trajectories for token in t.token_ids], dtype=torch.int64)
+
+
+def rollout_logprobs(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Return the engine's log-probs of the action tokens, float32 [T]."""
+    return torch.tensor([x for t in trajectories for turn in t.turns for x in turn.rollout_logprob]).float()
+
+
+def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> Batch:
+    """Return a batch of all trajectories in which this rank holds no tokens."""
+    turns: list[TurnSummary] = []
+    turn_to_sequence: list[int] = []
+    starts: list[int] = []  # of the turns, among the tokens of all trajectories
+    end = 0
+    for n, summary in enumerate(summaries):
+        start, end = end + summary.prompt, end + summary.length
+        for turn in summary.turns:
+            starts.append(start)
+            start += turn.tokens + turn.observation
+        turns += summary.turns
+        turn_to_sequence += [n] * len(summary.turns)
+
+    def column(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
+
+    tokens_S, none = column(turn.tokens for turn in turns), column([])
+    turn_offsets = _offsets(tokens_S)
+    reward_T = torch.zeros(len(rollout_logprob_T))
+    reward_T[turn_offsets[1:] - 1] = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
+    action_index_T = _rows(column(starts), tokens_S)
+    assert len(action_index_T) == len(rollout_logprob_T)
     return Batch(
-        tokens_P=torch.tensor(tokens, dtype=torch.int64),
-        position_P=torch.tensor(positions, dtype=torch.int64),
-        sequence_offsets=torch.tensor(sequence_offsets),
-        turn_offsets=torch.tensor(turn_offsets),
-        turn_to_sequence_S=torch.tensor(turn_to_sequence, dtype=torch.int64),
-        action_offsets=torch.tensor(action_offsets),
-        action_index_T=torch.tensor(action_index, dtype=torch.int64),
-        live_N=torch.tensor(live),
-        rollout_logprob_T=torch.tensor(rollout_logprob, dtype=torch.float32),
-        reward_T=torch.tensor(reward, dtype=torch.float32),
+        tokens_P=none,
+        held_N=torch.full((len(summaries),), -1),
+        sequence_offsets=_offsets(column(summary.length for summary in summaries)),
+        turn_offsets=turn_offsets,
+        turn_to_sequence_S=column(turn_to_sequence),
+        action_offsets=_offsets(column(sum(turn.tokens for turn in s.turns) for s in summaries)),
+        action_index_T=action_index_T,
+        live_N=torch.tensor([s.outcome not in FAILED and bool(s.turns) for s in summaries]),
+        rollout_logprob_T=rollout_logprob_T,
+        reward_T=reward_T,
     )
 
 
-def groups_of(trajectories: Sequence[Trajectory]) -> Tensor:
+def holding(batch: Batch, held: Sequence[int], tokens_P: Tensor) -> Batch:
+    """Return the batch with the tokens of the trajectories `held`, which ascend, one after another."""
+    index = torch.tensor(held, dtype=torch.int64)
+    offsets = _offsets(batch.sequence_offsets.diff()[index])
+    assert len(tokens_P) == int(offsets[-1]), (len(tokens_P), offsets)
+    held_N = torch.full_like(batch.held_N, -1).index_copy(0, index, offsets[:-1])
+    return replace(batch, tokens_P=tokens_P, held_N=held_N)
+
+
+def groups_of(summaries: Sequence[Summary]) -> Tensor:
     """Return the group of each trajectory, int64 [N]: an equal number for trajectories of one task."""
-    return torch.tensor([trajectory.group for trajectory in trajectories])
+    return torch.tensor([summary.group for summary in summaries])
 
 
 def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -115,11 +142,11 @@ def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     partition: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0.0] * ranks
+    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of indices, rank
     for index in order:
-        rank = min(range(ranks), key=lambda r: (sums[r], len(partition[r]), r))
+        total, count, rank = heap[0]
         partition[rank].append(index)
-        sums[rank] += costs[index]
+        heapq.heapreplace(heap, (total + costs[index], count + 1, rank))
     return [sorted(part) for part in partition]
 
 
@@ -145,7 +172,8 @@ def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) 
 def pack(
     batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str | int = "cpu"
 ) -> list[Microbatch]:
-    """Return the microbatches of the chosen trajectories; `unpack` restores the Batch's order."""
+    """Return the microbatches of the chosen trajectories, which the rank must hold; `unpack` restores the
+    Batch's order."""
     lengths = batch.sequence_offsets.diff().tolist()
     runs = microbatch_runs(lengths, chosen, spec)
     padded = [_padded(lengths, run, spec) for run in runs]
@@ -170,10 +198,10 @@ def _pack_one(
     batch: Batch, run: Sequence[int], padded: Tensor, spec: PackingSpec, device: torch.device | str | int
 ) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
-    rows_P, lengths = _slices(batch.sequence_offsets, index)
+    lengths, counts = batch.sequence_offsets.diff()[index], batch.action_offsets.diff()[index]
+    rows_P, rows_T = rows_of(batch, index), _rows(batch.action_offsets[index], counts)
     shared = prompts.segments(batch, run) if spec.share_prompts else None
     padded = padded if shared is None else shared.lengths
-    rows_T, counts = _slices(batch.action_offsets, index)
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
     offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
     # moved_P: the index of each packed token among the padded tokens
@@ -182,12 +210,13 @@ def _pack_one(
     else:
         moved_P = shared.places
     tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
-    tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], batch.position_P[rows_P]
+    tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], _rows(torch.zeros_like(index), lengths)
     origin = torch.full_like(tokens, -1)
     origin[moved_P] = rows_P
     mine, local = context.share(padded, spec.context_rank, spec.context_size)
     start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
-    predicting = moved_P[batch.action_index_T[rows_T] + start_of_rows - 1]
+    acting = batch.action_index_T[rows_T] + start_of_rows
+    predicting, target = moved_P[acting - 1], tokens[moved_P[acting]]
     here_T = local[predicting] >= 0
     whole_turns, whole_actions = _offsets(batch.turn_offsets.diff()[turns]), _offsets(counts)
     before = _offsets(here_T.long())  # how many of the first t action tokens are here
@@ -202,7 +231,7 @@ def _pack_one(
         sequence_offsets=moved(offsets.int()),
         lengths=padded,
         hidden_index_T=moved(local[predicting[here_T]]),
-        target_T=moved(batch.tokens_P[batch.action_index_T[rows_T]]),
+        target_T=moved(target[here_T]),
         turn_offsets=moved(before[whole_turns]),
         action_offsets=moved(before[whole_actions]),
         whole_turn_offsets=moved(whole_turns),
@@ -228,11 +257,18 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _slices(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of the chosen slices, one slice after another, and the lengths of the slices."""
-    lengths = offsets.diff()[index]
+def rows_of(batch: Batch, chosen: Sequence[int] | Tensor) -> Tensor:
+    """Return the rows in P of the chosen trajectories, one after another. This rank must hold them."""
+    index = torch.as_tensor(chosen, dtype=torch.int64)
+    assert bool((batch.held_N[index] >= 0).all()), "the tokens of these trajectories are on other ranks"
+    return _rows(batch.held_N[index], batch.sequence_offsets.diff()[index])
+
+
+def _rows(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the rows of slices, one slice after another. Example: starts [4, 0], lengths [2, 3] give
+    [4, 5, 0, 1, 2]."""
     within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
-    return torch.repeat_interleave(offsets[index], lengths) + within, lengths
+    return torch.repeat_interleave(starts, lengths) + within
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], total: int) -> Tensor:

@@ -75,7 +75,8 @@ def keys_of(lengths: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(batch: Batch, i: int) -> tuple[int, int, int]:
-    """Return the start of trajectory i, the length of its prompt (0 without action tokens) and its length."""
+    """Return trajectory i's start in P, the length of its prompt (0 without action tokens) and its length."""
     start, end = batch.sequence_offsets[i : i + 2].tolist()
     first, last = batch.action_offsets[i : i + 2].tolist()
-    return start, int(batch.action_index_T[first]) - start if first < last else 0, end - start
+    prompt = int(batch.action_index_T[first]) - start if first < last else 0
+    return int(batch.held_N[i]), prompt, end - start

@@ -113,13 +113,13 @@ class Record:
         self._parts, self._experts = parts, experts
 
     def routes(self, tokens: int) -> Tensor:
-        """Return the experts of all tokens of the batch: [tokens, layers of this rank's chunks, k] on the
-        host. Collective.
+        """Return the experts of the batch's tokens_P: [tokens, layers of this rank's chunks, k] on the host.
 
-        Rows that a rank did not compute are zero, so summing over ranks only combines rows.
+        Collective over the ranks that train on the same trajectories. Rows that a rank did not compute are
+        zero, so summing over ranks only combines rows; rows that none of these ranks computed stay zero.
         """
         dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL cannot sum int16
-        group = self._parts[0].mesh.tensor_and_token_group
+        group = self._parts[0].mesh.tensor_and_context_group
         layers = []
         for part in self._parts:
             assert part.rows is not None

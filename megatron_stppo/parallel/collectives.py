@@ -7,7 +7,7 @@ Every function that takes a group is a collective: all ranks of the group must c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -90,11 +90,52 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [_to_bytes(body[:size]) for body, size in zip(bodies or [], sizes, strict=False)]
 
 
+def send_to_first(payload: bytes) -> Iterator[bytes]:
+    """Send every rank's payload to rank 0, where it is yielded; in rank order, and one at a time in memory.
+
+    Collective. On other ranks the iterator is empty. Rank 0 must consume it before the next collective.
+    """
+    lengths = [size for (size,) in gather_records([len(payload)], int)]
+    if dist.get_rank() == 0:
+        return _received(payload, lengths)
+    if payload:
+        dist.send(_to_tensor(payload, torch.device("cpu")), 0)
+    return iter(())
+
+
+def _received(own: bytes, lengths: Sequence[int]) -> Iterator[bytes]:
+    yield own
+    for source, length in enumerate(lengths):
+        if source and length:
+            body = torch.empty(length, dtype=torch.uint8)
+            dist.recv(body, source)
+            yield _to_bytes(body)
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the sum over ranks, as a new tensor on the device of `tensor`, which is not changed."""
     total = tensor.detach().clone().to(_device(group))
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(tensor.device)
+
+
+def all_reduce_max(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Return the maximum over ranks, as a new tensor on the device of `tensor`, which is not changed."""
+    largest = tensor.detach().clone().to(_device(group))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.to(tensor.device)
+
+
+def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Group = None) -> torch.Tensor:
+    """Send the first sent[0] rows to rank 0, the next sent[1] rows to rank 1 and so on.
+
+    Return the rows that this rank gets, in rank order, on the device of `rows`. received: how many each rank
+    sends to this one.
+    """
+    given = rows.contiguous().to(_device(group))
+    out = given.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, given, received, sent, group=group)
+    return out.to(rows.device)
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:

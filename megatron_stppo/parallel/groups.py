@@ -52,6 +52,15 @@ class MeshRank:
         return parallel_state.get_context_parallel_group()
 
     @property
+    def data_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def tensor_and_context_group(self) -> dist.ProcessGroup:
+        """The ranks of one pipeline stage that train on the same trajectories."""
+        return parallel_state.get_tensor_and_context_parallel_group()
+
+    @property
     def token_group(self) -> dist.ProcessGroup:
         """The ranks among which a batch's tokens are divided: data x context parallel."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_stppo.atomic_replace import replace_folder
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.exchange import undivided
 from megatron_stppo.data.finite import columns
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.parallel.groups import MeshRank
@@ -40,7 +41,9 @@ def write(
     reasons: Sequence[str],
     keep: int,
 ) -> None:
-    """Write a scored batch, and delete all but the newest `keep` dumps up to this iteration. Collective.
+    """Write a scored batch with the tokens of all ranks. Collective.
+
+    All but the newest `keep` dumps up to this iteration are deleted.
 
     The folder is renamed into place when it is complete. It replaces a dump of an interrupted attempt. An
     error of the disk is logged as a warning only, because the run does not need the dump.
@@ -50,6 +53,8 @@ def write(
     routed = _stages(mesh) if batch.routes_P is not None else None
     first = mesh.tensor_rank == mesh.context_rank == mesh.data_rank == 0  # of its pipeline stage
     failed = False
+    if mesh.data_size > 1:
+        batch = undivided(batch, mesh.tensor_and_token_group)
     if mesh.rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
     dist.barrier()
@@ -86,6 +91,8 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
             raise ConfigError(f"{folder}: holds the routes of other pipeline stages; set {routed}")
         tensors = load(_file(folder, mesh.pipeline_rank if routed else 0).read_bytes())
         group_N = tensors.pop(GROUP)
+        tensors.pop("position_P", None)  # of older versions
+        tensors["held_N"] = tensors["sequence_offsets"][:-1]
         return Batch(**tensors), group_N
     except ConfigError:
         raise
@@ -100,7 +107,9 @@ def recorded(run: Path) -> list[int]:
 
 
 def _tensors(batch: Batch, group_N: Tensor) -> dict[str, Tensor]:
-    return {name: value.contiguous() for name, value in (columns(batch) | {GROUP: group_N}).items()}
+    given = columns(batch) | {GROUP: group_N}
+    del given["held_N"]  # a dump holds all tokens
+    return {name: value.contiguous() for name, value in given.items()}
 
 
 def _file(folder: Path, stage: int) -> Path:

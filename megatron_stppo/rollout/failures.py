@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_stppo.resilience.faults import TooManyFailures
-from megatron_stppo.types import FAILED, Trajectory
+from megatron_stppo.types import FAILED, Summary
 
 ENOUGH = 20  # episodes that called a tool; with fewer, the share of failures may be chance
 NAMED = 3  # overlong prompts listed in a report
@@ -33,7 +33,7 @@ class FailureLimit:
     def __init__(self, rate: float) -> None:
         self._rate, self._failed, self._used = rate, 0, 0
 
-    def check(self, played: Sequence[Trajectory]) -> None:
+    def check(self, played: Sequence[Summary]) -> None:
         """Count the failures of a rollout; `played` are the trajectories of all ranks.
 
         Raises TooManyFailures, which names the counts, the configuration field and the first failure.
@@ -50,7 +50,7 @@ class FailureLimit:
             self._end(self._failed, self._used, "episodes that called a tool failed", failed)
         self._failed = self._used = 0
 
-    def _end(self, count: int, of: int, what: str, failed: Sequence[Trajectory]) -> None:
+    def _end(self, count: int, of: int, what: str, failed: Sequence[Summary]) -> None:
         first = f"; the first: {_reason(failed[0])}" if failed else ""
         raise TooManyFailures(
             f"{count} of {of} {what} ({count / of:.0%}), more than "
@@ -58,13 +58,13 @@ class FailureLimit:
         )
 
 
-def warn(where: str, played: Sequence[Trajectory], rank: int) -> None:
+def warn(where: str, played: Sequence[Summary], rank: int) -> None:
     """Log the lines of `report` on rank 0. Example: warn("iteration 3", played, rank)."""
     for line in report(played) if rank == 0 else ():
         log.warning("%s: %s", where, line)
 
 
-def report(played: Sequence[Trajectory]) -> list[str]:
+def report(played: Sequence[Summary]) -> list[str]:
     """Return at most two lines: one on the failed episodes, one on the overlong prompts.
 
     The first line counts the failures by kind and gives the reason of the first one.
@@ -82,12 +82,12 @@ def report(played: Sequence[Trajectory]) -> list[str]:
         count = f"{len(failed)} of {len(played)} episodes failed ({kinds}){of_tools}"
         lines.append(f"{count}; the first: {_reason(failed[0])}")
     if overlong:
-        named = {t.task.index: f"task {t.task.index}: {t.detail}" for t in overlong}
+        named = {t.index: f"task {t.index}: {t.detail}" for t in overlong}
         said = "; ".join(list(named.values())[:NAMED]) + ("; ..." if len(named) > NAMED else "")
         were = "prompts were too long and are" if len(overlong) > 1 else "prompts was too long and is"
         lines.append(f"{len(overlong)} of {len(played)} {were} not played: {said}")
     return lines
 
 
-def _reason(t: Trajectory) -> str:
-    return f"task {t.task.index}: {t.outcome}: {t.detail}"
+def _reason(t: Summary) -> str:
+    return f"task {t.index}: {t.outcome}: {t.detail}"

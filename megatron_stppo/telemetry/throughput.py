@@ -29,7 +29,7 @@ def throughput(
     """
     rows = {
         "rollout/tokens_per_second": len(batch.action_index_T) / seconds("rollout"),
-        "update/tokens_per_second": config.update.epochs * len(batch.tokens_P) / seconds("update"),
+        "update/tokens_per_second": config.update.epochs * batch.tokens / seconds("update"),
     }
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak is not None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.collectives import send_to_first
 from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
@@ -28,28 +29,28 @@ _ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud
 
 
 class TrajectoryLog:
-    """Writes every iteration's trajectories on rank 0. On other ranks the methods do nothing."""
+    """Writes every iteration's trajectories. Every rank encodes its own, and rank 0 writes the file."""
 
     def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self._run, self._rank, self._tokenizer = folder, rank, tokenizer
 
-    def write(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write one line per trajectory. Replaces the file of an interrupted attempt when it is complete."""
-        if self._rank != 0:
-            return
-        path = played_path(self._run, iteration)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
-        records = (self._record(iteration, trajectory) for trajectory in trajectories)
-        _replace(path, records)
+    def write(self, iteration: int, own: Sequence[Trajectory]) -> None:
+        """Write one line per trajectory: those of this rank and of all others, in rank order. Collective.
+
+        Replaces the file of an interrupted attempt when it is complete.
+        """
+        parts = send_to_first(_lines(self._record(iteration, trajectory) for trajectory in own))
+        if self._rank == 0:
+            turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
+            _replace(played_path(self._run, iteration), parts)
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
-        """Write one line per trajectory (see update/turns.py). Writes no file if `turns` is empty."""
+        """Write one line per trajectory on rank 0 (see update/turns.py); no file if `turns` is empty."""
         if self._rank != 0:
             return
         records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
         if records:
-            _replace(turns_path(self._run, iteration), records)
+            _replace(turns_path(self._run, iteration), [_lines(records)])
 
     def _record(self, iteration: int, trajectory: Trajectory) -> dict[str, Any]:
         task = trajectory.task
@@ -109,9 +110,14 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
     return played
 
 
-def _replace(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    with replacing(path) as scratch:
-        scratch.write_text("".join(f"{encode(record)}\n" for record in records), encoding="utf-8")
+def _lines(records: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(f"{encode(record)}\n" for record in records).encode()
+
+
+def _replace(path: Path, parts: Iterable[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        file.writelines(parts)
 
 
 def _float32(value: float) -> float:

@@ -11,17 +11,16 @@ from megatron_stppo.config import Config
 from megatron_stppo.exits import exit_code, noting_the_end
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.rollout.failures import FailureLimit, report, warn
-from megatron_stppo.types import Outcome, Task, Trajectory
+from megatron_stppo.types import Outcome, Summary
 
 
 def episode(
     index: int, outcome: Outcome, tool_calls: int = 0, detail: str = "", overlong: int = 0
-) -> Trajectory:
-    task = Task("test", (), ("x",), "train", index)
-    return Trajectory(task, (1,), (), outcome, tool_calls=tool_calls, detail=detail, overlong_prompt=overlong)
+) -> Summary:
+    return Summary(index, 1, (), outcome, 0, tool_calls, 0, detail, overlong)
 
 
-def rollout(silent: int, failed: int, answered: int = 0) -> list[Trajectory]:
+def rollout(silent: int, failed: int, answered: int = 0) -> list[Summary]:
     """Return episodes without a search, with a failed search, and with a successful one."""
     return (
         [episode(n, "wrong") for n in range(silent)]

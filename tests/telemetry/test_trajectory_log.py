@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +18,7 @@ from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.telemetry.trajectory_files import new_folder, recorded, turns_path
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.types import Message, Task, Trajectory, Turn
+from tests.ranks import run_ranks
 
 WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
 TASK = Task("geography", (Message("user", "capital of Togo ?"),), ("Lomé",), "train", 17)
@@ -29,6 +32,13 @@ EPISODE = Trajectory(
     valid_actions=2,
     detail="Lomé",
 )
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -51,9 +61,19 @@ def test_a_line_has_the_actions_the_observations_and_the_rewards(tmp_path: Path)
     assert (row["outcome"], row["reward"], row["targets"], row["group"]) == ("ok", 1.0, ["Lomé"], 2)
 
 
-def test_only_the_first_rank_writes(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path, 1, tokenizer()).write(1, [EPISODE])
-    assert not list(tmp_path.iterdir())
+def write(folder: Path, own: list[list[Trajectory]]) -> None:
+    rank = dist.get_rank()
+    TrajectoryLog(folder / str(rank), rank, tokenizer()).write(1, own[rank])
+
+
+def test_the_first_rank_writes_the_trajectories_of_all_ranks_in_rank_order(tmp_path: Path) -> None:
+    played = [replace(EPISODE, group=n) for n in range(4)]
+    run_ranks(write, 3, tmp_path, [played[:1], [], played[1:]])
+    (written,) = tmp_path.iterdir()
+    assert [t.group for t in read(written, 1)] == [0, 1, 2, 3]
+    TrajectoryLog(tmp_path / "alone", 0, tokenizer()).write(1, played)
+    name = "trajectories/iteration-00001.jsonl"
+    assert (written / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
 def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
@@ -68,7 +88,7 @@ def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
     batch, expected = to_batch(again), to_batch(played)
     for name, value in columns(expected).items():
         assert torch.equal(value.nan_to_num(9), getattr(batch, name).nan_to_num(9)), name
-    assert groups_of(again).tolist() == [2, 3]
+    assert groups_of([t.summary for t in again]).tolist() == [2, 3]
 
 
 def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -> None:

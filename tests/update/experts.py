@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.routing import recording
     from megatron_stppo.parallel import groups
+    from megatron_stppo.parallel.collectives import all_reduce_max
     from megatron_stppo.score.logprobs import logprobs
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -48,6 +50,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
 
     def routes() -> tuple[Any, Any]:
+        """Return the actor's log-probs and the routes of the trajectories that this rank trains on."""
         with recording(actor.chunks) as record:
             own_T = logprobs(actor.model, head, batch(), packer, [chosen])
             return own_T, record.routes(len(given.tokens_P))
@@ -76,11 +79,13 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             if name.endswith("router.weight"):
                 parameter.data.neg_()
     _, new = routes()
+    everywhere = partial(all_reduce_max, group=mesh.tensor_and_token_group)  # of all data-parallel ranks
+    every = everywhere(old)
     _, used = step(routes_P=old)
     replayed = packer.pack(replace(given, routes_P=old), chosen)
     return {
-        "routes": old.tolist(),
-        "moved": float((old.sort(-1)[0] != new.sort(-1)[0]).float().mean()),
+        "routes": every.tolist(),
+        "moved": float((every.sort(-1)[0] != everywhere(new).sort(-1)[0]).float().mean()),
         "uses": uses(used, expected(replayed, shape.experts, mesh, parallel)),
         "dummies": sum(int((microbatch.rows_P < 0).sum()) for microbatch in replayed),
         "plain maps": Counter(map(fingerprint, plain_maps)),
