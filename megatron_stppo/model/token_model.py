@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.model.attention import Pack
+from megatron_stppo.model.attention import Pack, Rotation
 from megatron_stppo.model.routing import Routing
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
@@ -25,10 +25,12 @@ class TokenModel(GPTModel):
 
     routing: Routing | None = None  # set for an actor with Routing Replay
 
-    def __init__(self, mesh: MeshRank, *args: Any, **kwargs: Any) -> None:
-        """mesh: the ranks that share the model. The other arguments are those of GPTModel."""
+    def __init__(self, mesh: MeshRank, rotates_in_attention: bool, *args: Any, **kwargs: Any) -> None:
+        """mesh: the ranks that share the model. rotates_in_attention: whether PackedAttention applies the
+        rotary embedding. The other arguments are those of GPTModel."""
         super().__init__(*args, **kwargs)
         self.mesh = mesh
+        self._rotates_in_attention = rotates_in_attention
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.routing is not None:
@@ -42,11 +44,12 @@ class TokenModel(GPTModel):
         return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        out = super()._preprocess(*args, **kwargs)
-        if kwargs["packed_seq_params"].by_position:
-            embedded, rotary, *rest = out
-            return embedded, rotary[kwargs["position_ids"][0]], *rest
-        return out
+        embedded, angles, *rest = super()._preprocess(*args, **kwargs)
+        if not self._rotates_in_attention:
+            return embedded, angles, *rest
+        of_token = angles[kwargs["position_ids"][0], 0]
+        kwargs["packed_seq_params"].rotation = Rotation.of(of_token, self.config.params_dtype)
+        return embedded, None, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states  # megatron would project every token here

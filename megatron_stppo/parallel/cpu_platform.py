@@ -236,16 +236,27 @@ def timed_waits() -> Iterator[list[float]]:
 
 
 @contextlib.contextmanager
-def meta_as_cuda(rms_norm: Callable[..., torch.Tensor]) -> Iterator[None]:
+def meta_as_cuda(
+    rms_norm: Callable[..., torch.Tensor],
+    swiglu: Callable[..., torch.Tensor],
+    swiglu_back: Callable[..., torch.Tensor],
+) -> Iterator[None]:
     """Inside the context, meta tensors take the code paths of CUDA tensors, for the dry run of a GPU.
 
-    rms_norm: the RMS norm of a meta tensor. torch's own is one of several operations, which keep more memory.
+    The arguments are the RMS norm of a meta tensor, and SwiGLU and its gradient. Those of torch and megatron
+    are several operations on meta tensors, which keep more memory.
     """
+    from megatron.core.fusions import fused_bias_swiglu
+
     # A TorchFunctionMode would not work: it is inactive while a backward recomputes a forward.
     tensor: Any = torch.Tensor
     tensor.is_cuda = property(lambda self: self.is_meta)  # hides the property of the base class
     try:
-        with _replaced(functional, "rms_norm", rms_norm):
+        with (
+            _replaced(functional, "rms_norm", rms_norm),
+            _replaced(fused_bias_swiglu, "swiglu", swiglu),
+            _replaced(fused_bias_swiglu, "swiglu_back", swiglu_back),
+        ):
             yield
     finally:
         del tensor.is_cuda

@@ -6,12 +6,12 @@ arithmetic (engine.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model import build
+from megatron_stppo.model import build, fusions
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import Packer
@@ -66,7 +66,10 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
     shape = read_shape(config.model.path)
     layout, dtype = Layout.of_world(gpus, config.parallel), _dtype(config)
     spec, size = layer_spec(config), dtype.itemsize
-    config = config.model_copy(update={"megatron": WITHOUT_VALUES | config.megatron})
+    # Kernels of other packages do not work on meta tensors, and may be missing on this machine.
+    place = replace(fusions.Place.of(config, shape, gpu.is_cuda), gradient_kernel=False)
+    settings = WITHOUT_VALUES | config.megatron | fusions.fields(place, config.megatron)
+    config = config.model_copy(update={"megatron": settings})
     training, widths = training_layouts(shape, layout, spec=spec), row_widths(shape)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
     stages: list[StageUse] = []

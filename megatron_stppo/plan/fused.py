@@ -1,7 +1,7 @@
 """The fused kernels of the planned device, on meta tensors.
 
-Without them torch computes norms and attention on meta tensors by separate operations, which keep more
-memory.
+Without them torch computes norms, attention and SwiGLU on meta tensors by separate operations, which keep
+more memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from megatron_stppo.parallel import cpu_platform
 
 def device_paths(is_cuda: bool) -> AbstractContextManager[None]:
     """Return the context in which meta tensors use the code paths and kernels of a GPU or of a CPU."""
-    return cpu_platform.meta_as_cuda(_rms_norm) if is_cuda else cpu_platform.meta_as_cpu(_attention)
+    if not is_cuda:
+        return cpu_platform.meta_as_cpu(_attention)
+    return cpu_platform.meta_as_cuda(_rms_norm, _swiglu, _swiglu_back)
 
 
 def _attention(
@@ -50,3 +52,11 @@ class _FusedRMSNorm(torch.autograd.Function):
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
     out: Tensor = _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return out
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _swiglu_back(gradient: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)

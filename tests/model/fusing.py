@@ -1,0 +1,82 @@
+"""Functions that run on a rank: decisions about fused kernels, and the rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.launch import process
+
+
+def decided(places: list[dict[str, Any]], given: dict[str, Any]) -> list[tuple[dict[str, bool], str, str]]:
+    """Return (fields, summary, message of check) for every place."""
+    process.prepare(engine=False)
+    from megatron_stppo.model import fusions
+
+    found = []
+    for fields in places:
+        at = fusions.Place(**fields)
+        message = ""
+        try:
+            fusions.check(at, given)
+        except ConfigError as error:
+            message = str(error)
+        found.append((fusions.fields(at, given), fusions.summary(at, given), message))
+    return found
+
+
+def on_this_machine(experts: int) -> dict[str, Any]:
+    """Return the place of a run on this CPU with the packages that are installed."""
+    process.prepare(engine=False)
+    from dataclasses import asdict, replace
+
+    from megatron_stppo.model.fusions import Place
+    from megatron_stppo.sharding.hf_names import ModelShape
+
+    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    config = Config.model_validate({"model": {"path": "none"}})
+    return asdict(Place.of(config, replace(shape, experts=experts), on_gpu=False))
+
+
+def known_fields() -> list[bool]:
+    """Return whether each field of FUSIONS is one of megatron's TransformerConfig."""
+    process.prepare(engine=False)
+    from dataclasses import fields
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_stppo.model.fusions import FUSIONS
+
+    names = {field.name for field in fields(TransformerConfig)}
+    return [fusion.field in names for fusion in FUSIONS]
+
+
+def rotations() -> None:
+    """Compare Rotation with megatron's packed rotary embedding: values and gradients, bit for bit."""
+    process.prepare(engine=False)
+    import torch
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_stppo.model.attention import Rotation
+
+    class Alone:  # the context group of a run without context parallelism
+        def size(self) -> int:
+            return 1
+
+        def rank(self) -> int:
+            return 0
+
+    lengths, heads, size = [5, 1, 9], 3, 8
+    angles = RotaryEmbedding(size, 1.0, use_cpu_initialization=True, cp_group=Alone())(9)
+    offsets = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    position = torch.cat([torch.arange(n) for n in lengths])
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(15, heads, size, generator=generator).to(dtype).requires_grad_()
+        given = torch.randn(15, heads, size, generator=generator).to(dtype)
+        ours = Rotation.of(angles[position, 0], dtype)(x)
+        theirs = _apply_rotary_pos_emb_thd(x, offsets, angles, cp_group=Alone())
+        assert torch.equal(ours, theirs)
+        gradients = [torch.autograd.grad((y * given).sum(), x)[0] for y in (ours, theirs)]
+        assert torch.equal(*gradients)

@@ -1,0 +1,87 @@
+"""Which of megatron's fused kernels are used, and the rotary embedding of local layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.model import fusing
+from tests.ranks import run_ranks
+
+SWIGLU, ROTARY, GRADIENTS = "bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion"
+# An H100 with TransformerEngine and apex.
+WHOLE = {
+    "on_gpu": True,
+    "layers": "transformer_engine",
+    "has_experts": False,
+    "rotary_kernel": True,
+    "gradient_kernel": True,
+}
+# {change of WHOLE: the fusions that are used}
+CASES: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, {SWIGLU, ROTARY, GRADIENTS}),
+    ({"has_experts": True}, {SWIGLU, ROTARY, GRADIENTS}),
+    ({"on_gpu": False}, set()),
+    ({"gradient_kernel": False}, {SWIGLU, ROTARY}),
+    ({"rotary_kernel": False}, {SWIGLU, GRADIENTS}),
+    ({"layers": "local"}, {SWIGLU, GRADIENTS}),
+    ({"layers": "local", "gradient_kernel": False}, {SWIGLU}),
+    ({"layers": "local", "has_experts": True}, set()),
+]
+
+
+def decide(places: list[dict[str, Any]], given: dict[str, Any]) -> list[tuple[dict[str, bool], str, str]]:
+    found: list[tuple[dict[str, bool], str, str]] = run_ranks(fusing.decided, 1, places, given)[0]
+    return found
+
+
+def test_every_fusion_is_used_where_its_needs_are_met_and_nowhere_else() -> None:
+    found = decide([WHOLE | change for change, _ in CASES], {})
+    assert [{field for field, on in fields.items() if on} for fields, _, _ in found] == [
+        used for _, used in CASES
+    ]
+    assert {message for _, _, message in found} == {""}
+
+
+def test_the_opening_line_says_what_is_fused_and_why_the_rest_is_not() -> None:
+    (_, everything, _), (_, local, _), (_, off, _) = [
+        *decide([WHOLE, WHOLE | {"layers": "local", "gradient_kernel": False}], {}),
+        *decide([WHOLE], {SWIGLU: False}),
+    ]
+    assert everything == "fused: SwiGLU, rotary embedding, gradients of the weights"
+    assert local == (
+        "fused: SwiGLU; not fused: rotary embedding (local layers read each token's angles from a table), "
+        "gradients of the weights (apex's fused_weight_gradient_mlp_cuda is missing)"
+    )
+    assert off.endswith("; not fused: SwiGLU (megatron.bias_activation_fusion=false)")
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "reason"),
+    [
+        (SWIGLU, {"on_gpu": False}, "there is no GPU"),
+        (ROTARY, {"layers": "local"}, "local layers read each token's angles from a table"),
+        (GRADIENTS, {"gradient_kernel": False}, "apex's fused_weight_gradient_mlp_cuda is missing"),
+    ],
+)
+def test_a_fusion_that_cannot_be_used_is_refused_with_the_reason(
+    field: str, change: dict[str, Any], reason: str
+) -> None:
+    ((_, _, refused), (_, _, allowed)) = decide([WHOLE | change, WHOLE], {field: True})
+    assert refused == f"megatron.{field}=True: {reason}; leave it out"
+    assert allowed == ""
+
+
+def test_a_cpu_run_fuses_nothing_whatever_is_installed() -> None:
+    at = run_ranks(fusing.on_this_machine, 1, 4)[0]
+    assert (at["on_gpu"], at["layers"], at["has_experts"]) == (False, "local", True)
+    assert not any(decide([at | {"rotary_kernel": True, "gradient_kernel": True}], {})[0][0].values())
+
+
+def test_megatron_has_every_field_of_the_table() -> None:
+    assert all(run_ranks(fusing.known_fields, 1)[0])
+
+
+def test_angles_from_a_table_rotate_as_megatrons_packed_sequences_bit_for_bit() -> None:
+    run_ranks(fusing.rotations, 1)
