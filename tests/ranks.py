@@ -38,7 +38,7 @@ def run_ranks(
     """Run function(*args) on ranks 0..world-1 and return the results in rank order. Raises RankError."""
     context, port = (
         mp.get_context("spawn" if engine or torch.cuda.is_available() else "forkserver"),
-        _free_port(),
+        free_port(),
     )
     context.set_forkserver_preload(["tests.preloaded"])
     environment = dict(os.environ)
@@ -122,7 +122,7 @@ def _rank(
             dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

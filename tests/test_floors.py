@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("telemetry",),
     ("environments",),
     ("init", "rollout", "score", "advantage", "update", "reshard"),
-    ("describe", "learner", "plan", "report", "validation"),
+    ("describe", "learner", "plan", "preflight", "report", "validation"),
     ("exits", "stages", "worker"),
     ("commands",),
     ("layout_check", "loop"),

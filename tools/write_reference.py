@@ -41,7 +41,8 @@ COMMANDS = """# Commands
 
 `python tools/write_reference.py` writes this page from the commands' own help, and a test checks that it is
 current. `python -m megatron_stppo` is the same program. `train`, `replay`, `rollout`, `evaluate`,
-`cold-start`, `convert` and `check-layouts` run as one process, or as one per device under torchrun or srun.
+`cold-start`, `convert`, `check-layouts` and `doctor --cluster` run as one process, or as one per device under
+torchrun or srun.
 [cluster.md](cluster.md) has the exit codes.
 
 Old names that still work: `check-invariance` for `check-layouts`, and

@@ -48,6 +48,14 @@ def discover() -> None:
     os.environ.update(slurm.torchrun_variables(os.environ))
 
 
+def set_ranks() -> None:
+    """Make a process without a launcher the only rank: set the variables that torchrun would set."""
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
+        )
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -135,16 +143,13 @@ def start(config: Config) -> MeshRank:
     from megatron_stppo.parallel import groups
 
     check(config)
-    if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
-        )
+    set_ranks()
     raise_file_limit(world_size())
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)
     if cuda:
-        torch.cuda.set_device(_device())
+        torch.cuda.set_device(device_index())
     elif world_size() > 1:
         torch.set_num_threads(
             max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
@@ -228,7 +233,8 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _device() -> int:
+def device_index() -> int:
+    """Return the index of this rank's GPU. Raises ConfigError if its node has more ranks than GPUs."""
     import torch
 
     local, seen = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

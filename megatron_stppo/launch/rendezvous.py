@@ -24,8 +24,16 @@ OTHER_FILES = 1024  # open files of a rank besides its connections to other rank
 log = logging.getLogger(__name__)
 
 
-def meeting(timeout: timedelta) -> dict[str, Any]:
+def open_store(timeout: timedelta) -> dist.Store:
+    """Return the store of `meeting`, or torchrun's, without waiting for the other ranks."""
+    given = meeting(timeout, wait=False)
+    return given["store"] if "store" in given else next(dist.rendezvous("env://", timeout=timeout))[0]
+
+
+def meeting(timeout: timedelta, wait: bool = True) -> dict[str, Any]:
     """Return arguments of init_process_group with which the store listens only on MASTER_ADDR's interface.
+
+    wait: whether the first rank waits until all others are connected to the store.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single rank opens no port. If all ranks are on this
     host, gloo and NCCL also use the loopback interface only, unless the user has set an interface. Gloo opens
@@ -44,8 +52,13 @@ def meeting(timeout: timedelta) -> dict[str, Any]:
         return {"timeout": timeout}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     own = _listen(address, port, is_local) if rank == 0 else None
-    store = dist.TCPStore(address, port, world, rank == 0, timeout, master_listen_fd=own)
+    store = dist.TCPStore(address, port, world, rank == 0, timeout, wait, master_listen_fd=own)
     return given | {"store": store}
+
+
+def files_needed(world: int) -> int:
+    """Return how many files a rank of `world` may have open."""
+    return 4 * world + OTHER_FILES
 
 
 def raise_file_limit(world: int) -> None:
@@ -56,7 +69,7 @@ def raise_file_limit(world: int) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = 4 * world + OTHER_FILES
+    needed = files_needed(world)
     if hard != resource.RLIM_INFINITY and hard < needed and os.environ.get("LOCAL_RANK", "0") == "0":
         log.warning(
             "the hard limit on open files (ulimit -Hn) is %d, but a run of %d ranks may need %d; raise it "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +33,13 @@ class Job:
             self.process.wait()
 
 
-def submit(folder: Path, script: Path, *options: str, **variables: str) -> Job:
-    """Start a job. It runs until an attempt ends without a requeue."""
+def submit(folder: Path, script: Path, *options: str, arguments: Sequence[str] = (), **variables: str) -> Job:
+    """Start a job. It runs until an attempt ends without a requeue. arguments: those of the script."""
     folder.mkdir(parents=True)
     path = f"{HERE / 'bin'}:{os.environ['PATH']}"
     known = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     given = {"PATH": path, "FAKE_SLURM": str(folder), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment = known | given | variables
-    return Job(subprocess.Popen(["sbatch", *options, str(script)], cwd=ROOT, env=environment), folder)
+    return Job(
+        subprocess.Popen(["sbatch", *options, str(script), *arguments], cwd=ROOT, env=environment), folder
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from megatron_stppo.config_file import load
 from tests.plan.test_plans import PLANNED
+from tests.ranks import free_port
 from tests.slurm import cluster
 
-BATCH = sorted(cluster.SCRIPTS.glob("*.sbatch"))
+CHECK = cluster.SCRIPTS / "preflight.sbatch"
+BATCH = sorted(set(cluster.SCRIPTS.glob("*.sbatch")) - {CHECK})
 SHARED = (cluster.SCRIPTS / "attempt.sh", cluster.SCRIPTS / "settings.sh")
 
 
@@ -148,3 +151,27 @@ def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
 
 def test_every_plan_has_a_script() -> None:
     assert {path.stem for path in BATCH} == set(PLANNED) - {"qwen2.5-72b"}
+
+
+def test_the_check_of_the_nodes_runs_on_two_ranks_and_the_job_ends_with_its_code(tmp_path: Path) -> None:
+    codes = {}
+    for name, space in (("enough", "0"), ("too-small", "1e9")):
+        limits = ("min_free_space", space), ("min_open_files", "0"), ("min_write", "0"), ("min_read", "0")
+        given = ["--size", "1", *(f"--limit={limit}={value}" for limit, value in limits)]
+        variables = {"ROOT": str(tmp_path / name), "MASTER_PORT": str(free_port())}
+        options = ("--nodes=1", "--ntasks-per-node=2")
+        with cluster.submit(tmp_path / f"slurm-{name}", CHECK, *options, arguments=given, **variables) as job:
+            codes[name] = job.process.wait(300)
+        assert "all-reduce within a node" in (job.folder / "job.out").read_text(), (
+            "the table is in the job's output"
+        )
+        written = json.loads((tmp_path / name / "preflight/4711/check.json").read_text())
+        assert [one["rank"] for one in written["facts"]] == [0, 1]
+        assert written["passed"] == (codes[name] == 0)
+    assert codes == {"enough": 0, "too-small": 2}
+
+
+def test_the_check_of_the_nodes_requests_the_resources_of_a_run() -> None:
+    wanted = ("ntasks-per-node=8", "gpus-per-node=8", "exclusive", "mem=0")
+    lines = CHECK.read_text().splitlines()
+    assert {f"#SBATCH --{option}" for option in wanted} <= set(lines) & set(BATCH[0].read_text().splitlines())
