@@ -16,12 +16,16 @@ __global__ void __launch_bounds__(THREADS) copy_kernel(const Slice *slices) {
   T *target = static_cast<T *>(s.target);
   const bool wide = s.width % 4 == 0 && aligned(source, s.source_stride) && aligned(target, s.target_stride);
   const int64_t step = wide ? 4 : 1, per_row = s.width / step, total = s.rows * per_row;
+  if (total == 0) return;
+  // There are few divisions, because those of 64 bits are slow. A thread advances by THREADS steps, which are `rows`
+  // rows and `rest` steps.
+  const int64_t rows = THREADS / per_row, rest = THREADS - rows * per_row;
   for (int64_t start = blockIdx.y * PIECE; start < total; start += gridDim.y * PIECE) {
     const int64_t end = min(start + PIECE, total);
-    for (int64_t i = start + threadIdx.x; i < end; i += THREADS) {
-      const int64_t row = i / per_row, column = (i - row * per_row) * step;
-      const S *from = source + row * s.source_stride + column;
-      T *to = target + row * s.target_stride + column;
+    int64_t i = start + threadIdx.x, row = i / per_row, at = i - row * per_row;
+    for (; i < end; i += THREADS) {
+      const S *from = source + row * s.source_stride + at * step;
+      T *to = target + row * s.target_stride + at * step;
       if (wide) {
         const Four<S> in = *reinterpret_cast<const Four<S> *>(from);
         Four<T> out;
@@ -31,6 +35,8 @@ __global__ void __launch_bounds__(THREADS) copy_kernel(const Slice *slices) {
       } else {
         convert(*from, *to);
       }
+      row += rows, at += rest;
+      if (at >= per_row) at -= per_row, ++row;
     }
   }
 }

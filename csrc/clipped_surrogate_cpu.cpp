@@ -226,16 +226,24 @@ STPPO_CLONES void tokens_uniform(const Surrogate &a, Range t, double *sums) { ti
 STPPO_CLONES void tokens_weighted_logit(const Surrogate &a, Range t, double *sums) { tile_of_tokens<true, true>(a, t, sums); }
 STPPO_CLONES void tokens_uniform_logit(const Surrogate &a, Range t, double *sums) { tile_of_tokens<false, true>(a, t, sums); }
 
-STPPO_CLONES bool in_order(const int64_t *offsets, int64_t segments) {
-  bool wrong = false;
-  for (int64_t s = 0; s < segments; ++s) wrong |= offsets[s + 1] < offsets[s];
-  return !wrong;
+// What is found among the lengths of segments; OR of these bits.
+enum Lengths : int { NEGATIVE = 1, NOT_ONE = 2 };
+STPPO_CLONES int lengths_of(const int64_t *offsets, Range s) {
+  bool negative = false, not_one = false;
+  for (int64_t i = s.first; i < s.last; ++i) {
+    const int64_t length = offsets[i + 1] - offsets[i];
+    negative |= length < 0, not_one |= length != 1;
+  }
+  return (negative ? NEGATIVE : 0) | (not_one ? NOT_ONE : 0);
 }
 
-STPPO_CLONES bool all_of_one_token(const int64_t *offsets, int64_t segments) {
-  bool other = false;
-  for (int64_t s = 0; s < segments; ++s) other |= offsets[s + 1] - offsets[s] != 1;
-  return !other;
+int lengths_of_all(const int64_t *offsets, int64_t segments, int threads) {
+  constexpr int64_t PART = 16384;
+  int found = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : found) if (segments > PART)
+  for (int64_t first = 0; first < segments; first += PART)
+    found |= lengths_of(offsets, {first, std::min(first + PART, segments)});
+  return found;
 }
 
 // Return the first segment s with offsets[s] + s >= at. This key bounds both the tokens and the segments of a tile.
@@ -265,10 +273,11 @@ void one_tile(const Surrogate &a, int64_t tile, double *sums) {
 }  // namespace
 
 Status clipped_surrogate_cpu(Surrogate a, int threads) {
-  if (a.offsets && (a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens || !in_order(a.offsets, a.segments)))
-    return BAD_OFFSETS;
-  if (a.offsets && a.segments == a.tokens && !a.part && !a.whole && all_of_one_token(a.offsets, a.segments))
-    a.offsets = nullptr;  // token level gives the same result in less time
+  if (a.offsets) {
+    const int lengths = lengths_of_all(a.offsets, a.segments, threads);
+    if (a.offsets[0] != 0 || a.offsets[a.segments] != a.tokens || (lengths & NEGATIVE)) return BAD_OFFSETS;
+    if (!(lengths & NOT_ONE) && !a.part && !a.whole) a.offsets = nullptr;  // the same result in less time
+  }
   const int64_t tiles = a.tiles();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (tiles > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) one_tile(a, tile, a.workspace + tile * SURROGATE_SUMS);

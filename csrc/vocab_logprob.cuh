@@ -134,8 +134,7 @@ __device__ void row_gradient(const VocabGradient &a, int64_t r) {
   const auto at = [r](const float *x) { return x ? x[r] : 0.f; };
   const Row row{temperature_of(l, r), at(a.g), at(a.h), at(a.c), m.logprob[r], m.entropy[r], m.sum_p_sq[r],
                 m.max[r], m.log_sum[r], column_of(l, r)};
-  for (int64_t i = threadIdx.x; i < l.columns / VALUES; i += THREADS) {
-    const P in = packs[i];
+  const auto gradient = [&](int64_t i, const P &in) {
     P result;
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) {
@@ -143,8 +142,16 @@ __device__ void row_gradient(const VocabGradient &a, int64_t r) {
       const bool live = !ignored && column < l.valid;
       from_float(live ? gradient_of(to_float(in.value[k]), column == row.column, row) : 0.f, result.value[k]);
     }
-    out[i] = result;
+    return result;
+  };
+  const int64_t whole = l.columns / VALUES;
+  int64_t i = threadIdx.x;
+  for (; i + THREADS < whole; i += 2 * THREADS) {  // two loads in flight
+    const P first = packs[i], second = packs[i + THREADS];
+    out[i] = gradient(i, first);
+    out[i + THREADS] = gradient(i + THREADS, second);
   }
+  if (i < whole) out[i] = gradient(i, packs[i]);
 }
 
 }  // namespace

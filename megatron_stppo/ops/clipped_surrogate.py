@@ -20,7 +20,7 @@ from megatron_stppo.algorithm.ratio import Pooling, check_offsets
 from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.registration import has_data, registered
+from megatron_stppo.ops.registration import has_data, is_one, registered
 
 INTEGERS = (torch.int32, torch.int64)
 TOTALS, SEGMENT_SUMS = 10, 4  # SURROGATE_TOTALS and SEGMENT_SUMS of csrc/ops.h
@@ -132,10 +132,7 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_T,) = ctx.saved_tensors
-        # reading it from a GPU would synchronize
-        if cotangent.is_cpu and has_data(cotangent) and float(cotangent) == 1:
-            return gradient_T, None, None
-        return cotangent * gradient_T, None, None
+        return gradient_T if is_one(cotangent) else cotangent * gradient_T, None, None
 
 
 @registered("segment_sums")

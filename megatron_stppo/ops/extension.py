@@ -34,9 +34,14 @@ SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per 
 
 def parts() -> dict[str, str]:
     """Return what was built for each device type. Example: {"cpu": "built", "cuda": "sm_90a"}."""
-    if _csrc is None:
+    return _parts(_csrc)
+
+
+@functools.cache
+def _parts(module: Any) -> dict[str, str]:
+    if module is None:
         return {}
-    return {"cpu": "built"} | ({"cuda": f"sm_{_csrc.cuda_archs}"} if _csrc.cuda_archs else {})
+    return {"cpu": "built"} | ({"cuda": f"sm_{module.cuda_archs}"} if module.cuda_archs else {})
 
 
 def applies(tensor: Tensor) -> bool:
@@ -51,16 +56,18 @@ def serves(device: torch.device) -> bool:
     the device.
     """
     mode = os.environ.get("STPPO_OPS", "auto")
+    built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
+    if mode == "auto":
+        return built
     if mode not in MODES:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
-    built = device.type in parts() and (device.type != "cuda" or _runs_on(device.index or 0))
     if mode == "extension" and not built:
         raise RuntimeError(
             f"STPPO_OPS=extension, but not built for this {device.type} (built: {parts() or 'nothing'}): pip "
             "install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
             "device), or STPPO_OPS=auto"
         )
-    return built and mode != "torch"
+    return mode == "extension"
 
 
 @functools.cache

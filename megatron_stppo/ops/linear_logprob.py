@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.registration import is_one
 from megatron_stppo.ops.shard import Shard, rows_of
 from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
 
@@ -208,7 +209,9 @@ class _LinearLoss(torch.autograd.Function):
                 "linear_loss: the first backward scaled the gradient in place; run it once only"
             )
         ctx.gradient = None
-        of_hidden, of_weight = gradient.of_hidden.mul_(cotangent), gradient.of_weight.mul_(cotangent)
+        of_hidden, of_weight = gradient.of_hidden, gradient.of_weight
+        if not is_one(cotangent):
+            of_hidden, of_weight = of_hidden.mul_(cotangent), of_weight.mul_(cotangent)
         main = getattr(ctx.weight, "main_grad", None)
         if main is None:
             return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 6
@@ -231,15 +234,21 @@ class _Gradient:
             return
         if of_logits.dtype != self._weight.dtype:
             of_logits = _rounded(of_logits, self._weight.dtype)
-        at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        self.of_hidden[at] = of_logits @ self._weight
-        hidden = self._hidden[at]
+        hidden = rows_of(self._hidden, rows)
+        if isinstance(rows, range):
+            torch.mm(of_logits, self._weight, out=self.of_hidden[rows.start : rows.stop])
+        else:
+            self.of_hidden[rows] = of_logits @ self._weight
         if hidden.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), hidden)
-            return
-        # The product (on a CPU also its factors) is in float32; each piece takes a tenth of a chunk's memory.
-        width = hidden.shape[1] + (0 if hidden.is_cuda else len(hidden))
-        block = max(64, self._spare // (4 * max(1, width)))
+        elif hidden.is_cuda:  # the product is added to the float32 sums without rounding and without a copy
+            torch.addmm(self.of_weight, of_logits.t(), hidden, out_dtype=torch.float32, out=self.of_weight)
+        else:
+            self._add_in_pieces(of_logits, hidden)
+
+    def _add_in_pieces(self, of_logits: Tensor, hidden: Tensor) -> None:
+        """Add dW of bfloat16 factors on a CPU. In float32 a piece and its factors take a tenth of a chunk."""
+        block = max(64, self._spare // (4 * max(1, hidden.shape[1] + len(hidden))))
         for start in range(0, of_logits.shape[1], block):
             columns = slice(start, start + block)
             self.of_weight[columns] += _product(of_logits[:, columns].t(), hidden)

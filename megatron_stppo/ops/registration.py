@@ -53,3 +53,9 @@ def registered(name: str, writes: tuple[str, ...] = ()) -> Callable[[Kernel], Ke
 def has_data(tensor: Tensor) -> bool:
     """Return whether the tensor's memory can be read: False for a fake or a meta tensor."""
     return type(tensor) in PLAIN and not tensor.is_meta
+
+
+def is_one(cotangent: Tensor) -> bool:
+    """Return whether a 0-d cotangent is 1, so that the product with it can be left out. False on a GPU, where
+    reading it would make the host wait."""
+    return cotangent.is_cpu and has_data(cotangent) and cotangent.item() == 1

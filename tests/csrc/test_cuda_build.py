@@ -19,12 +19,13 @@ from tests.csrc.throwaway import CSRC
 ARCHITECTURES = ("80", "89", "90a", "100")
 SOURCES = sorted(path.stem for path in CSRC.glob("*.cu"))
 FLAGS = ["-O3", "-std=c++20", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]  # setup.py's
-# kernels that move a row of logits 16 bytes at a time: (name, logits, values in a pack) -> how
+# kernels that move 16 bytes at a time: (op, start of the mangled kernel) -> how
 WIDE = {
-    ("statistics_kernel", "f", 4): ["ld"],
-    ("statistics_kernel", "13__nv_bfloat16", 8): ["ld"],
-    ("gradient_kernel", "f", 4): ["ld", "st"],
-    ("gradient_kernel", "13__nv_bfloat16", 8): ["ld", "st"],
+    ("vocab_logprob", "statistics_kernelIfLi4E"): ["ld"],
+    ("vocab_logprob", "statistics_kernelI13__nv_bfloat16Li8E"): ["ld"],
+    ("vocab_logprob", "gradient_kernelIfLi4E"): ["ld", "st"],
+    ("vocab_logprob", "gradient_kernelI13__nv_bfloat16Li8E"): ["ld", "st"],
+    ("clipped_surrogate", "surrogate_kernelILb1E"): ["ld", "st"],  # every token is a segment
 }
 
 
@@ -74,9 +75,20 @@ def test_every_kernel_compiles_and_spills_few_registers(op, arch, built):
     assert kernels, f"{op}.cu has no kernel for sm_{arch}"
     for name, (registers, spilled) in kernels.items():
         print(f"sm_{arch} {op}: {name}: {registers} registers, {spilled} bytes spilled")
-        assert spilled <= (8 if arch == "100" else 0), name  # the statistics in bfloat16 on sm_100
-        # 256 threads of a block need two blocks on a multiprocessor to hide the latency of memory
-        assert registers <= 128, name
+        allowed_registers, allowed_spills = limits(op, arch)
+        assert spilled <= allowed_spills, name
+        assert registers <= allowed_registers, name
+
+
+def limits(op: str, arch: str) -> tuple[int, int]:
+    """(registers, bytes spilled) that a kernel may use.
+
+    With 64 registers, 32 warps of the surrogate fit on a multiprocessor, which hides the latency of memory. One
+    register of it is spilled. sm_100 has not been tuned: two blocks of 256 threads fit, as for the other ops.
+    """
+    if op == "clipped_surrogate":
+        return (128, 112) if arch == "100" else (64, 8)
+    return 128, 8 if arch == "100" else 0
 
 
 def test_objects_for_all_architectures_link_without_a_driver(built, tmp_path):
@@ -90,15 +102,14 @@ def test_objects_for_all_architectures_link_without_a_driver(built, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("kernel", "logits", "values"), WIDE)
-def test_rows_of_logits_move_16_bytes_at_a_time(kernel, logits, values, built, tmp_path):
+@pytest.mark.parametrize(("op", "kernel"), WIDE)
+def test_long_rows_and_columns_move_16_bytes_at_a_time(op, kernel, built, tmp_path):
     """Checked in PTX: the assembler turns four-word accesses into LDG.E.128 and STG.E.128."""
-    source, out = CSRC / "vocab_logprob.cu", tmp_path / "vocab_logprob.ptx"
+    source, out = CSRC / f"{op}.cu", tmp_path / f"{op}.ptx"
     line = [nvcc(), *FLAGS[:2], *FLAGS[4:], "-ptx", "-arch=compute_90a", str(source), "-o", str(out)]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    kernels = re.split(r"\.entry ", out.read_text())
-    mine = [x for x in kernels if re.match(rf"\w+{kernel}I{logits}Li{values}E", x)]
-    assert len(mine) == 1, f"{kernel}<{logits}, {values}> is not in the PTX"
-    for access in WIDE[kernel, logits, values]:
+    mine = [x for x in re.split(r"\.entry ", out.read_text()) if re.match(rf"\w+{kernel}", x)]
+    assert len(mine) == 1, f"{kernel} is not in the PTX"
+    for access in WIDE[op, kernel]:
         assert re.search(rf"{access}\.global\S*\.v4\.[ubf]32", mine[0]), f"{kernel} has no 16-byte {access}"
