@@ -77,14 +77,16 @@ def _check(settings: Settings, board: Board) -> tuple[int, bool]:
     together: dict[int, Together] = {}
     if meeting.nodes:
         together = board.collect("together", _together(settings, board, met, meeting), Together)
-    rows = [] if board.rank else judge(board.world, facts, together, settings.limits)
-    code = board.announce("code", 0 if table.passed(rows) else FAILED, int, waits=8)
-
-    alone.run("remove", lambda: file.unlink(missing_ok=True))
+    code = 0
     if board.rank == 0:
+        rows = judge(board.world, facts, together, settings.limits)
         table.show(rows, Console() if sys.stdout.isatty() else Console(width=160))
         if settings.output is not None:
             table.write(settings.output, rows, settings.limits, facts, together)
+        code = 0 if table.passed(rows) else FAILED
+    # After the table: torchrun kills all ranks as soon as one of them exits with an error.
+    code = board.announce("code", code, int, waits=8)
+    alone.run("remove", lambda: file.unlink(missing_ok=True))
     board.leave(facts)
     return code, alone.hanging or met.hanging
 

@@ -60,6 +60,8 @@ def bounded(
 
 def _number(value: float, unit: str) -> str:
     """Return three digits, or a whole number as it is. Examples: "0.769 GB/s", "65536 files"."""
+    if 0 < value < 0.001:
+        return f"below 0.001 {unit}"
     return f"{value:.0f} {unit}" if value % 1 == 0 or value >= 1000 else f"{value:.3g} {unit}"
 
 

@@ -117,5 +117,5 @@ def test_a_rank_may_open_as_many_files_as_the_host_allows_and_the_nodes_first_ra
         raise_file_limit(1024)
     (warning,) = caplog.records
     assert warning.getMessage().startswith(
-        "the hard limit on open files (ulimit -Hn) is 4096, but 1024 ranks"
+        "the hard limit on open files (ulimit -Hn) is 4096, but a run of 1024 ranks may need 5120; "
     )
