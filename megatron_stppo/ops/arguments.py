@@ -19,7 +19,8 @@ def check(
 
     None in `shape` matches any length.
     """
-    if tensor.shape == shape and tensor.device == device and tensor.dtype in dtypes and tensor.is_contiguous():
+    fits = tensor.shape == shape and tensor.device == device and tensor.dtype in dtypes
+    if fits and tensor.is_contiguous():
         return  # the usual case, in half the time of the checks below
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")

@@ -83,8 +83,9 @@ def test_every_kernel_compiles_and_spills_few_registers(op, arch, built):
 def limits(op: str, arch: str) -> tuple[int, int]:
     """(registers, bytes spilled) that a kernel may use.
 
-    With 64 registers, 32 warps of the surrogate fit on a multiprocessor, which hides the latency of memory. One
-    register of it is spilled. sm_100 has not been tuned: two blocks of 256 threads fit, as for the other ops.
+    With 64 registers, 32 warps of the surrogate fit on a multiprocessor, which hides the latency of memory.
+    One register of it is spilled. sm_100 has not been tuned: two blocks of 256 threads fit, as for the other
+    ops.
     """
     if op == "clipped_surrogate":
         return (128, 112) if arch == "100" else (64, 8)
