@@ -46,8 +46,8 @@ class Played:
 
     def described(self) -> Batch:
         """Return the batch of all trajectories without tokens, equal on every rank. Collective."""
-        parts = all_gather_bytes(rollout_logprobs(self.own).numpy().tobytes())
-        logprob_T = torch.from_numpy(np.frombuffer(b"".join(parts), dtype=np.float32).copy())
+        every = b"".join(all_gather_bytes(rollout_logprobs(self.own).numpy().tobytes()))
+        logprob_T = torch.from_numpy(np.frombuffer(bytearray(every), dtype=np.float32))
         return without_tokens(self.every, logprob_T)
 
     def delivered(self, batch: Batch, wanted: Sequence[Sequence[int]]) -> Batch:

@@ -269,8 +269,8 @@ def rows_of(batch: Batch, chosen: Sequence[int] | Tensor) -> Tensor:
 def _rows(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the rows of slices, one slice after another. Example: starts [4, 0], lengths [2, 3] give
     [4, 5, 0, 1, 2]."""
-    within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(_offsets(lengths)[:-1], lengths)
-    return torch.repeat_interleave(starts, lengths) + within
+    rows = torch.arange(int(lengths.sum()))
+    return rows.add_(torch.repeat_interleave(starts - _offsets(lengths)[:-1], lengths))
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], total: int) -> Tensor:
