@@ -62,7 +62,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
         log.write(done, played.own)
         warn(f"iteration {done}", played.every, learner.mesh.rank)
-        # score: log-probs by actor and reference, values by the critic
+        # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
             worker.load_for("score")
             batch = score(learner, distribute(learner, played, iteration), iteration)
@@ -74,7 +74,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             worker.load_for("update")
-            row, last = update(learner, batch, iteration, hold)
+            row, last, batch = update(learner, batch, iteration, hold)
             row |= describe(played.every, batch, iteration)
             row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -39,28 +38,34 @@ def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     """Return the batch with the log-probs of actor and reference and the critic's values filled. Collective.
 
-    Log-probs of the reference and values are computed only if the learner has these models. The actor's
-    recorded expert routes are filled too, if they are recorded.
+    Log-probs of the reference and values are computed only if the learner has these models. Those of the
+    actor are left to `update` unless config.scores_actor.
     """
-    update, actor, reference = learner.config.update, learner.actor, learner.reference
-    assert actor is not None
-    first_epoch = minibatches(len(batch.live_N), update.minibatches, learner.config.run.seed, iteration, 0)
-    given = (batch, learner.packer, first_epoch)
-    with recording(actor.chunks) as record:
-        old_logprob_T = logprobs(actor.model, learner.head(actor.model), *given)
-        routes_P = _routes(learner, record, batch, iteration) if record else None
-    scored = replace(
-        batch,
-        old_logprob_T=old_logprob_T,
-        routes_P=routes_P,
-        reference_logprob_T=logprobs(reference, learner.head(reference), *given) if reference else None,
-    )
+    reference, given = learner.reference, (learner.packer, _minibatches(learner, batch, iteration, epoch=0))
+    scored = _with_old(learner, batch, iteration) if learner.config.scores_actor else batch
+    if reference is not None:
+        reference_T = logprobs(reference, learner.head(reference), batch, *given)
+        scored = replace(scored, reference_logprob_T=reference_T)
     if learner.critic is None:
         return scored
     if learner.config.algorithm.gae_observations:
-        value_R = values(learner.critic.model, with_observations(batch), *given[1:])
+        value_R = values(learner.critic.model, with_observations(batch), *given)
         return replace(scored, value_R=value_R, value_T=value_R[action_rows(batch)])
-    return replace(scored, value_T=values(learner.critic.model, *given))
+    return replace(scored, value_T=values(learner.critic.model, batch, *given))
+
+
+def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
+    """Return the batch with the actor's log-probs as old_logprob_T. Collective.
+
+    The actor's expert routes are filled too, if they are recorded.
+    """
+    actor = learner.actor
+    assert actor is not None
+    with recording(actor.chunks) as record:
+        first_epoch = _minibatches(learner, batch, iteration, epoch=0)
+        old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, first_epoch)
+        routes_P = _routes(learner, record, batch, iteration) if record else None
+    return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
 
 
 def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> Tensor:
@@ -77,11 +82,9 @@ def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> T
 
 def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[list[int]]:
     """Return the trajectories, ascending, that each data-parallel rank trains on in the first epochs."""
-    config, parts = learner.config, [set[int]() for _ in range(learner.mesh.data_size)]
+    parts = [set[int]() for _ in range(learner.mesh.data_size)]
     for epoch in range(epochs):
-        for chosen in minibatches(
-            len(batch.live_N), config.update.minibatches, config.run.seed, iteration, epoch
-        ):
+        for chosen in _minibatches(learner, batch, iteration, epoch):
             for part, more in zip(parts, learner.packer.partition(batch, chosen), strict=True):
                 part.update(more)
     return [sorted(part) for part in parts]
@@ -89,11 +92,12 @@ def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[
 
 def update(
     learner: Learner, batch: Batch, iteration: int, hold: bool = False
-) -> tuple[dict[str, float], StepRatios | None]:
+) -> tuple[dict[str, float], StepRatios | None, Batch]:
     """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
 
-    Return the mean of the steps' metrics, and the ratios of the last epoch, equal on every rank. Those of a
-    minibatch are computed before the step on it.
+    Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old log-probs. The
+    metrics and ratios are equal on every rank. The ratios of a minibatch are computed before the step on it.
+    If the batch has no old log-probs, they are those of the first step, which must be on all trajectories.
 
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
     whose rewards carry no signal.
@@ -101,32 +105,41 @@ def update(
     would spread that number over all advantages. This counts as one skipped step of each model, and None is
     returned instead of ratios.
     """
-    if any_rank(bool(not_finite(batch))):
-        for trainer in learner.trainers.values():
-            trainer.skipped += 1
-        return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0), None
-    ratios = Ratios(batch, learner.config.algorithm)
-    steps = list(_steps(learner, batch, iteration, ratios, hold))
-    if learner.config.algorithm.correction_probe and learner.mesh.rank == 0:
-        rows.write_steps(learner.config.run.folder / "steps.jsonl", iteration + 1, steps)
-    # first_kl_to_old is not 0 only if scoring and update compute different log-probs
-    row = mean_of(steps) | ratios.row() | {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
-    return row, ratios.last
-
-
-def _steps(
-    learner: Learner, batch: Batch, iteration: int, ratios: Ratios, hold: bool
-) -> Iterator[dict[str, float]]:
-    config, a, actor = learner.config, learner.config.algorithm, learner.actor
+    config, a, actor, critic = learner.config, learner.config.algorithm, learner.actor, learner.critic
     assert actor is not None
-    head, count, seed = learner.head(actor.model), config.update.minibatches, config.run.seed
+    if any_rank(bool(not_finite(batch))):
+        batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
+        return _skipped(learner, *learner.trainers), None, batch
+    head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
+    ratios, steps = Ratios(batch, a), list[dict[str, float]]()
     for epoch in range(config.update.epochs):
-        for chosen in minibatches(len(batch.live_N), count, seed, iteration, epoch):
+        for chosen in _minibatches(learner, batch, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-            step = actor_step(actor, loss, chosen, learner.packer, hold)
+            step = actor_step(actor, loss, chosen, packer, hold)
+            if batch.old_logprob_T is None:
+                assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"
+                batch = replace(batch, old_logprob_T=step.ratios.logprob_T)
+                if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
+                    return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
             ratios.add(step.ratios)
-            if learner.critic is None:
-                yield step.metrics
-            else:
-                yield step.metrics | critic_step(learner.critic, valued, chosen, a.value_clip, learner.packer)
+            row = step.metrics
+            steps.append(row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row)
+    if a.correction_probe and learner.mesh.rank == 0:
+        rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
+    # not 0 only if scoring and update compute different log-probs
+    first = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    return mean_of(steps) | ratios.row() | first, ratios.last, batch
+
+
+def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> list[list[int]]:
+    """Return the trajectories of each optimizer step of an epoch."""
+    count, seed = learner.config.update.minibatches, learner.config.run.seed
+    return minibatches(len(batch.live_N), count, seed, iteration, epoch)
+
+
+def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
+    """Count a skipped step of these models. Return the metrics of an update without steps."""
+    for role in roles:
+        learner.trainers[role].skipped += 1
+    return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)

@@ -83,7 +83,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N)
-            row, _ = update(learner, batch, number - 1, hold)
+            row, _, batch = update(learner, batch, number - 1, hold)
             row |= describe_batch(batch) | numbers
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_stppo.config.algorithm import AlgorithmConfig
 from megatron_stppo.config.model import ModelConfig, ParallelConfig
+from megatron_stppo.config.old_logprob import early_use
 from megatron_stppo.config.rollout import (
     DataConfig,
     EnvironmentConfig,
@@ -106,6 +107,11 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl_coefficient > 0
+
+    @property
+    def scores_actor(self) -> bool:
+        """Whether the old log-probs are computed before the update, in a forward pass of their own."""
+        return self.update.old_logprob == "score" or early_use(self.update, self.algorithm) is not None
 
     def dump(self) -> str:
         """Return the resolved configuration as YAML; loading it gives an equal Config."""

@@ -45,6 +45,12 @@ class UpdateConfig(Section):
     tokens_per_microbatch: int = Field(
         16384, ge=1, description="tokens on one rank; a longer trajectory exceeds it"
     )
+    old_logprob: Literal["auto", "score", "update"] = Field(
+        "auto",
+        description="forward pass that computes the old policy's log-probs: one of its own, or that of the "
+        "first step, which gives the same numbers. auto: update where it is possible, which needs "
+        "minibatches=1, no KL divergence in the reward, mismatch=off and routing_replay=off",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="what leaves the GPU while the engine generates: optimizer states and gradients; "

@@ -54,7 +54,7 @@ def bounds(
     share = work.tokens / microbatch_tokens * config.update.minibatches  # a rank's work, in micro-batches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
     passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
-    scored = max(sum(use.score_flop for use in one.models.values()) for one in stages)
+    scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
     updated = max(
         sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
     )

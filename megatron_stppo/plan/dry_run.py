@@ -134,6 +134,7 @@ def _of_kind(
                 ranks=count,
                 layers=layers,
                 models=models,
+                scored=tuple(role for role in models if role != "actor" or config.scores_actor),
                 in_flight={
                     role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
                 },

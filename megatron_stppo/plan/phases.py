@@ -18,6 +18,7 @@ class StageUse:
     ranks: int
     layers: int
     models: Mapping[str, ModelUse]  # by role
+    scored: tuple[str, ...]  # roles of the models that are scored
     in_flight: Mapping[str, int]  # by role
     buffers: int  # of megatron, shared by all models
     logits: int  # one chunk of logits on the last stage; already included in the models' numbers
@@ -51,7 +52,7 @@ class StageUse:
         at_work: dict[Phase, dict[str, int]] = {
             "rollout": serving | {"KV cache": max(0, engine.cache)},
             "reshard": {"engine weights": engine.weights, "reshard buffers": staging},
-            "score": {"at work": max(use.scoring for use in models.values())},
+            "score": {"at work": max((models[role].scoring for role in self.scored), default=0)},
             "update": {"in flight": kept, "at work": updating[busiest] - kept},
         }
         return {phase: self.held(phase, offload) | items for phase, items in at_work.items()}

@@ -41,12 +41,12 @@ def throughput(
 def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int]:
     """Return the model FLOP of an iteration by phase, over all ranks.
 
-    Every model scores each token once. Actor and critic train on each token once per epoch.
+    Every model that is scored computes each token once. Actor and critic train on each token once per epoch.
     """
     lengths = batch.sequence_offsets.diff().tolist()
     policy, trunk = forward(shape, lengths, len(batch.action_index_T)), forward(shape, lengths)
     critic = trunk if config.needs_critic else 0
     return {
-        "score": policy * (1 + config.needs_reference) + critic,
+        "score": policy * (config.scores_actor + config.needs_reference) + critic,
         "update": TRAINED * config.update.epochs * (policy + critic),
     }

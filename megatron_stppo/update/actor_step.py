@@ -60,7 +60,7 @@ class ActorStep:
 class ActorLoss:
     """The actor's loss of a minibatch, called once per micro-batch on the last pipeline stage."""
 
-    batch: Batch
+    batch: Batch  # without old_logprob_T the current policy is the old one, as in the first step
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
@@ -100,10 +100,10 @@ class ActorLoss:
         return loss, loss.detach().reshape(1)
 
     def surrogate(self, tokens: ActionTokens, **wanted: Any) -> ClippedSurrogate:
-        a, mesh = self.algorithm, self.head.mesh
+        a, mesh, old_T = self.algorithm, self.head.mesh, self.batch.old_logprob_T
         return ops.clipped_surrogate(
             tokens.logprob_T,
-            self.at(tokens, self.batch.old_logprob_T),
+            tokens.logprob_T.detach() if old_T is None else self.at(tokens, old_T),
             self.at(tokens, self.batch.advantage_T),
             tokens.offsets,
             clip_low=a.clip_low,

@@ -43,11 +43,13 @@ class StepRatios:
     ) -> StepRatios:
         """Compute the ratios and the clipped tokens of a step.
 
-        logprob_T: float32 [T]. weight_T: [T], the weights of the step's loss. chosen: its trajectories.
+        logprob_T: float32 [T], also the old policy's if the batch has none. weight_T: [T], the weights of the
+        step's loss. chosen: its trajectories.
         """
-        assert batch.old_logprob_T is not None and batch.advantage_T is not None
+        assert batch.advantage_T is not None
+        old_T = logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
         offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
-        ratio_S, _ = segment_ratio(logprob_T, batch.old_logprob_T, offsets, a.pooling)
+        ratio_S, _ = segment_ratio(logprob_T, old_T, offsets, a.pooling)
         clipped_T = clipped(ratio_S, batch.advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
         return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T)
 

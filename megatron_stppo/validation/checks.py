@@ -11,7 +11,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config, ConfigError, old_logprob
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation import megatron_fields, model_folder
@@ -53,6 +53,9 @@ def check(config: Config, world_size: int, command: str) -> None:
         _batches(config, layout)
     if command == "train":
         check_reporters(config)
+    refused = old_logprob.refusal(config.update, config.algorithm)
+    if refused:
+        raise ConfigError(refused)
     megatron_fields.check(config)
 
 

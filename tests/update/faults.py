@@ -22,7 +22,7 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
         {
             "model": {"path": model},
             "parallel": {"tensor": tensor},
-            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1},
+            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "old_logprob": "score"},
             # the exact correction has a second backward pass, which no rank may start alone
             "algorithm": {"correction": "gradient", "kl_coefficient": 0},
         }
@@ -108,6 +108,19 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
             hook.remove()
         return update(learner, replace(given, old_logprob_T=scored.old_logprob_T), 0)[0]
 
+    def update_alone(given: Any) -> Any:
+        hook = actor.chunks[0].register_forward_hook(lambda *x: x[-1] * nan) if here else None
+        row, last, filled = update(learner, replace(given, old_logprob_T=None), 0)
+        if hook is not None:
+            hook.remove()
+        assert last is None and filled.old_logprob_T.isnan().any()
+        return row
+
+    def reward_alone(given: Any) -> Any:
+        row, _, filled = update(learner, replace(given, old_logprob_T=None), 0)
+        assert filled.old_logprob_T.isfinite().all()  # for the metrics of the mismatch and the dump
+        return row
+
     spoil("actor's loss", "advantage_T", step_actor)
     spoil("actor's gradient", None, step_actor, actor)
     spoil("norm", None, lambda given: {"actor/skipped": float(not actor.step(nan if here else 1.0))})
@@ -115,6 +128,8 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     spoil("critic's gradient", None, step_critic, critic)
     spoil("log-prob", None, score_and_update)
     spoil("reward", "reward_T", lambda given: update(learner, given, 0)[0])
+    spoil("log-prob of the update", None, update_alone)
+    spoil("reward, without scores", "reward_T", reward_alone)
     spoil("none", None, lambda given: update(learner, given, 0)[0])
     return found
 

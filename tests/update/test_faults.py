@@ -31,7 +31,9 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimize
             "critic's gradient": (skipped["critic"], True, 3, 2),
             "log-prob": (both, True, 4, 3),
             "reward": (both, True, 5, 4),
-            "none": (dict.fromkeys(both, 0.0), False, 5, 4),
+            "log-prob of the update": (both, True, 6, 5),
+            "reward, without scores": (both, True, 7, 6),
+            "none": (dict.fromkeys(both, 0.0), False, 7, 6),
         }
 
 
