@@ -22,7 +22,8 @@ def join(store: dist.Store, rank: int, world: int, cuda: bool, seconds: float) -
     """Create the default process group, with the backends of a training run. Collective."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore("network", store),
+        # A connection of its own: gloo waits on it for ranks that do not come, which blocks other uses of it.
+        store=dist.PrefixStore("network", store.clone()),  # type: ignore[attr-defined]  # not in the stub
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=seconds),
@@ -41,15 +42,20 @@ def clock() -> tuple[float, ...]:
 def groups(nodes: Sequence[str]) -> list[list[tuple[int, ...]]]:
     """Return rounds of groups of ranks. Groups of a round share no rank and are measured at the same time.
 
-    nodes: the node of every rank. The rounds: every node; pairs of neighbouring nodes, in two rounds; all
-    ranks. A slow node is one that is slow with both neighbours.
-    Example: a node each of ranks 0 to 2 gives [[(0, 1)], [(1, 2)], [(0, 1, 2)]].
+    nodes: the node of every rank. The rounds: every node; pairs of neighbours in a ring of the nodes, in two
+    or three rounds; all ranks. A node that is slow in both of its pairs is a slow node.
+    Example: ranks on nodes a, a, b, b give [[(0, 1), (2, 3)], [(0, 1, 2, 3)]].
     """
     names = list(dict.fromkeys(nodes))
     ranks = {name: tuple(rank for rank, node in enumerate(nodes) if node == name) for name in names}
-    pairs = [ranks[a] + ranks[b] for a, b in itertools.pairwise(names)]
-    rounds = [list(ranks.values()), pairs[::2], pairs[1::2]]
+    chain = [ranks[a] + ranks[b] for a, b in itertools.pairwise(names)]
+    rounds = [list(ranks.values()), chain[::2], chain[1::2]]
     if len(names) > 2:
+        closing = ranks[names[0]] + ranks[names[-1]]
+        if len(names) % 2:
+            rounds.append([closing])
+        else:
+            rounds[2].append(closing)
         rounds.append([tuple(range(len(nodes)))])
     several = [[group for group in one if len(group) > 1] for one in rounds]
     return [one for one in several if one]
@@ -59,12 +65,13 @@ def bandwidth(nodes: Sequence[str], cuda: bool) -> Iterator[Bandwidth]:
     """Yield the bandwidth of every size in every group of which this rank is a member. Collective."""
     rank = dist.get_rank()
     for one in groups(nodes):
-        for group in one:
+        # All ranks create all groups: gloo hangs if ranks have created different numbers of groups.
+        created = [(group, dist.new_group(list(group))) for group in one]
+        for group, process_group in created:
             if rank in group:
                 where = tuple(dict.fromkeys(nodes[member] for member in group))
-                ranks = dist.new_group(list(group), use_local_synchronization=True)
                 for size in SIZES_CUDA if cuda else SIZES_CPU:
-                    seconds = _all_reduce(size, ranks, cuda)
+                    seconds = _all_reduce(size, process_group, cuda)
                     yield Bandwidth(where, len(group), size, bus_bandwidth(size, seconds, len(group)))
         dist.all_reduce(torch.zeros(1))  # the next round begins when no group of this one uses the network
 

@@ -53,7 +53,7 @@ def _groups(together: Mapping[int, Together]) -> dict[tuple[str, ...], float]:
 def slow_nodes(pairs: Mapping[tuple[str, ...], float], limit: float) -> list[str]:
     """Return the nodes that are slow in each of their two or more pairs.
 
-    Example: if a + b and b + c are below the limit and c + d is not, b is slow.
+    Example: if a + b and b + c are below the limit, and a + c is not, b is slow.
     """
     of_node: dict[str, list[float]] = {}
     for pair, speed in pairs.items():

@@ -26,7 +26,7 @@ EASY = (
     "min_shared_memory=0",
     "max_visible=2",
 )
-NODES = ("a", "a", "b", "b")
+PAIR, RING = ("a", "a", "b", "b"), ("a", "b", "c")  # the node of every rank
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,23 @@ class Result:
 
 
 def of_rank(
-    port: int, root: str, seconds: float, folder_of_b: str, absent: int, interface: str
+    port: int,
+    root: str,
+    nodes: tuple[str, ...],
+    seconds: float,
+    folder_of_b: str,
+    absent: int,
+    interface: str,
 ) -> tuple[int, str]:
     """Return (exit code, printed text) of this rank; (-1, "") for the rank that is `absent`."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     if rank == absent:
         return -1, ""
-    os.environ.update(
-        MASTER_PORT=str(port), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=NODES[rank]
-    )
-    os.environ["GLOO_SOCKET_IFNAME"] = interface if rank == 3 else "lo"
-    folder = Path(root, folder_of_b if NODES[rank] == "b" else "runs")
+    local, here = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+    os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(here))
+    os.environ.update(SLURMD_NODENAME=nodes[rank], GLOO_SOCKET_IFNAME=interface if rank == 3 else "lo")
+    folder = Path(root, folder_of_b if nodes[rank] == "b" else "runs")
     settings = Settings(folder, limits.read(EASY), seconds, 2**20, Path(root, "check.json"))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code, _ = check(settings)
@@ -64,9 +69,16 @@ def of_rank(
 
 
 def job(
-    root: Path, seconds: float = 60, folder_of_b: str = "runs", absent: int = -1, interface: str = "lo"
+    root: Path,
+    nodes: tuple[str, ...] = PAIR,
+    seconds: float = 60,
+    folder_of_b: str = "runs",
+    absent: int = -1,
+    interface: str = "lo",
 ) -> Result:
-    ends = run_ranks(of_rank, 4, free_port(), str(root), seconds, folder_of_b, absent, interface)
+    ends = run_ranks(
+        of_rank, len(nodes), free_port(), str(root), nodes, seconds, folder_of_b, absent, interface
+    )
     codes, printed = zip(*ends, strict=True)
     return Result(list(codes), list(printed), json.loads((root / "check.json").read_text()))
 
@@ -85,6 +97,14 @@ def test_healthy_ranks_pass_with_a_number_for_every_bandwidth_and_leave_no_file(
     assert found.printed[0].startswith("megatron-stppo doctor --cluster") and found.printed[1:] == [""] * 3
     groups = {tuple(one["nodes"]) for one in found.written["together"][3]["bandwidth"]}
     assert groups == {("b",), ("a", "b")}
+
+
+def test_of_three_nodes_every_pair_and_all_together_are_measured(tmp_path: Path) -> None:
+    found = job(tmp_path, RING)
+    assert (found.codes, found.failures) == ([0] * 3, {})
+    groups = {tuple(one["nodes"]) for rank in found.written["together"] for one in rank["bandwidth"]}
+    assert groups == {("a", "b"), ("b", "c"), ("a", "c"), ("a", "b", "c")}
+    assert float(found.rows["all-reduce of all nodes"]["value"].removesuffix(" GB/s")) > 0
 
 
 def test_a_node_whose_run_folder_is_not_shared_is_named(tmp_path: Path) -> None:

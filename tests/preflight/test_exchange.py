@@ -42,16 +42,23 @@ def test_a_measurement_that_raises_or_hangs_leaves_an_error_and_the_next_one_run
     end.set()
 
 
-def test_groups_are_nodes_then_neighbours_then_all_ranks() -> None:
-    nodes = ["a", "a", "b", "b", "c", "c"]
-    assert network.groups(nodes) == [
-        [(0, 1), (2, 3), (4, 5)],
-        [(0, 1, 2, 3)],
-        [(2, 3, 4, 5)],
-        [(0, 1, 2, 3, 4, 5)],
-    ]
-    assert network.groups(["a", "b"]) == [[(0, 1)]], "two nodes are a pair, and one rank has nobody to meet"
-    assert network.groups(["a"]) == []
+def test_groups_are_nodes_then_neighbours_in_a_ring_then_all_ranks() -> None:
+    assert network.groups(["a", "a", "b", "b"]) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]], (
+        "two nodes are one pair"
+    )
+    assert network.groups(["a", "b", "c"]) == [[(0, 1)], [(1, 2)], [(0, 2)], [(0, 1, 2)]]
+    assert network.groups(["a", "b", "c", "d"]) == [[(0, 1), (2, 3)], [(1, 2), (0, 3)], [(0, 1, 2, 3)]]
+    assert network.groups(["a"]) == [], "one rank has nobody to meet"
+
+
+@pytest.mark.parametrize("count", range(3, 9))
+def test_every_node_of_three_or_more_is_in_two_pairs_and_in_one_group_of_a_round(count: int) -> None:
+    rounds = network.groups([f"n{node}" for node in range(count)])
+    pairs = [group for one in rounds for group in one if len(group) == 2]
+    assert [sum(rank in pair for pair in pairs) for rank in range(count)] == [2] * count
+    for one in rounds:
+        members = [rank for group in one for rank in group]
+        assert len(members) == len(set(members))
 
 
 def test_bus_bandwidth_of_a_ring_of_eight() -> None:
