@@ -24,10 +24,11 @@ RUN python3.12 -m venv /opt/venv \
     && pip install --no-cache-dir --constraint /opt/constraints.txt ninja packaging pybind11 setuptools wheel \
     && pip install --no-cache-dir --constraint /opt/constraints.txt torch vllm
 
-# The package transformer-engine itself is empty. The core library is in -cu13, the bindings to torch in -torch, which
-# is a source package. NVTE_PYTORCH_FORCE_BUILD stops it from downloading a wheel for another version of torch.
+# The package transformer-engine has the Python code, -cu13 the core library and -torch the bindings to torch, as source.
+# NVTE_PYTORCH_FORCE_BUILD stops it from downloading a wheel for another version of torch. NVTE_BUILD_USE_NVIDIA_WHEELS
+# takes the headers from the packages that torch uses.
 FROM engine AS transformer-engine
-ENV NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=8
+ENV NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS=8
 RUN pip wheel --no-cache-dir --constraint /opt/constraints.txt --no-deps --no-build-isolation \
     --wheel-dir /wheels/transformer-engine transformer-engine transformer-engine-cu13 transformer-engine-torch
 

@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart medical test test-all chaos lint audit check-dockerfile clean
+.PHONY: help quickstart medical test test-all chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -22,7 +22,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 STRICT := megatron_stppo/types.py megatron_stppo/config megatron_stppo/config_file.py megatron_stppo/algorithm megatron_stppo/reshard/plan.py
 
 help: ## print this list
-	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 26
+	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 32
 
 .venv: $(STAMP) ## install the environment that tools/lock-cpu.txt pins; again when that file changes
 
@@ -68,6 +68,31 @@ audit: ## list known vulnerabilities of the pinned packages; needs a network wit
 check-dockerfile: ## run the steps of the Dockerfile without Docker; needs nvcc, an index, PYTHON312=python3.12
 	$(PYTHON312) tools/check_dockerfile.py --python $(PYTHON312)
 
+# The CUDA environment without Docker, for Python 3.12. The packages bring nvcc, the headers and the libraries with
+# them. torch's part of TransformerEngine is compiled, for which MAX_JOBS is the number of compilers at a time.
+GPU := .venv-gpu
+GPU_STAMP := $(GPU)/install-seconds
+GPU_PIP := $(GPU)/bin/python -m pip install --quiet --constraint tools/constraints-gpu.txt
+MAX_JOBS ?= $(shell nproc)
+$(GPU_STAMP) check-cuda-environment: export CUDA_HOME := $(CURDIR)/$(GPU)/lib/python3.12/site-packages/nvidia/cu13
+
+.venv-gpu: $(GPU_STAMP) ## install the CUDA environment that tools/constraints-gpu.txt pins; needs PYTHON312
+
+$(GPU_STAMP): export STPPO_CUDA_ARCHS ?= 90a;100a
+$(GPU_STAMP): tools/constraints-gpu.txt pyproject.toml setup.py $(CSRC)
+	@start=$$(date +%s); \
+	[ -x $(GPU)/bin/python ] || $(PYTHON312) -m venv $(GPU); \
+	$(GPU_PIP) ninja packaging pybind11 setuptools wheel; \
+	$(GPU_PIP) torch vllm countryinfo mendeleev; \
+	PATH="$(CURDIR)/$(GPU)/bin:$$PATH" NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch \
+		NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=$(MAX_JOBS) \
+		$(GPU_PIP) --no-build-isolation transformer-engine transformer-engine-cu13 transformer-engine-torch; \
+	$(GPU_PIP) --no-build-isolation --editable .; \
+	echo $$(( $$(date +%s) - start )) > $@
+
+check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and names of weights; needs no GPU
+	$(GPU)/bin/python tools/check_cuda_environment.py --json $(GPU)/checks.json
+
 clean: ## remove everything that make has created, except runs/
-	rm -rf .venv $(AUDIT) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(AUDIT) $(GPU) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,9 @@ CUDA_TYPE_NAMES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
+# megatron imports these if they are installed. Without a GPU and its driver the import fails, and not always
+# with the ImportError that megatron expects.
+NEED_GPU = ("flashinfer", "transformer_engine")
 _installed = False  # global, because torch.cuda is replaced for the whole process
 
 
@@ -89,6 +92,7 @@ def needed() -> bool:
 def install(device: str = "cpu") -> None:
     """Replace functions of torch.cuda and torch by versions for `device` ("cpu" or "meta").
 
+    Packages of NEED_GPU that are not imported yet can no longer be imported.
     Raises RuntimeError if there is a CUDA device, if it was called before, or if megatron is imported.
     """
     global _installed
@@ -107,6 +111,9 @@ def install(device: str = "cpu") -> None:
     _substitute_factories(device)
     _substitute_type_names()
     _substitute_uneven_collectives()
+    modules: dict[str, Any] = sys.modules
+    for name in NEED_GPU:
+        modules.setdefault(name, None)  # an import raises ModuleNotFoundError
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 

@@ -37,7 +37,14 @@ from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, R
 from megatron_stppo.rollout.stop_strings import StopFinder
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
-from megatron_stppo.rollout.vllm_setup import build_vllm, end_of_text_ids, join_world, on_cpu, tear_down
+from megatron_stppo.rollout.vllm_setup import (
+    build_vllm,
+    end_of_text_ids,
+    join_world,
+    on_cpu,
+    tear_down,
+    weights,
+)
 
 
 @dataclass
@@ -131,12 +138,7 @@ class Engine:
 
         Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
         """
-        worker = self._llm.model_executor.driver_worker.worker
-        shard: dict[str, torch.Tensor] = {}
-        for name, parameter in worker.get_model().named_parameters():
-            slices = parameter.data.unbind() if parameter.ndim == 3 else ()
-            shard |= {f"{name}.{n}": part for n, part in enumerate(slices)} or {name: parameter.data}
-        return shard
+        return weights(self._llm.model_executor.driver_worker.worker.get_model())
 
     def refresh(self) -> int:
         """Drop the key-value blocks that older weights wrote, and return the published version.

@@ -78,26 +78,17 @@ def build_vllm(
             "ignore", FutureWarning
         )  # vLLM inspects all names of torch, including deprecated ones
         engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model_path),
-                trust_remote_code=False,
+            engine_arguments(
+                model_path,
+                tensor=tensor,
                 dtype=dtype,
-                hf_overrides={"head_dtype": "float32"} if float32_logits and dtype != "float32" else {},
+                float32_logits=float32_logits,
                 seed=seed,
-                tensor_parallel_size=tensor,
-                distributed_executor_backend="external_launcher",
-                load_format="dummy",
-                max_model_len=max_context,
-                max_num_seqs=max_sequences,
-                # In one step several new prompts can be prefilled beside all running sequences.
-                max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
+                max_context=max_context,
+                max_sequences=max_sequences,
+                kv_cache_gib=kv_cache_gib,
                 gpu_memory_utilization=gpu_memory_utilization,
-                logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-                skip_tokenizer_init=True,  # input and output are token ids
-                generation_config="vllm",  # ignore top_k and temperature of the checkpoint
-                enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
-                disable_log_stats=True,
-                **_platform_arguments(kv_cache_gib, token),
+                token=token,
             )
         )
     # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
@@ -106,6 +97,59 @@ def build_vllm(
     for path in SHARED_MEMORY.glob(f"{token}-*"):
         path.unlink(missing_ok=True)
     return engine
+
+
+def engine_arguments(
+    model_path: Path | str,
+    *,
+    tensor: int,
+    dtype: Literal["float32", "bfloat16"],
+    float32_logits: bool,
+    seed: int,
+    max_context: int,
+    max_sequences: int,
+    kv_cache_gib: float,
+    gpu_memory_utilization: float,
+    token: str,
+) -> EngineArgs:
+    """Return vLLM's arguments for this platform.
+
+    token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
+    from those of all other engines.
+    """
+    return EngineArgs(
+        model=str(model_path),
+        trust_remote_code=False,
+        dtype=dtype,
+        hf_overrides={"head_dtype": "float32"} if float32_logits and dtype != "float32" else {},
+        seed=seed,
+        tensor_parallel_size=tensor,
+        distributed_executor_backend="external_launcher",
+        load_format="dummy",
+        max_model_len=max_context,
+        max_num_seqs=max_sequences,
+        # In one step several new prompts can be prefilled beside all running sequences.
+        max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
+        gpu_memory_utilization=gpu_memory_utilization,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        skip_tokenizer_init=True,  # input and output are token ids
+        generation_config="vllm",  # ignore top_k and temperature of the checkpoint
+        enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
+        disable_log_stats=True,
+        **_platform_arguments(kv_cache_gib, token),
+    )
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of one of vLLM's models by name. They share memory with the model.
+
+    Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        slices = parameter.data.unbind() if parameter.ndim == 3 else ()
+        found |= {f"{name}.{n}": part for n, part in enumerate(slices)} or {name: parameter.data}
+    return found
 
 
 def tear_down(engine: LLMEngine) -> None:

@@ -1,9 +1,13 @@
-"""The contexts of the CPU platform put back what they replace."""
+"""megatron without a GPU. The contexts of the CPU platform put back what they replace."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +79,28 @@ def test_attention_of_meta_tensors_is_replaced_inside_the_context_only() -> None
     with cpu_platform.meta_as_cpu(torch.add):
         assert functional.scaled_dot_product_attention is torch.add
     assert functional.scaled_dot_product_attention is original
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the real packages are imported")
+@pytest.mark.parametrize("package", cpu_platform.NEED_GPU)
+def test_a_package_that_cannot_be_imported_without_a_gpu_does_not_stop_megatron(
+    package: str, tmp_path: Path
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise OSError('libcuda.so.1')")
+    code = (
+        "from megatron_stppo.launch import process; process.prepare(engine=False)\n"
+        "from megatron.core.models.gpt import gpt_layer_specs\n"
+        "import megatron.core.inference.contexts, megatron_stppo.learner\n"
+        "print(gpt_layer_specs.HAVE_TE)"
+    )
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["False"]
