@@ -1,7 +1,8 @@
-"""The installed packages are those of tools/constraints-gpu.txt, and fit together."""
+"""The installed packages are those of tools/constraints-gpu.txt, fit together, and can plan a run."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ FREE = {"pip", "megatron-stppo"}
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "versions", versions
     yield "requirements", requirements
+    yield "plan without a GPU", plan
 
 
 def versions() -> str:
@@ -40,6 +42,15 @@ def requirements() -> str:
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
+
+
+def plan() -> str:
+    """Run `plan`, without the stub of the driver. megatron must not import packages that need a GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    line = [sys.executable, "-m", "megatron_stppo", "plan", "examples/qwen2.5-7b/config.yaml", "--gpus", "8"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2500:]
+    return done.stdout.strip().splitlines()[-1]
 
 
 def _plain(name: str) -> str:
