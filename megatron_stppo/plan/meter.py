@@ -52,7 +52,8 @@ class Meter(TorchDispatchMode):
             out = answer(args[0]) if answer else func(*args, **kwargs)
         count = FLOP.get(func._overloadpacket)
         if count is not None:
-            self.flop += count(*args, **kwargs, out_val=out)
+            sizes = [x for x in args if not isinstance(x, torch.dtype)]  # of addmm(..., out_dtype)
+            self.flop += count(*sizes, **kwargs, out_val=out)
         before = {x.untyped_storage()._cdata for x in given}
         for tensor in _tensors((out,)):
             if tensor.is_meta:
