@@ -10,7 +10,6 @@ that link to the driver can be loaded; tools/cuda_environment/stand_ins.py has a
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -22,7 +21,18 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GROUPS = ("installed", "imports", "extension", "trainer", "engine")  # each runs in a process of its own
+sys.path.insert(0, str(ROOT))  # for the import below
+from tools.cuda_environment import engine, extension, imports, installed, stand_ins, trainer  # noqa: E402
+
+# each runs in a process of its own
+GROUPS = {
+    "installed": installed.checks,
+    "commands": installed.commands,
+    "imports": imports.checks,
+    "extension": extension.checks,
+    "trainer": trainer.checks,
+    "engine": engine.checks,
+}
 MARK = "check: "  # begins the lines of a group's process that are results
 
 
@@ -49,8 +59,6 @@ def main() -> int:
 
 def prepared(folder: Path) -> dict[str, str]:
     """Return the environment variables of the groups, with a stub of the driver if there is none."""
-    from tools.cuda_environment import stand_ins
-
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
@@ -98,7 +106,7 @@ def show(result: dict) -> None:
 
 def run_group(group: str) -> None:
     """Run the checks of a group: (name, function), where the function returns what to print or raises."""
-    for name, check in importlib.import_module(f"tools.cuda_environment.{group}").checks():
+    for name, check in GROUPS[group]():
         start, passed = time.monotonic(), True
         try:
             said = check()
@@ -110,5 +118,4 @@ def run_group(group: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

@@ -24,10 +24,11 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def engine() -> str:
     """Import what launch/process.py imports of vLLM."""
-    names = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker")
-    for name in names:
-        importlib.import_module(name)
-    return f"vLLM {sys.modules['vllm'].__version__}"
+    import vllm.v1.engine.core
+    import vllm.v1.worker.gpu_model_runner
+    import vllm.v1.worker.gpu_worker
+
+    return f"vLLM {vllm.__version__}"
 
 
 def transformer_engine() -> str:

@@ -19,6 +19,9 @@ FREE = {"pip", "megatron-stppo"}
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "versions", versions
     yield "requirements", requirements
+
+
+def commands() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "plan without a GPU", plan
 
 
