@@ -64,7 +64,7 @@ def compare(config: Config, output: Path | None = None) -> int:
     for case in progress(found, "check-layouts", rank == 0):
         measured = measure(case, config, shape, batch, None if first is None else first.logprob_T)
         first = first or measured
-        rows.append(_compare(case, world, measured, first, tolerance))
+        rows.append(compare_case(case, world, measured, first, tolerance))
     if rank == 0:
         _show(rows, tolerance, Console(width=None if Console().is_terminal else 150))
         if output is not None:
@@ -78,7 +78,7 @@ def compare(config: Config, output: Path | None = None) -> int:
     return int(broadcast_bytes(str(sum(bool(row["broken"]) for row in rows)).encode(), 0))
 
 
-def _compare(case: Case, world: int, measured: Measured, first: Measured, limit: Tolerance) -> dict[str, Any]:
+def compare_case(case: Case, world: int, measured: Measured, first: Measured, limit: Tolerance) -> dict[str, Any]:
     """Return the measurements of a case, their differences from the first case, and those above the limit."""
     apart = {"logprob": float((measured.logprob_T - first.logprob_T).abs().max())}
     apart |= {

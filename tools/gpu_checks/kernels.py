@@ -1,0 +1,130 @@
+"""Calls of every op: once for compute-sanitizer, repeatedly for bitwise equality, and for Nsight Compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu_checks.machine import synchronize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def calls() -> dict[str, Any]:
+    """Run every op once, forward and backward, on small inputs that cover every path of its kernels."""
+    from megatron_stppo import ops
+    from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, three, unaligned, uniform
+    from tests.ops.test_two_phases import test_two_parts_of_every_turn_make_the_whole as two_phases
+
+    os.environ["STPPO_OPS"] = "extension"
+    with torch.device(DEVICE):
+        lengths = [1, 0, 40_000, 33_000, 5, 300, 700, *[3] * 50]
+        total = sum(lengths)
+        settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=1), "with_bias": True}
+        for segments in (None, offsets_of(*lengths)):
+            new, old, advantage = three(total)
+            out = ops.clipped_surrogate(new.requires_grad_(), old, advantage, segments, **settings)
+            out.objective.backward()
+        two_phases("mean", None, 0.5)
+        for columns in (1003, 4096):
+            for dtype in (torch.float32, torch.bfloat16):
+                logits, target = rows(3, columns)
+                logprob_and_gradient(logits.to(dtype), target, temperature=0.5 + uniform(3))
+                logprob_and_gradient(unaligned(logits.to(dtype)), target, vocab_size=columns)
+        lengths = [3, 0, 5000, 1]
+        given = (normal(5004), normal(5004, seed=1), offsets_of(*lengths))
+        ops.gae(*given, lam=0.9)
+        ops.gae(*given, lam=0.9, turn_offsets=offsets_of(3, 2000, 3000, 1))
+        wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
+        ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
+        ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
+        for dtype in (torch.float32, torch.bfloat16):
+            hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
+            target = rows(64, 1003)[1]
+            sum(x.sum() for x in ops.linear_logprob(hidden, weight, target, chunk=17)).backward()
+            weight.main_grad = torch.zeros(weight.shape)
+            ops.linear_loss(hidden, weight, target, [0, 0, 20, 64], a_third)[0].backward()
+    synchronize()
+    return {}
+
+
+def a_third(chunk: Any) -> tuple[Any, Any]:
+    """Return the loss of a chunk in which two of three rows have no gradient."""
+    logprob = chunk.logprob
+    kept = torch.arange(len(logprob), device=logprob.device) % 3 == 0
+    return logprob.masked_fill(~kept, 0).sum(), logprob.detach().sum().reshape(1)
+
+
+def repeats() -> dict[str, Any]:
+    """Run each op 100 times at the size of a training step, and compare the bits. On a CPU, 5 times."""
+    from megatron_stppo import ops
+    from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, same_bits, three, uniform
+
+    os.environ["STPPO_OPS"] = "extension"
+    again, vocab, longer = (99, 151_936, 5000) if DEVICE == "cuda" else (4, 4096, 50)
+    differ = {}
+    with torch.device(DEVICE):
+        lengths = [131_072, 40_000, 33_000, *[150] * longer, *[1] * 1000]
+        total, cut = sum(lengths), offsets_of(*lengths)
+        settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=1), "with_bias": True}
+        given, (logits, target) = three(total), rows(256, vocab)
+        narrow, steps = logits.bfloat16(), (normal(total), normal(total, seed=1))
+        head = [normal(n, 512).bfloat16().requires_grad_() for n in (4096, vocab)]
+        labels = rows(4096, vocab)[1]
+
+        def linear_loss() -> Sequence[torch.Tensor]:
+            total, *_ = ops.linear_loss(*head, labels, [0, 1500, 4096], a_third)
+            return total, *torch.autograd.grad(total, head)
+
+        def linear_logprob() -> Sequence[torch.Tensor]:
+            out = ops.linear_logprob(*head, labels, chunk=1500)
+            return *out, *torch.autograd.grad(sum(x.sum() for x in out), head)
+
+        def copied() -> Sequence[torch.Tensor]:
+            out = torch.empty(logits.shape, dtype=torch.bfloat16)
+            ops.bucket_copy([logits], [out])
+            return [out]
+
+        ops_of: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
+            "clipped_surrogate by turn": lambda: ops.clipped_surrogate(*given, cut, **settings),
+            "clipped_surrogate by token": lambda: ops.clipped_surrogate(*given, **settings),
+            "vocab_logprob float32": lambda: logprob_and_gradient(logits, target),
+            "vocab_logprob bfloat16": lambda: logprob_and_gradient(narrow, target),
+            "bucket_copy": copied,
+            "linear_loss bfloat16": linear_loss,
+            "linear_logprob bfloat16": linear_logprob,
+            "gae by token": lambda: ops.gae(*steps, cut, lam=0.95),
+            "gae by turn": lambda: ops.gae(*steps, offsets_of(total), lam=0.95, turn_offsets=cut),
+        }
+        for name, evaluate in ops_of.items():
+            first = evaluate()
+            differ[name] = sum(not same_bits(first, evaluate()) for _ in range(again))
+            print(f"{name}: {differ[name]} of {again} repeats differ", flush=True)
+    if any(differ.values()):
+        raise AssertionError(f"these ops give other bits when they are repeated: {differ}")
+    return {"repeats": again, "differ": sum(differ.values())}
+
+
+def profiled() -> dict[str, Any]:
+    """Call the kernels that Nsight Compute looks at, at the sizes of training."""
+    from megatron_stppo import ops
+    from tests.ops.draws import logprob_and_gradient, offsets_of, rows, three, uniform
+
+    os.environ["STPPO_OPS"] = "extension"
+    with torch.device(DEVICE):
+        lengths = [
+            40 + 37 * n % 111 for n in range(44_000 if DEVICE == "cuda" else 440)
+        ]  # turns of 40 to 150
+        total = sum(lengths)
+        ops.clipped_surrogate(*three(total), offsets_of(*lengths), weight=uniform(total))
+        ops.clipped_surrogate(*three(total), weight=uniform(total))
+        for columns in (18_992, 151_936):
+            logits, target = rows(1024 if DEVICE == "cuda" else 8, columns)
+            logprob_and_gradient(logits.bfloat16(), target)
+        source = torch.randn(4096, 4096)
+        ops.bucket_copy([source], [torch.empty(4096, 4096, dtype=torch.bfloat16)])
+    synchronize()
+    return {"tokens": total}

@@ -1,0 +1,72 @@
+"""Random models, configurations and trajectories for the checks. Everything is made here, nothing is read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_stppo.config import Config
+from megatron_stppo.config_file import validate
+from megatron_stppo.types import Task, Trajectory, Turn
+
+SMALL = {"hidden": 256, "ffn": 512, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 1024}
+
+
+def write_model(folder: Path, **sizes: int) -> Path:
+    """Write a Qwen3 of random weights to `folder` and return it. sizes: those of SMALL that differ."""
+    size = SMALL | sizes
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=size["hidden"],
+        intermediate_size=size["ffn"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["kv_heads"],
+        head_dim=size["head_dim"],
+        vocab_size=size["vocab"],
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def configuration(folder: Path, /, **sections: dict[str, Any]) -> Config:
+    """Return the configuration of a run of st_ppo with local layers and without an engine."""
+    given: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "layers": "local"},
+        "run": {"root": str(folder.parent)},
+        "update": {"minibatches": 1, "tokens_per_microbatch": 1024},
+        "algorithm": {"preset": "st_ppo"},
+    }
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return validate(given)
+
+
+def trajectories(vocab: int, lengths: Sequence[int], turns: int = 3, seed: int = 0) -> list[Trajectory]:
+    """Return a trajectory of random tokens per length, about half of them action tokens. Rewards: 0 or 1."""
+    draw = random.Random(seed)
+    played = []
+    for number, length in enumerate(lengths):
+        ids = [draw.randrange(vocab) for _ in range(length)]
+        prompt = length // 4
+        share = (length - prompt) // turns
+        parts = [ids[prompt + share * k : prompt + share * (k + 1)] for k in range(turns)]
+        reward = float(draw.random() < 0.5)
+        made = []
+        for k, part in enumerate(parts):
+            cut, last = max(1, 2 * len(part) // 3), k == turns - 1
+            observed = () if last else tuple(part[cut:])
+            made.append(Turn(tuple(part[:cut]), (-1.0,) * cut, observed, reward if last else 0.0, 0))
+        task = Task("random", (), ("",), "train", number // 4)
+        played.append(Trajectory(task, tuple(ids[:prompt]), tuple(made), "ok", group=number // 4))
+    return played

@@ -1,0 +1,168 @@
+"""Training of a small model with megatron's local layers, without an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu_checks.model import SMALL, configuration, trajectories, write_model
+from megatron_stppo.launch import process
+
+LENGTHS = (37, 512, 128, 300, 5, 1000)  # tokens of each sequence, for attention
+
+
+def work() -> Path:
+    """Return the folder that the checks of one run share."""
+    return Path(os.environ["GPU_CHECKS_WORK"])
+
+
+def small_model() -> Path:
+    folder = work() / "small"
+    return folder if folder.exists() else write_model(folder)
+
+
+def attention() -> dict[str, Any]:
+    """Compare packed attention in bfloat16 with scaled_dot_product_attention in float32, per sequence."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import PackedAttention, Pieces
+
+    device, size = "cuda" if torch.cuda.is_available() else "cpu", 64
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(sum(LENGTHS), heads, size, device=device) for heads in (8, 2, 2))
+    for x in (query, key, value):
+        x.requires_grad_()
+    cotangent = torch.randn(sum(LENGTHS), 8, size, device=device)
+    settings: Any = SimpleNamespace(kv_channels=size)
+    layer = PackedAttention(settings, 1, None, "self")
+    lengths, mesh = torch.tensor(LENGTHS), SimpleNamespace(context_rank=0, context_size=1, context_group=None)
+    pieces = Pieces.of(lengths, torch.device(device), mesh)  # type: ignore[arg-type]
+    half = [x.detach().bfloat16().requires_grad_() for x in (query, key, value)]
+    attend = layer._attend_cuda if device == "cuda" else layer._attend_each
+    packed = attend(*half, pieces)
+    exact = []
+    for q, k, v in zip(*(x.split(list(LENGTHS)) for x in (query, key, value)), strict=True):
+        one = (x.transpose(0, 1)[None] for x in (q, k, v))
+        exact.append(scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    whole = torch.cat(exact)
+    gradients = torch.autograd.grad(packed, half, cotangent.bfloat16())
+    expected = torch.autograd.grad(whole, (query, key, value), cotangent)
+    pairs = zip((packed, *gradients), (whole, *expected), strict=True)
+    apart = {
+        name: float((a.detach().float() - b.detach()).norm() / b.detach().norm())
+        for name, (a, b) in zip(("out", "of query", "of key", "of value"), pairs, strict=True)
+    }
+    if not max(apart.values()) < 0.02:  # bfloat16 rounds by up to 0.004; NaN fails too
+        raise AssertionError(f"packed attention differs from the definition: {apart}")
+    return {f"relative difference {name}": value for name, value in apart.items()}
+
+
+def measured(dtype: str, own: Any = None) -> Any:
+    """Return the result of a step of actor and critic, as check-layouts computes it."""
+    from megatron_stppo.layout_check.cases import cases
+    from megatron_stppo.layout_check.measure import measure, random_batch
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    model = small_model()
+    config = configuration(model, model={"dtype": dtype})
+    process.start(config)
+    shape = read_shape(model)
+    batch = random_batch(shape.vocab, 16, 0)
+    case = cases(shape, 1, config.parallel, [256])[0]
+    return case, measure(case, config, shape, batch, own)
+
+
+def reference() -> dict[str, Any]:
+    """Compute a step in float32 on the CPU, for `step`."""
+    process.prepare(engine=False)
+    _, found = measured("float32")
+    tensors = {f"before {name}": x for name, x in found.before.items()} | {"logprob_T": found.logprob_T}
+    tensors |= {f"after {name}": x for name, x in found.after.items()}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, work() / "reference.safetensors")
+    (work() / "reference.json").write_text(json.dumps(found.numbers))
+    return {"log-probs": len(found.logprob_T), "gradient norm": found.numbers["actor/gradient_norm"]}
+
+
+def step() -> dict[str, Any]:
+    """Compute the step of `reference` in bfloat16, on the GPU if there is one, and compare."""
+    process.prepare(engine=False)
+    from megatron_stppo.layout_check.check import TOLERANCES, compare_case
+    from megatron_stppo.layout_check.measure import Measured
+
+    tensors = load_file(work() / "reference.safetensors")
+    before, after = (
+        {name.removeprefix(when): x for name, x in tensors.items() if name.startswith(when)}
+        for when in ("before ", "after ")
+    )
+    numbers = json.loads((work() / "reference.json").read_text())
+    expected = Measured(numbers, tensors["logprob_T"], before, after)
+    case, found = measured("bfloat16", expected.logprob_T)
+    row = compare_case(case, 1, found, expected, TOLERANCES[torch.bfloat16])
+    if row["broken"]:
+        raise AssertionError(f"differs from float32 on the CPU: {row['broken']}; differences {row['apart']}")
+    return {f"difference of {name}": value for name, value in row["apart"].items()}
+
+
+def first_ratio() -> dict[str, Any]:
+    """Score, estimate advantages and update once: every ratio of the first step must be exactly 1."""
+    process.prepare(engine=False)
+    from megatron_stppo.advantage.estimate import estimate
+    from megatron_stppo.data.packing import groups_of, to_batch
+    from megatron_stppo.learner import build_learner
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.stages import score, update
+
+    model = small_model()
+    config = configuration(model, model={"dtype": "bfloat16"}, update={"old_logprob": "score"})
+    mesh, shape = process.start(config), read_shape(model)
+    learner = build_learner(config, shape, mesh, process.dtype(config))
+    played = trajectories(shape.vocab, [60 + 40 * (n % 9) for n in range(32)])
+    batch = score(learner, to_batch(played), 0)
+    batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
+    row = update(learner, batch, 0)[0]
+    ratios = {name: row[f"actor/ratio_{name}"] for name in ("p1", "p50", "p99", "max")}
+    if set(ratios.values()) != {1.0} or row["actor/first_kl_to_old"] != 0:
+        raise AssertionError(f"scoring and update compute different log-probs: {ratios}")
+    return ratios | {"gradient norm": row["actor/gradient_norm"], "clip fraction": row["actor/clip_fraction"]}
+
+
+def cold_start() -> dict[str, Any]:
+    """Train on the same random scripts for some steps: the loss must fall below half."""
+    process.prepare(engine=False)
+    from megatron_stppo.commands.cold_start import as_batch, train_step
+    from megatron_stppo.config import OptimizerConfig
+    from megatron_stppo.data.demonstrations import Demonstration
+    from megatron_stppo.model import build
+    from megatron_stppo.model.optimizer import Trainer
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    gpu = torch.cuda.is_available()
+    model = small_model()
+    config = configuration(model, model={"dtype": "bfloat16"})
+    mesh, shape = process.start(config), read_shape(model)
+    weights = build.from_hf("actor", shape, config, mesh, process.dtype(config))
+    parallel = build.data_parallel(weights, config, distributed_optimizer=True)
+    steps, scripts = (200, 64) if gpu else (40, 8)
+    trainer = Trainer(parallel, OptimizerConfig(lr=3e-3), steps)
+    head = PolicyHead.of(parallel, mesh, shape.vocab, float32_logits=True)
+    ids = [t.token_ids for t in trajectories(SMALL["vocab"], [64] * scripts)]
+    batch = as_batch([Demonstration(one, (True,) * len(one)) for one in ids], 1.0)
+    losses, start = [], time.perf_counter()
+    packer = Packer.of(config, shape, mesh)
+    for _ in range(steps):
+        losses.append(train_step(trainer, head, batch, mesh, packer, 1.0))
+    seconds = time.perf_counter() - start
+    if not losses[-1] < losses[0] / 2 or not math.isfinite(losses[-1]):
+        raise AssertionError(f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats per token")
+    rate = steps * scripts * 64 / seconds
+    return {"loss before": losses[0], "loss after": losses[-1], "tokens per second": rate}
