@@ -31,6 +31,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import training_layouts
@@ -128,7 +129,7 @@ def _loss(
     hidden: Tensor, microbatch: Microbatch, head: PolicyHead, weight_T: Tensor, total_weight: float
 ) -> tuple[Tensor, Tensor]:
     def terms(chunk: ActionTokens) -> tuple[Tensor, Tensor]:
-        own_T = weight_T[chunk.rows_T].to(chunk.logprob_T.device)
+        own_T = to_device(weight_T[chunk.rows_T], chunk.logprob_T.device)
         loss = -(chunk.logprob_T * own_T).sum() / total_weight
         return loss, loss.detach().reshape(1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.data import context, prompts
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.types import FAILED, Batch, Summary, Trajectory, TurnSummary
 
 
@@ -30,7 +31,7 @@ class Microbatch:
     lengths: Tensor  # int64 [n or n+1] on the host: lengths of the same sequences
     hidden_index_T: Tensor  # int64 into P: position of the hidden state that predicts the action token
     target_T: Tensor  # int64, the action tokens
-    turn_offsets: Tensor  # int64 into T
+    turn_offsets: Tensor  # int64 into T, on the host, as the other three offsets: they decide chunks
     action_offsets: Tensor  # int64 into T
     whole_turn_offsets: Tensor  # int64
     whole_action_offsets: Tensor  # int64
@@ -224,23 +225,24 @@ def _pack_one(
     before = _offsets(here_T.long())  # how many of the first t action tokens are here
     rows_T = rows_T[here_T]
 
-    def moved(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)
-
+    columns = (tokens[mine], position[mine], local[predicting[here_T]], target[here_T], offsets)
+    # one copy to the device instead of five
+    moved = to_device(torch.cat(columns), device).split([len(column) for column in columns])
+    tokens_P, position_P, hidden_index_T, target_T, sequence_offsets = moved
     return Microbatch(
-        tokens_P=moved(tokens[mine]),
-        position_P=moved(position[mine]),
-        sequence_offsets=moved(offsets.int()),
+        tokens_P=tokens_P,
+        position_P=position_P,
+        sequence_offsets=sequence_offsets.int(),
         lengths=padded,
-        hidden_index_T=moved(local[predicting[here_T]]),
-        target_T=moved(target[here_T]),
-        turn_offsets=moved(before[whole_turns]),
-        action_offsets=moved(before[whole_actions]),
-        whole_turn_offsets=moved(whole_turns),
-        whole_action_offsets=moved(whole_actions),
+        hidden_index_T=hidden_index_T,
+        target_T=target_T,
+        turn_offsets=before[whole_turns],
+        action_offsets=before[whole_actions],
+        whole_turn_offsets=whole_turns,
+        whole_action_offsets=whole_actions,
         rows_T=rows_T,
         rows_P=origin[mine],
-        routes_P=None if batch.routes_P is None else moved(_routes(batch.routes_P, origin[mine])),
+        routes_P=None if batch.routes_P is None else to_device(_routes(batch.routes_P, origin[mine]), device),
         longest=int(padded.max() if shared is None else lengths.max()),
         history=None if shared is None else shared.history,
     )
@@ -277,6 +279,7 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], total: 
     """Return the values [T_i] of all microbatches in the rows of the Batch: float32 [total] on the host, zero
     elsewhere."""
     out = torch.zeros(total)
-    for microbatch, value in zip(microbatches, values, strict=True):
-        out[microbatch.rows_T] = value.detach().float().cpu()
+    if microbatches:
+        together = torch.cat([value.detach().float() for value in values])  # so that the host waits once
+        out[torch.cat([microbatch.rows_T for microbatch in microbatches])] = together.cpu()
     return out

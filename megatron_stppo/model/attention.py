@@ -29,6 +29,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
 
@@ -113,11 +114,10 @@ class Pieces:
             queries, keys, where = context.attended(lengths, rank, size)
         else:
             queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
-        offsets = [
-            functional.pad(n.cumsum(0), (1, 0)).int().to(device, non_blocking=True) for n in (queries, keys)
-        ]
-        gathered = where.to(device, non_blocking=True) if size > 1 or history is not None else None
-        return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *offsets)
+        offsets = torch.stack([functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys)])
+        gathered = to_device(where, device) if size > 1 or history is not None else None
+        moved = to_device(offsets, device).unbind()
+        return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *moved)
 
 
 class PackedAttention(torch.nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -55,7 +56,7 @@ class Trainer:
         norm before clipping."""
         finalize_model_grads(self.model)
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return self._norm()
 
     def step(
         self,
@@ -156,6 +157,26 @@ class Trainer:
     def learning_rate(self) -> float:
         """The learning rate of the next step: linear warm-up, then constant."""
         return self.settings.lr * min(1.0, (self.updates + 1) / max(1, self.warmup))
+
+    @torch.no_grad()
+    def _norm(self) -> float:
+        """Return the global norm of the gradients. Collective. The host waits for the device once.
+
+        The result is that of megatron's get_grad_norm, which without TransformerEngine and apex reads one
+        number per tensor back to the host.
+        """
+        parts: Sequence[Any] = self.optimizer.chained_optimizers
+        gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+        if self.optimizer.grads_states_parallel_group_is_shared():
+            parts, gradients = parts[:1], [[gradient for some in gradients for gradient in some]]
+        squares = []
+        for part, some in zip(parts, gradients, strict=True):
+            device = torch.cuda.current_device()
+            square = (get_total_norm(some) if some else torch.zeros((), device=device)) ** 2.0
+            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+            squares.append(square)
+        norms = [square**0.5 for square in torch.stack(squares).tolist()]
+        return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
     def _gradients(self) -> Iterator[Tensor]:
         for wrapped in self.optimizer.chained_optimizers:

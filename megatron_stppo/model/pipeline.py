@@ -112,8 +112,9 @@ def forward_backward(
 def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
     """Return the sum of all ranks' records [size]: float64 on the host, equal on every rank. Collective."""
     out = torch.zeros(size, dtype=torch.float64)
-    for record in records:
-        out += record.double().cpu()
+    if records:
+        for record in torch.stack(list(records)).double().cpu():  # the host waits once
+            out += record
     dist.all_reduce(out, group=mesh.token_group)
     dist.all_reduce(out, group=mesh.pipeline_group)
     return out
@@ -141,7 +142,7 @@ def _run(
         data_iterator=[iter(microbatches) for _ in model],  # every model chunk processes every microbatch
         model=list(model),
         num_microbatches=len(microbatches),
-        seq_length=int(microbatches[0].sequence_offsets[-1]),  # unused if stages exchange shapes
+        seq_length=int(microbatches[0].lengths.sum()),  # unused if stages exchange shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )

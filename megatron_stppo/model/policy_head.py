@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_stppo import ops
 from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
 
@@ -108,9 +109,10 @@ class PolicyHead:
             bounds = ops.chunk_bounds(None, len(hidden), self.chunk)
             return bounds, [None] * (len(bounds) - 1)
         cuts = ops.chunk_bounds(whole, int(whole[-1]), self.chunk * self.mesh.context_size)
-        at = torch.searchsorted(whole, torch.tensor(cuts, device=whole.device), right=True) - 1
+        at = torch.searchsorted(whole, torch.tensor(cuts), right=True) - 1
         at[0] = 0  # empty segments at the start belong to the first chunk
-        return offsets[at].tolist(), [offsets[a : b + 1] - offsets[a] for a, b in pairwise(at.tolist())]
+        moved = to_device(offsets, hidden.device)
+        return offsets[at].tolist(), [moved[a : b + 1] - moved[a] for a, b in pairwise(at.tolist())]
 
     def _weight(self) -> Tensor:
         assert self.weight is not None, "the last pipeline stage has the head"

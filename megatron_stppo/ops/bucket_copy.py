@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.registration import has_data, registered
+from megatron_stppo.ops.transfer import to_device
 
 TYPES = tuple(extension.DTYPES)
 
@@ -113,7 +114,4 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
 
 def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
     """Return csrc's records as one int64 tensor on `device`, one row per record."""
-    table = torch.tensor(slices, dtype=torch.int64)
-    if device.type == "cuda" and has_data(table):
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    return to_device(torch.tensor(slices, dtype=torch.int64), device)

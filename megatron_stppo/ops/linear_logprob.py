@@ -67,8 +67,9 @@ def linear_logprob(
     logits then takes twice the memory. Its gradient is rounded to bfloat16 for the two products.
     The other arguments are those of vocab_logprob.
     The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
-    cotangents are 0, if there are many. Extra memory: a chunk of logits, and in the backward a float32
-    gradient of the weight. Raises ValueError that names the argument that does not fit.
+    cotangents are 0, if there are many, except on a GPU (_live_rows). Extra memory: a chunk of logits, and in
+    the backward a float32 gradient of the weight.
+    Raises ValueError that names the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
     chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
@@ -322,13 +323,13 @@ def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
 def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
     """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
 
-    None is also returned if all cotangents are None, and for fake tensors. The host waits for the number of
-    rows.
+    None is also returned if all cotangents are None, for fake tensors, and on a GPU, where the host would
+    wait for the number of rows in every chunk.
     """
-    given = [x != 0 for x in cotangents if x is not None]
-    if not given or isinstance(given[0], FakeTensor):
+    given = [x for x in cotangents if x is not None]
+    if not given or given[0].is_cuda or isinstance(given[0], FakeTensor):
         return None
-    live = torch.nonzero(torch.stack(given).any(0)).squeeze(1)
+    live = torch.nonzero(torch.stack([x != 0 for x in given]).any(0)).squeeze(1)
     return live if len(live) < 0.9 * len(given[0]) else None
 
 

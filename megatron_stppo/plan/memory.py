@@ -181,7 +181,7 @@ class RankModels:
     def _step(self, trainer: Trainer) -> int:
         """Return the bytes that Trainer.reduce, without the norm, and Trainer.step add.
 
-        The norm is left out because megatron's plain torch version reads it number by number.
+        The norm needs a number per gradient.
         """
         before = self.meter.rest()
         finalize_model_grads(trainer.model)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_checksum import BucketChecksum
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.reshard.plan import RowCopy
 
 
@@ -90,6 +91,7 @@ class Checks:
             [to_each[rank] for rank in range(self._world)],
             group=self._group,
         )
+        expected, found = torch.stack([expected, found]).cpu()  # the host waits once
         differ = (expected != found).nonzero().flatten().tolist()
         return [due[i] for i in differ], len(due), int(found.sum())
 
@@ -105,4 +107,4 @@ class Checks:
         """Return the sums ordered by rank; sums of the same rank keep their order."""
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
         together = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *sums])
-        return together[torch.tensor(order, dtype=torch.int64, device=self._device)]
+        return together[to_device(torch.tensor(order, dtype=torch.int64), self._device)]

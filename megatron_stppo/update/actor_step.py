@@ -27,6 +27,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, gather, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
@@ -119,7 +120,7 @@ class ActorLoss:
     def at(tokens: ActionTokens, value_T: Tensor | None) -> Tensor:
         """Return a column of the batch at these tokens, on their device."""
         assert value_T is not None
-        return value_T[tokens.rows_T].to(tokens.logprob_T.device)
+        return to_device(value_T[tokens.rows_T], tokens.logprob_T.device)
 
 
 def actor_step(

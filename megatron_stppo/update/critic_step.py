@@ -12,6 +12,7 @@ from megatron_stppo.algorithm.penalties import clipped_value_loss, weighted_sum
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.types import Batch
 from megatron_stppo.update.minibatches import chosen_tokens
 
@@ -46,7 +47,7 @@ def _loss(
 ) -> tuple[Tensor, Tensor]:
     assert batch.value_T is not None and batch.return_T is not None
     old_T, return_T, weight = (
-        x[microbatch.rows_T].to(value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
+        to_device(x[microbatch.rows_T], value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
     )
     loss = weighted_sum(clipped_value_loss(value_T, old_T, return_T, value_clip), weight)
     return loss, loss.detach().reshape(1)

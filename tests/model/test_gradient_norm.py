@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stppo.launch import process
+from tests.plan import real_step
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"expert": 2}])
+def test_the_gradient_norm_is_megatrons(parallel: dict[str, Any], tmp_path: Path) -> None:
+    real_step.write_model(tmp_path, "Qwen3Moe" if "expert" in parallel else "Qwen2")
+    first, second = run_ranks(norms, 2, str(tmp_path), parallel)
+    assert first == second and len(first) == 5
+    assert all(ours == of_megatron > 0 for ours, of_megatron in first)
+
+
+def norms(folder: str, parallel: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return (Trainer's norm, megatron's) of random gradients of 5 sizes. Runs on a rank."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.model import build
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    config = real_step.settings(folder, {}, parallel)
+    mesh, found = groups.initialize(config.parallel), []
+    trainer = build.trainer("actor", read_shape(config.model.path), config, mesh, torch.float32)
+    torch.manual_seed(mesh.rank)
+    for exponent in range(-3, 2):
+        for buffer in trainer.gradient_buffers():
+            buffer.normal_().mul_(10.0**exponent)
+        found.append((trainer.reduce(), float(trainer.optimizer.get_grad_norm())))
+    return found
