@@ -18,6 +18,8 @@ MODELS = {"score": 3, "update": 2}  # actor, critic and the reference, which is 
 # {layout: (parallel, rank, data-parallel ranks)} of two ranks
 LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "tensor": ({"tensor": 2, "sequence": True}, 0, 1),
+    "context": ({"context": 2}, 0, 1),
+    "interleaved": ({"pipeline": 2, "virtual": 2}, 1, 1),
     "experts": ({"expert": 2}, 0, 2),
     "first stage": ({"pipeline": 2}, 0, 1),
     "last stage": ({"pipeline": 2}, 1, 1),
