@@ -131,6 +131,7 @@ def parts(device: str, output: Path) -> dict[str, list[Step]]:
     reshard = ["tools/benchmark_reshard.py", "--pairs", "tensor=1:1", "--rounds", "5"]
     sliced = [
         Step("layers of a 32B", inside("layer_slice", "layer_slice"), 240, needs=megatron),
+        Step("its memory against plan", inside("layer_slice", "against_plan"), 60, needs=megatron),
         Step("reshard into stand-in weights", [*DISTRIBUTED, *reshard], 90, needs=megatron),
     ]
     ncu = [found("ncu") or "ncu", "--metrics", COUNTERS, "--clock-control", "none", "--csv"]

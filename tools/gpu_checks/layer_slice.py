@@ -39,7 +39,7 @@ def sections(gpu: bool) -> tuple[dict[str, Any], int, int]:
 
 
 def layer_slice() -> dict[str, Any]:
-    """Score and update once for warm-up, then measure both, and compare the peak memory with `plan`."""
+    """Score and update once for warm-up, then measure both, and offload and load everything."""
     process.prepare(engine=False)
     from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
@@ -74,7 +74,9 @@ def layer_slice() -> dict[str, Any]:
     for phase, operations in work_of.items():
         rate = operations / found[f"{phase} s"] / 1e12
         found |= {f"{phase} tflop/s": rate, f"{phase} of the matrix products' rate": rate / peak}
-    return found | _against_plan(given, found) | _offloaded(learner)
+    found |= _offloaded(learner)
+    (work() / "slice.json").write_text(json.dumps(found))
+    return found
 
 
 class _measured:
@@ -107,8 +109,10 @@ class _measured:
         found[f"{phase} host waits at"] = dict(places.most_common(12))
 
 
-def _against_plan(given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what `plan` says for one GPU, and the measured peaks divided by it."""
+def against_plan() -> dict[str, Any]:
+    """Return what `plan` says for one GPU, and the peaks that `layer_slice` measured divided by it."""
+    given, _, _ = sections(torch.cuda.is_available())
+    found = json.loads((work() / "slice.json").read_text())
     file = work() / "slice.yaml"
     model = {"path": str(work() / "slice"), "layers": "local"} | given["model"]
     file.write_text(yaml.safe_dump(given | {"model": model, "algorithm": {"preset": "st_ppo"}}))
