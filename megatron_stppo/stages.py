@@ -13,7 +13,7 @@ from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
 from megatron_stppo.describe import mean_of
 from megatron_stppo.learner import Learner
-from megatron_stppo.model.routing import Record, recording
+from megatron_stppo.model.routing import Record, recording, routed_layers
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.score.values import values
@@ -31,8 +31,13 @@ def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
     Collective.
     """
     batch, layout = played.described(), learner.mesh.layout
-    wanted = _parts(learner, batch, iteration, learner.config.update.epochs)
-    return played.delivered(batch, [wanted[layout.coordinates(rank).data] for rank in range(layout.world)])
+    parts = _parts(learner, batch, iteration, learner.config.update.epochs)
+    wanted = [parts[layout.coordinates(rank).data] for rank in range(layout.world)]
+    batch, shape = played.delivered(batch, wanted), learner.shape
+    if not learner.config.replays_rollout or learner.actor is None:
+        return batch
+    routes_P = played.routes(batch, wanted, shape.layers, shape.experts_per_token, shape.experts)
+    return replace(batch, routes_P=routes_P[:, routed_layers(learner.actor.chunks)])
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
@@ -57,14 +62,15 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
 def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
     """Return the batch with the actor's log-probs as old_logprob_T. Collective.
 
-    The actor's expert routes are filled too, if they are recorded.
+    The actor's expert routes are recorded and filled too with algorithm.routing_replay=old_policy. With
+    `rollout` the batch has the engine's already.
     """
-    actor = learner.actor
-    assert actor is not None
-    with recording(actor.chunks) as record:
+    actor, given = learner.actor, learner.config.replays_rollout
+    assert actor is not None and (batch.routes_P is not None or not given)
+    with recording(() if given else actor.chunks) as record:
         first_epoch = _minibatches(learner, batch, iteration, epoch=0)
         old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, first_epoch)
-        routes_P = _routes(learner, record, batch, iteration) if record else None
+        routes_P = _routes(learner, record, batch, iteration) if record else batch.routes_P
     return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
 
 

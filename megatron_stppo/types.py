@@ -76,6 +76,9 @@ class Trajectory:
     valid_actions: int = 0  # turns the environment could parse
     detail: str = ""  # one readable line: the extracted answer, or what failed
     overlong_prompt: int = 0  # length in tokens of a prompt too long to be played; 0 if the prompt fits
+    # [tokens - 1, layers, k] in C order, uint8 or int32: the experts that the engine chose for every token
+    # but the last; empty if they were not recorded, or if there are no turns
+    routes: bytes = b""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -181,8 +184,8 @@ class Batch:
     old_logprob_T: torch.Tensor | None = None  # float32, by the trainer's policy at the iteration's start
     reference_logprob_T: torch.Tensor | None = None
     value_T: torch.Tensor | None = None
-    # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that the update must use. If None, the
-    # update routes the tokens itself.
+    # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that scoring and update must use; the
+    # largest number of the type where the router chooses. If None, the router always chooses.
     routes_P: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None

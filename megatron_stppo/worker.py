@@ -171,7 +171,7 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
     mesh, dtype = process.start(config), process.dtype(config)
     make_environment = open_environment(config.environment, resume)
     with timed("engine", mesh.rank == 0):
-        engine = _engine(config, dtype)
+        engine = _engine(config, dtype, routes=training and config.replays_rollout)
         engine.sleep()  # the trainer uses its memory until the first reshard
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype, training)
@@ -202,7 +202,7 @@ def _resharder(learner: Learner, engine: Engine) -> Resharder:
     return reshard
 
 
-def _engine(config: Config, dtype: torch.dtype) -> Engine:
+def _engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
     r = config.rollout
     return Engine(
         config.model.path,
@@ -214,4 +214,5 @@ def _engine(config: Config, dtype: torch.dtype) -> Engine:
         max_sequences=r.max_sequences,
         kv_cache_gib=r.kv_cache_gib,
         gpu_memory_utilization=r.gpu_memory_utilization,
+        routes=routes,
     )

@@ -117,6 +117,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
         ("value_T", learner.config.needs_critic),
         ("value_R", learner.config.algorithm.gae_observations),
         ("reference_logprob_T", learner.config.needs_reference),
+        ("routes_P", learner.config.algorithm.routing_replay != "off"),
     ):
         if needed and getattr(batch, column) is None:
             raise ConfigError(

@@ -109,6 +109,11 @@ class Config(Section):
         return self.algorithm.kl_coefficient > 0
 
     @property
+    def replays_rollout(self) -> bool:
+        """Whether the trainer uses the experts that the engine chose."""
+        return self.algorithm.routing_replay == "rollout"
+
+    @property
     def scores_actor(self) -> bool:
         """Whether the old log-probs are computed before the update, in a forward pass of their own."""
         return self.update.old_logprob == "score" or early_use(self.update, self.algorithm) is not None

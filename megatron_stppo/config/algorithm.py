@@ -88,10 +88,10 @@ class AlgorithmConfig(Section):
         "token", description="tokens that the mismatch weight is averaged over"
     )
     mismatch_bound: float = Field(2.0, gt=1, description="bound of the mismatch weight")
-    routing_replay: Literal["off", "old_policy"] = Field(
+    routing_replay: Literal["off", "old_policy", "rollout"] = Field(
         "off",
-        description="experts of an update: those its router chooses, or those chosen when the old policy was "
-        "scored",
+        description="experts that the trainer uses: those its router chooses; in updates, those chosen when "
+        "the old policy was scored (R2); in scoring and updates, those that the engine chose (R3)",
     )
 
     @model_validator(mode="before")

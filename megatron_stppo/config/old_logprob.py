@@ -43,7 +43,7 @@ EARLY_USES = (
         "algorithm.mismatch=off",
     ),
     EarlyUse(
-        lambda u, a: a.routing_replay != "off",
+        lambda u, a: a.routing_replay == "old_policy",
         lambda u, a: f"algorithm.routing_replay={a.routing_replay}",
         "the experts to replay are recorded in the pass that computes the old log-probs",
         "algorithm.routing_replay=off",

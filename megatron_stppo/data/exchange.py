@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.data.packing import holding, rollout_logprobs, rows_of, token_ids, without_tokens
+from megatron_stppo.data.routes import joined
 from megatron_stppo.parallel.collectives import (
     Group,
     all_gather_bytes,
@@ -55,10 +56,21 @@ class Played:
 
         wanted: the trajectories of every rank, in ascending order; equal on every rank.
         """
-        ends = np.cumsum(self.counts)
-        given = [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
-        tokens_P = deal(token_ids(self.own).int(), batch, given, wanted)
+        tokens_P = deal(token_ids(self.own).int(), batch, self._given(), wanted)
         return holding(batch, wanted[dist.get_rank()], tokens_P.long())
+
+    def routes(
+        self, batch: Batch, wanted: Sequence[Sequence[int]], layers: int, chosen: int, experts: int
+    ) -> Tensor:
+        """Return the engine's experts of the tokens wanted[rank], [tokens, layers, chosen]. Collective.
+
+        Raises ConfigError, on the ranks that it concerns, if they were not recorded.
+        """
+        return deal(joined(self.own, layers, chosen, experts), batch, self._given(), wanted)
+
+    def _given(self) -> list[range]:
+        ends = np.cumsum(self.counts)
+        return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
 
 def deal(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.data import context, prompts
+from megatron_stppo.data.routes import unknown
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.types import FAILED, Batch, Summary, Trajectory, TurnSummary
 
@@ -38,7 +39,7 @@ class Microbatch:
     rows_T: Tensor  # int64 into the Batch's T, on the host: the action tokens of this microbatch
     rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
     longest: int  # tokens of the longest trajectory, padding included
-    routes_P: Tensor | None = None  # int16, from the Batch; -1 for dummy tokens: the router chooses
+    routes_P: Tensor | None = None  # int16, from the Batch; -1: the router chooses
     history: Tensor | None = None  # int64 on the host, if prompts are shared: see prompts.Segments
 
     @property
@@ -249,12 +250,16 @@ def _pack_one(
 
 
 def _routes(routes_P: Tensor, origin: Tensor) -> Tensor:
-    """Return the recorded experts of packed tokens, int16 [P, layers, k]; -1 where `origin` is -1.
+    """Return the recorded experts of packed tokens, int16 [P, layers, k].
+
+    They are -1 where the router chooses: for unknown experts (routes.py), and where `origin` is -1.
 
     The router chooses the experts of a dummy token in a replayed pass as in any other pass. Other experts
     would change the number of rows that an expert multiplies, and on some CPUs the last bits of live rows.
     """
-    return routes_P[origin.clamp(min=0)].short().masked_fill((origin < 0)[:, None, None], -1)
+    routes = routes_P[origin.clamp(min=0)]
+    chooses = (routes == unknown(routes.dtype)) | (origin < 0)[:, None, None]
+    return routes.short().masked_fill(chooses, -1)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

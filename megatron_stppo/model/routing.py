@@ -3,7 +3,9 @@
 An optimizer step changes the router too. If the update routes a token to other experts than the old policy
 did, the importance ratio compares two networks that use different weights for that token. Therefore the
 experts are recorded while the old policy's log-probs are computed, and replayed in every update on that
-batch. The weights of the replayed experts come from the current router, and gradients flow through them.
+batch (R2); or the experts that the engine chose during the rollout are replayed in scoring and update (R3,
+arXiv 2510.11370). The weights of the replayed experts come from the current router, and gradients flow
+through them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.parallel.groups import MeshRank
 
 
@@ -77,6 +80,7 @@ class Routing:
         self.choices = [Choice() for _ in routers]
         for router, choice in zip(routers, self.choices, strict=True):
             router.router_replay = choice
+        self.layers = [int(router.layer_number) - 1 for router in routers]  # indices in the whole model
         self.first_layer = 0  # index of the chunk's first router among those of this rank
         self.rows: list[Tensor] | None = None  # while recording: the rows_P of each microbatch
         self._shared = chunk.config.sequence_parallel
@@ -106,6 +110,11 @@ def attach(model: Sequence[RoutedChunk], mesh: MeshRank) -> None:
         first += len(chunk.routing.choices)
 
 
+def routed_layers(model: Sequence[RoutedChunk]) -> list[int]:
+    """Return the indices, in the whole model, of the layers of Batch.routes_P on this rank."""
+    return [layer for chunk in model if chunk.routing is not None for layer in chunk.routing.layers]
+
+
 class Record:
     """The experts chosen inside a `recording` block."""
 
@@ -118,7 +127,7 @@ class Record:
         Collective over the ranks that train on the same trajectories. Rows that a rank did not compute are
         zero, so summing over ranks only combines rows; rows that none of these ranks computed stay zero.
         """
-        dtype = torch.uint8 if self._experts <= 256 else torch.int32  # NCCL cannot sum int16
+        dtype = dtype_of(self._experts)
         group = self._parts[0].mesh.tensor_and_context_group
         layers = []
         for part in self._parts:

@@ -8,9 +8,13 @@ the token becomes part of the name. vLLM imports this module by name (`worker_cl
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-TOKEN = "shared_memory_token"
+from megatron_stppo.rollout.engine_routes import EngineRoutes
+
+TOKEN, ROUTES = "shared_memory_token", "routes"
 
 
 class NamedCPUWorker(CPUWorker):
@@ -21,3 +25,10 @@ class NamedCPUWorker(CPUWorker):
         assert isinstance(given, dict)
         self.distributed_init_method = f"env://:{given[TOKEN]}"
         super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        given = self.vllm_config.additional_config
+        assert isinstance(given, dict)
+        if given[ROUTES]:
+            self.routes = EngineRoutes(self)
+        return super().compile_or_warm_up_model()

@@ -52,6 +52,7 @@ class _Running:
     vllm_id: str
     stops: StopFinder
     version: int
+    prompt: int  # tokens
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -77,9 +78,11 @@ class Engine:
         max_sequences: int = 256,
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.6,
+        routes: bool = False,
     ) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
+        routes: record the experts of every token (Finished.routes), for a model with experts.
         vLLM re-seeds torch, numpy and random: restore their states after building the engine.
         Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or
         the number of ranks.
@@ -97,7 +100,9 @@ class Engine:
             max_sequences=max_sequences,
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
+            routes=routes,
         )
+        self._records = routes
         self.tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
         self.max_context = max_context
         self.vocabulary = int(config.vocab_size)
@@ -113,6 +118,10 @@ class Engine:
     def _start(self) -> None:
         self._llm = self._build()
         self._core: Any = self._llm.engine_core  # the client of an engine in this process
+        worker = self._llm.model_executor.driver_worker.worker
+        self._routes = worker.routes if self._records else None
+        if self._routes is not None:
+            self._routes.follow(self._core)
         self._asleep: set[str] = set()  # parts whose GPU memory is released
         self._steps = 0  # of this rollout
         self._failed = False
@@ -128,7 +137,7 @@ class Engine:
         self._running.clear()
         self.published, self._version = _never_published, None
         tear_down(self._llm)
-        del self._llm, self._core
+        del self._llm, self._core, self._routes
         gc.collect()  # reference cycles hold the weights and the key-value cache
         torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()
@@ -150,6 +159,8 @@ class Engine:
             raise RolloutError(f"{len(self._running)} requests are running; abort them before refreshing")
         if not self._core.reset_prefix_cache():
             raise RolloutError("vLLM kept its prefix cache because blocks are in use; abort requests first")
+        if self._routes is not None:
+            self._routes.clear()
         self._version = version
         return version
 
@@ -209,7 +220,9 @@ class Engine:
                 data_parallel_rank=None,
             )
         )
-        self._running[request_id] = _Running(vllm_id, self._finder(tuple(stop_strings)), version)
+        self._running[request_id] = _Running(
+            vllm_id, self._finder(tuple(stop_strings)), version, len(token_ids)
+        )
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.
@@ -352,8 +365,10 @@ class Engine:
         if reason is None:
             return None
         del self._running[request_id]
+        read = running.prompt + len(running.token_ids) - 1  # the engine never reads the last token
+        routes = b"" if self._routes is None else self._routes.read(running.vllm_id, read)
         return Finished(
-            request_id, tuple(running.token_ids), tuple(running.logprobs), reason, running.version
+            request_id, tuple(running.token_ids), tuple(running.logprobs), reason, running.version, routes
         )
 
     def _finder(self, stop_strings: tuple[str, ...]) -> StopFinder:

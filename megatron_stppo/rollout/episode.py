@@ -58,6 +58,7 @@ class Episode:
     valid_actions: int = 0
     detail: str = ""
     overlong_prompt: int = 0
+    routes: bytearray = field(default_factory=bytearray)  # see Trajectory.routes
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenise the prompt. A prompt that is too long ends the episode with the outcome `error`."""
@@ -86,6 +87,8 @@ class Episode:
     def add_turn(self, finished: Finished) -> None:
         self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.version))
         self.context += finished.token_ids
+        # A token that was computed again since an earlier turn keeps the experts of that turn.
+        self.routes += finished.routes[len(self.routes) :]
         if finished.reason == "length" and self._room < 1:
             self.end("truncated", f"context of {self.limits.max_context} tokens is full")
 
@@ -130,6 +133,7 @@ class Episode:
             self.valid_actions,
             self.detail,
             self.overlong_prompt,
+            bytes(self.routes),
         )
 
     def _observe(self, text: str) -> tuple[int, ...]:

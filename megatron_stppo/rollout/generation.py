@@ -38,3 +38,5 @@ class Finished:
     logprobs: tuple[float, ...]  # n, natural log, after temperature and top_p (the sampled distribution)
     reason: Reason
     version: int  # of the weights that generated it
+    # [prompt + n - 1, layers, k]: the experts of all tokens that the engine has read, as in Trajectory.routes
+    routes: bytes = b""

@@ -40,7 +40,7 @@ if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.c
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from megatron_stppo.rollout import cpu_experts
-    from megatron_stppo.rollout.cpu_worker import TOKEN
+    from megatron_stppo.rollout.cpu_worker import ROUTES, TOKEN
 
 PINNED_VLLM = "0.32.0"
 
@@ -56,10 +56,12 @@ def build_vllm(
     max_sequences: int,
     kv_cache_gib: float,
     gpu_memory_utilization: float,
+    routes: bool,
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     float32_logits: compute the logits in float32 even if the dtype is bfloat16.
+    routes: the worker records the experts that its routers choose (engine_routes.py).
     Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if
     a CPU cannot serve the model. validation/ has checked that the sizes fit the model and the ranks.
     """
@@ -89,6 +91,7 @@ def build_vllm(
                 kv_cache_gib=kv_cache_gib,
                 gpu_memory_utilization=gpu_memory_utilization,
                 token=token,
+                routes=routes,
             )
         )
     # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
@@ -111,11 +114,12 @@ def engine_arguments(
     kv_cache_gib: float,
     gpu_memory_utilization: float,
     token: str,
+    routes: bool = False,
 ) -> EngineArgs:
     """Return vLLM's arguments for this platform.
 
     token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
-    from those of all other engines.
+    from those of all other engines. routes: see build_vllm.
     """
     return EngineArgs(
         model=str(model_path),
@@ -136,7 +140,7 @@ def engine_arguments(
         generation_config="vllm",  # ignore top_k and temperature of the checkpoint
         enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
         disable_log_stats=True,
-        **_platform_arguments(kv_cache_gib, token),
+        **_platform_arguments(kv_cache_gib, token, routes),
     )
 
 
@@ -259,7 +263,7 @@ def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
+def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:
     if not on_cpu():
         return {
             "enable_sleep_mode": True,
@@ -267,6 +271,7 @@ def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
             "moe_backend": "triton",
             # vLLM begins a step before it returns the tokens of the step before (see Engine.add and _drain)
             "async_scheduling": True,
+            **({"worker_cls": "megatron_stppo.rollout.gpu_worker.RecordingWorker"} if routes else {}),
         }
     return {
         "async_scheduling": False,  # vLLM sets it to False on a CPU
@@ -278,5 +283,5 @@ def _platform_arguments(kv_cache_gib: float, token: str) -> dict[str, Any]:
         "block_size": 32,
         "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
         "worker_cls": "megatron_stppo.rollout.cpu_worker.NamedCPUWorker",
-        "additional_config": {TOKEN: token},
+        "additional_config": {TOKEN: token, ROUTES: routes},
     }

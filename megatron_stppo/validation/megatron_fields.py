@@ -44,6 +44,12 @@ def check(config: Config) -> None:
             raise ConfigError(
                 f"megatron.{name}={config.megatron[name]}: {reason}; leave it out, or set it to 0"
             )
+    if config.megatron.get("moe_router_fusion") and config.algorithm.routing_replay != "off":
+        raise ConfigError(
+            f"megatron.moe_router_fusion=True: the fused router cannot replay experts "
+            f"(algorithm.routing_replay={config.algorithm.routing_replay}); leave it out, or set "
+            "algorithm.routing_replay=off"
+        )
     for name, value in config.megatron.items():
         if name in DECIDED:
             raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")

@@ -25,6 +25,11 @@ def config_of(run: Path) -> Path:
 def check_replay(config: Config, records: str, run: Path, start: str | None) -> None:
     """Raise ConfigError unless the folder `run` has records to replay, and our folder is new."""
     check_source(config, "RUN_DIR", run, start)
+    if records == "rollouts" and config.replays_rollout:
+        raise ConfigError(
+            "algorithm.routing_replay=rollout: trajectories/ does not contain the experts that the engine "
+            "chose; replay --records batches of a run with run.dump=all, or set it to old_policy or off"
+        )
     folder = run / RECORDS[records]
     if not any(folder.glob("iteration-*")):
         remedy = "choose another run" if records == "rollouts" else "that run needed run.dump=faults or all"

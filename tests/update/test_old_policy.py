@@ -70,7 +70,12 @@ def test_a_setting_that_reads_old_log_probs_earlier_is_named_and_auto_then_score
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"kl_coefficient": 0}, {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1}]
+    "algorithm",
+    [
+        {"kl_coefficient": 0},
+        {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1},
+        {"kl_coefficient": 0, "routing_replay": "rollout"},
+    ],
 )
 def test_auto_leaves_the_actors_score_out_with_one_step_per_epoch(algorithm: dict[str, Any]) -> None:
     assert not config({"minibatches": 1, "epochs": 3}, algorithm).scores_actor

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
+from megatron_stppo.validation import megatron_fields
 from megatron_stppo.validation.checks import check, check_checkpoint, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, megatron_field_names
 from megatron_stppo.validation.run_folder import check_new, check_resume
@@ -125,8 +126,24 @@ def test_trajectories_spread_evenly_over_minibatches_and_ranks(path: Path) -> No
 def test_expert_parallelism_needs_a_model_with_experts(path: Path) -> None:
     message = refusal(path, ["parallel.tensor=1", "parallel.expert=2"])
     assert message == "parallel.expert=2: the model has no experts; set it to 1"
-    message = refusal(path, ["algorithm.routing_replay=old_policy"])
-    assert message == "algorithm.routing_replay=old_policy: the model has no experts; set it to off"
+    for source in ("old_policy", "rollout"):
+        message = refusal(path, [f"algorithm.routing_replay={source}"])
+        assert message == f"algorithm.routing_replay={source}: the model has no experts; set it to off"
+
+
+@pytest.mark.parametrize("source", ["old_policy", "rollout"])
+def test_a_fused_router_cannot_replay_experts(source: str) -> None:
+    given = {
+        "model": {"path": "m"},
+        "megatron": {"moe_router_fusion": True},
+        "algorithm": {"routing_replay": source},
+    }
+    with pytest.raises(ConfigError) as error:
+        megatron_fields.check(Config.model_validate(given))
+    assert str(error.value) == (
+        "megatron.moe_router_fusion=True: the fused router cannot replay experts "
+        f"(algorithm.routing_replay={source}); leave it out, or set algorithm.routing_replay=off"
+    )
 
 
 def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
@@ -295,6 +312,9 @@ def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_
     assert "trajectories/ holds no iteration" in said("rollouts", other)
     (other / "trajectories" / "iteration-00001.jsonl").touch()
     check_replay(config, "rollouts", other, None)
+    replaying = load(path, ["algorithm.routing_replay=rollout"])
+    with pytest.raises(ConfigError, match="trajectories/ does not contain the experts"):
+        check_replay(replaying, "rollouts", other, None)
     assert "run.dump=faults or all" in said("batches", other)
     assert "--start=step_3: not in" in said("rollouts", other, "step_3")
     (other / "checkpoints" / "step_3").mkdir(parents=True)
