@@ -100,7 +100,7 @@ def modules(*names: str) -> Needs:
     return lambda device: f"not installed: {', '.join(missing)}" if missing else ""
 
 
-def parts(device: str, output: Path) -> dict[str, list[Step]]:
+def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     """Return the steps of every part."""
     own, megatron = (
         [sys.executable, "setup.py", "build_ext", "--inplace"],
@@ -282,7 +282,7 @@ def main() -> int:
         return 1
     begin, failed = time.monotonic(), []
     with tempfile.TemporaryDirectory() as work:
-        for name, steps in parts(given.device, output).items():
+        for name, steps in parts(given.device, output, Path(work)).items():
             if not given.parts or name in given.parts:
                 print(f"--- {name}: at most {MINUTES[name] * given.share:g} minutes", flush=True)
                 done = Part(name, output, given.device, given.share, Path(work)).run(steps)

@@ -78,7 +78,9 @@ def compare(config: Config, output: Path | None = None) -> int:
     return int(broadcast_bytes(str(sum(bool(row["broken"]) for row in rows)).encode(), 0))
 
 
-def compare_case(case: Case, world: int, measured: Measured, first: Measured, limit: Tolerance) -> dict[str, Any]:
+def compare_case(
+    case: Case, world: int, measured: Measured, first: Measured, limit: Tolerance
+) -> dict[str, Any]:
     """Return the measurements of a case, their differences from the first case, and those above the limit."""
     apart = {"logprob": float((measured.logprob_T - first.logprob_T).abs().max())}
     apart |= {

@@ -59,7 +59,7 @@ def test_a_step_without_its_tool_is_skipped_with_the_reason(part):
 
 
 def test_the_parts_take_30_minutes_and_every_check_exists(tmp_path):
-    parts = check_gpu.parts("cuda", tmp_path)
+    parts = check_gpu.parts("cuda", tmp_path, tmp_path)
     assert list(parts) == list(check_gpu.MINUTES) and sum(check_gpu.MINUTES.values()) == 30
     for step in (step for steps in parts.values() for step in steps):
         if "--only" in step.line:
