@@ -102,10 +102,9 @@ def modules(*names: str) -> Needs:
 
 def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     """Return the steps of every part."""
-    own, megatron = (
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
-        modules("megatron.core", "pydantic"),
-    )
+    megatron = modules("megatron.core", "pydantic")
+    own = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    own += ["--build-temp", str(work / "objects"), "--build-lib", str(work / "library")]
     benchmark = [sys.executable, "tools/benchmark_kernels.py", "--quick"]
     kernels = [
         Step("versions and clocks", inside("machine", "versions"), 60),
