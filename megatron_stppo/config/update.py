@@ -49,7 +49,7 @@ class UpdateConfig(Section):
         "auto",
         description="forward pass that computes the old policy's log-probs: one of its own, or that of the "
         "first step, which gives the same numbers. auto: update where it is possible, which needs "
-        "minibatches=1, no KL divergence in the reward, mismatch=off and routing_replay=off",
+        "minibatches=1, no KL divergence in the reward, mismatch=off and no routing_replay=old_policy",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",

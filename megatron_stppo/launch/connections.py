@@ -10,6 +10,7 @@ This module imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import MutableMapping, Sequence
@@ -21,7 +22,10 @@ BLACKWELL = 10  # major number of its compute capability
 
 
 def gpu_generations() -> list[int]:
-    """Return the major compute capability of each GPU of this machine. It does not initialise CUDA."""
+    """Return the major compute capability of each GPU that this process may use. It does not initialise CUDA.
+
+    NVML also counts GPUs of a shared node that the scheduler gave to other jobs; these are left out.
+    """
     if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
         return []
     pynvml = importlib.import_module("pynvml")
@@ -29,8 +33,11 @@ def gpu_generations() -> list[int]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # without a driver
         return []
-    devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-    found = [pynvml.nvmlDeviceGetCudaComputeCapability(device)[0] for device in devices]
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(pynvml.NVMLError):  # no permission, or the GPU is lost
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            found.append(pynvml.nvmlDeviceGetCudaComputeCapability(device)[0])
     pynvml.nvmlShutdown()
     return found
 

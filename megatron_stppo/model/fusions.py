@@ -1,7 +1,7 @@
 """megatron's fused kernels: which of them a run uses, and why it does not use the others.
 
-The fused kernels compute the same as the separate operations, with fewer roundings. They are used on a GPU
-only, so that results on a CPU do not depend on the packages that are installed.
+The fused kernels compute the same formulas as the separate operations and round less often. They are used on
+a GPU only, so that results on a CPU do not depend on the packages that are installed.
 """
 
 from __future__ import annotations

@@ -114,4 +114,5 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
 
 def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
     """Return csrc's records as one int64 tensor on `device`, one row per record."""
-    return to_device(torch.tensor(slices, dtype=torch.int64), device)
+    # on the host, whatever torch.set_default_device says: only host memory can be pinned
+    return to_device(torch.tensor(slices, dtype=torch.int64, device="cpu"), device)

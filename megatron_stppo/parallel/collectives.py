@@ -65,7 +65,7 @@ def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(world)]
     dist.all_gather(lengths, length, group=group)
-    sizes = [int(n) for n in lengths]
+    sizes = torch.cat(lengths).tolist()  # one wait for the device
     longest = max(sizes)
     if not longest:
         return [b""] * world

@@ -53,6 +53,7 @@ def check(settings: Settings) -> tuple[int, bool]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
+        rendezvous.raise_file_limit(world)
         store = rendezvous.open_store(timedelta(seconds=settings.seconds))
         board = Board(store, rank, world, settings.seconds)
         code, hangs = _check(settings, board)

@@ -14,7 +14,7 @@ from megatron_stppo.messages import did_you_mean
 class Limit:
     """One limit. A name that begins with min_ is a lower bound, one that begins with max_ an upper bound.
 
-    Example: Limit("max_skew", 1.0, "s", "clocks of two nodes differ by at most this").
+    Example: Limit("max_skew", 1.0, "s", "difference of a node's clock from the median clock").
     """
 
     name: str
@@ -36,7 +36,12 @@ LIMITS = (
     Limit("min_read", 0.5, "GB/s", "the same, to resume"),
     Limit("min_free_space", 500.0, "GB", "two checkpoints of such a run, and records"),
     Limit("max_visible", 10.0, "s", "until a node sees the files of all other nodes"),
-    Limit("max_skew", 1.0, "s", "clocks of any two nodes; locks of run folders expire by the clock"),
+    Limit(
+        "max_skew",
+        1.0,
+        "s",
+        "difference of a node's clock from the median clock; locks of run folders expire by the clock",
+    ),
     Limit("min_open_files", 4096, "files", "hard limit; or 4 per rank of the job + 1024, if that is more"),
     Limit("min_shared_memory", 2.0, "GiB", "/dev/shm; Docker's default, 0.06, is too small for NCCL"),
 )

@@ -107,4 +107,4 @@ class Checks:
         """Return the sums ordered by rank; sums of the same rank keep their order."""
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
         together = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *sums])
-        return together[to_device(torch.tensor(order, dtype=torch.int64), self._device)]
+        return together[to_device(torch.tensor(order, dtype=torch.int64, device="cpu"), self._device)]

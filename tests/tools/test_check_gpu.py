@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tools import check_gpu
 from tools.check_gpu import Part, Step
+from tools.gpu_checks.counters import read
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +63,8 @@ def test_a_step_without_its_tool_is_skipped_with_the_reason(part):
 def test_the_parts_take_30_minutes_and_every_check_exists(tmp_path):
     parts = check_gpu.parts("cuda", tmp_path, tmp_path)
     assert list(parts) == list(check_gpu.MINUTES) and sum(check_gpu.MINUTES.values()) == 30
+    for name, steps in parts.items():
+        assert sum(step.limit for step in steps) <= 60 * check_gpu.MINUTES[name], name
     for step in (step for steps in parts.values() for step in steps):
         if "--only" in step.line:
             module, _, name = step.line[list(step.line).index("--only") + 1].partition(":")
@@ -69,12 +73,29 @@ def test_the_parts_take_30_minutes_and_every_check_exists(tmp_path):
 
 def test_the_rehearsal_of_a_part_runs_on_a_cpu(tmp_path):
     line = [sys.executable, "tools/check_gpu.py", "sanitizers", "--device", "cpu", "--output", str(tmp_path)]
-    done = subprocess.run([*line, "--share", "4"], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([*line, "--limits", "4"], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = {
         x["name"]: x["outcome"] for x in json.loads((tmp_path / "sanitizers.json").read_text())["steps"]
     }
     assert outcomes == {"memcheck": "skipped", "racecheck": "skipped", "one call of every op": "ok"}
+
+
+def test_a_limit_ends_the_processes_that_a_step_has_started(part, tmp_path):
+    code = f"import subprocess; subprocess.run(['sh', '-c', 'sleep 8; touch {tmp_path}/late'])"
+    (done,) = part.run([Step("hangs", python(code), 5)])
+    assert done.outcome == "FAILED"
+    time.sleep(4)
+    assert not (tmp_path / "late").exists()
+
+
+def test_counters_of_nsight_compute_are_read():
+    said = """==PROF== Connected
+"ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum"
+"","","%","usecond"
+"0","void stppo::surrogate_kernel<0>(Surrogate, unsigned int)","85.1","27.3"
+"""
+    assert read(said) == {"0 surrogate_kernel<0>": "DRAM % 85.1, time 27.3 usecond"}
 
 
 def test_an_unknown_part_is_named(capsys, monkeypatch):

@@ -44,9 +44,9 @@ def layer_slice() -> dict[str, Any]:
     from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
     from megatron_stppo.learner import build_learner
-    from megatron_stppo.model import flop
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.stages import score, update
+    from megatron_stppo.telemetry.throughput import phase_flop
 
     gpu = torch.cuda.is_available()
     given, longest, count = sections(gpu)
@@ -60,18 +60,17 @@ def layer_slice() -> dict[str, Any]:
     action = sum(len(turn.token_ids) for t in played for turn in t.turns)
     found: dict[str, Any] = {"tokens": longest * count, "action tokens": action}
     for _ in range(2):  # the second time is measured
+        learner.load_for("score")
         with _measured(found, "score"):
             batch = score(learner, to_batch(played), 0)
         batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
+        learner.load_for("update")
         with _measured(found, "update"):
             row = update(learner, batch, 0)[0]
     if row["actor/skipped"] or row["critic/skipped"]:
         raise AssertionError(f"a step was skipped; its loss or gradient is not finite: {row}")
-    head, lengths = 2 * shape.hidden * shape.vocab * action, [longest] * count
-    trunk = flop.forward(shape, lengths)
-    work_of = {"score": 2 * trunk + head, "update": flop.TRAINED * (2 * trunk + head)}  # actor and critic
     peak = ceilings()["bfloat16_tflop_per_s"]
-    for phase, operations in work_of.items():
+    for phase, operations in phase_flop(config, shape, batch).items():
         rate = operations / found[f"{phase} s"] / 1e12
         found |= {f"{phase} tflop/s": rate, f"{phase} of the matrix products' rate": rate / peak}
     found |= _offloaded(learner)
