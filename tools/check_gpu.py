@@ -22,7 +22,6 @@ Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller s
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -39,7 +38,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-THIS = [sys.executable, str(Path(__file__).resolve())]
 TESTS = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 DISTRIBUTED = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
 # tests/ops on this device; a test that compares a GPU with a CPU names both
@@ -72,7 +70,7 @@ class Done:
 
 def inside(module: str, name: str) -> list[str]:
     """Return the command of a check in tools/gpu_checks."""
-    return [*THIS, "--only", f"{module}:{name}", "--result", "{result}"]
+    return [sys.executable, "-m", f"gpu_checks.{module}", name, "{result}"]
 
 
 def a_gpu(device: str) -> str:
@@ -280,16 +278,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER")
     parser.add_argument("--limits", type=float, default=1.0, help="multiplies all limits")
-    parser.add_argument(
-        "--only", metavar="MODULE:NAME", help="run one check here; the script calls itself so"
-    )
-    parser.add_argument("--result", type=Path, help="file for the results of --only")
     given = parser.parse_args()
-    if given.only:
-        module, _, name = given.only.partition(":")
-        results = getattr(importlib.import_module(f"gpu_checks.{module}"), name)()
-        given.result.write_text(json.dumps(results))
-        return 0
     if unknown := [name for name in given.parts if name not in MINUTES]:
         parser.error(f"PART={unknown[0]}: no such part; choose from {', '.join(MINUTES)}")
     output = given.output.resolve()

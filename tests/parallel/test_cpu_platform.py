@@ -66,7 +66,7 @@ def test_meta_tensors_are_cuda_tensors_inside_the_context_only() -> None:
     def norm(x: Any, *_: Any) -> Any:
         return x
 
-    with pytest.raises(ZeroDivisionError), cpu_platform.meta_as_cuda(norm):
+    with pytest.raises(ZeroDivisionError), cpu_platform.meta_as_cuda(norm, norm, norm):
         assert (meta.is_cuda, host.is_cuda) == (True, False)
         assert functional.rms_norm is norm
         _ = 1 / 0

@@ -1,6 +1,7 @@
 """tools/check_gpu.py: steps, limits and results, with real commands; the rehearsal of its fastest part."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ import pytest
 
 from tools import check_gpu
 from tools.check_gpu import Part, Step
-from tools.gpu_checks.counters import read
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,9 +66,10 @@ def test_the_parts_take_30_minutes_and_every_check_exists(tmp_path):
     for name, steps in parts.items():
         assert sum(step.limit for step in steps) <= 60 * check_gpu.MINUTES[name], name
     for step in (step for steps in parts.values() for step in steps):
-        if "--only" in step.line:
-            module, _, name = step.line[list(step.line).index("--only") + 1].partition(":")
-            assert f"def {name}() -> " in (ROOT / f"tools/gpu_checks/{module}.py").read_text()
+        if step.line[-1] == "{result}":
+            module, name, _ = list(step.line)[-3:]
+            text = (ROOT / f"tools/{module.replace('.', '/')}.py").read_text()
+            assert f"def {name}() -> " in text and re.search(rf"    main\(.*\b{name}\b.*\)", text)
 
 
 def test_the_rehearsal_of_a_part_runs_on_a_cpu(tmp_path):
@@ -89,7 +90,10 @@ def test_a_limit_ends_the_processes_that_a_step_has_started(part, tmp_path):
     assert not (tmp_path / "late").exists()
 
 
-def test_counters_of_nsight_compute_are_read():
+def test_counters_of_nsight_compute_are_read(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from gpu_checks.counters import read
+
     said = """==PROF== Connected
 "ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum"
 "","","%","usecond"

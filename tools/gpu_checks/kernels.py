@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpu_checks import main
 from gpu_checks.machine import synchronize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,3 +129,7 @@ def profiled() -> dict[str, Any]:
         ops.bucket_copy([source], [torch.empty(4096, 4096, dtype=torch.bfloat16)])
     synchronize()
     return {"tokens": total}
+
+
+if __name__ == "__main__":
+    main(calls, repeats, profiled)

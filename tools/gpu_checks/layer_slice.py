@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from gpu_checks import main
 from gpu_checks.machine import ceilings, synchronize
 from gpu_checks.model import configuration, trajectories, write_model
 from gpu_checks.training import work
@@ -151,3 +152,7 @@ def _offloaded(learner: Any) -> dict[str, Any]:
     if bits() != before:
         raise AssertionError("weights have other bits after they were offloaded and loaded")
     return {"offload s": left - start, "load s": end - left}
+
+
+if __name__ == "__main__":
+    main(layer_slice, against_plan)

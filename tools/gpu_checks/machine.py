@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gpu_checks import main
+
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "transformers", "numpy", "apex")
 
 
@@ -86,3 +88,7 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(versions, ceilings)

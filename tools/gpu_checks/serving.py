@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_checks import main
 from gpu_checks.training import work
 
 MISMATCH = 0.02  # nats per token; a small model in bfloat16 has 6e-4 on a CPU
@@ -43,3 +44,7 @@ def _run(line: list[str], folder: Path, environment: dict[str, str]) -> None:
     print(done.stdout[-4000:], done.stderr[-4000:], flush=True)
     if done.returncode:
         raise AssertionError(f"exit status {done.returncode}: {' '.join(line)}")
+
+
+if __name__ == "__main__":
+    main(serving)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu_checks import main
 from gpu_checks.model import SMALL, configuration, trajectories, write_model
 from megatron_stppo.launch import process
 
@@ -166,3 +167,7 @@ def cold_start() -> dict[str, Any]:
         raise AssertionError(f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats per token")
     rate = steps * scripts * 64 / seconds
     return {"loss before": losses[0], "loss after": losses[-1], "tokens per second": rate}
+
+
+if __name__ == "__main__":
+    main(attention, reference, step, first_ratio, cold_start)
