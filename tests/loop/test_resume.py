@@ -95,6 +95,7 @@ def fail(config: Path, name: str, how: str, *arguments: str) -> tuple[Path, dict
     return run, json.loads((run / "exit.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_engine_that_fails_on_a_gpu_ends_the_process_with_a_checkpoint_and_loses_nothing(
     straight: tuple[Path, Path],

@@ -118,6 +118,7 @@ def test_the_routes_of_a_dumped_batch_return_to_their_stages(config: Path) -> No
         assert row[key] == expected[key], key
 
 
+@pytest.mark.long
 def test_larger_microbatches_under_context_parallelism_change_no_more_than_rounding(config: Path) -> None:
     """Needs the run of tensor_to_replicas_s_ppo, whose microbatches are at most 80 tokens each."""
     rows, name = [], "tensor_to_replicas_s_ppo"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from megatron_stppo.preflight import limits
@@ -129,6 +130,7 @@ def test_a_rank_that_does_not_start_is_named_and_the_others_end(tmp_path: Path) 
     assert found.failures == {"ranks answer": ["rank 3: did not start, or hangs"]}
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_join_the_network_is_named_and_the_others_end(tmp_path: Path) -> None:
     found = job(tmp_path, seconds=10, interface="no-such0")
     assert found.codes == [2] * 4

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from megatron_stppo.sharding.hf_names import hf_shapes, read_shape
+from tools import show_reshard_plan
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -24,15 +28,26 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the tool in a separate process, without the variables of torch.distributed and CUDA."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools/show_reshard_plan.py"), str(model), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(model: Path, *arguments: str) -> Done:
+    """Run the tool in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(error):
+        code = show_reshard_plan.main([str(model), *arguments])
+    return Done(code, out.getvalue(), error.getvalue())
+
+
+def test_the_tool_runs_in_a_process_of_its_own(model: Path) -> None:
+    line = [sys.executable, str(ROOT / "tools/show_reshard_plan.py"), str(model), "--ranks", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("--ranks=0 must be at least 1")
 
 
 def planned(model: Path, *arguments: str) -> dict:
