@@ -117,7 +117,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        return self.summary.reward
+        return float(sum(turn.reward for turn in self.turns))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_stppo.plan.meter import every_row, tensors_in
 
 aten = torch.ops.aten
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -92,7 +94,7 @@ class StandInGpu(TorchDispatchMode):
         to = kwargs.get("device")
         if to is not None and torch.device(to).type == "cuda":
             kwargs["device"] = META
-        given = list(_tensors((args, tuple(kwargs.values()))))
+        given = list(tensors_in((args, tuple(kwargs.values()))))
         on_gpu = [x for x in given if x.is_meta]
         if func is aten._to_copy.default:
             return self._copied(func, to, *args, **kwargs)
@@ -106,7 +108,7 @@ class StandInGpu(TorchDispatchMode):
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is aten.nonzero.default:
             self._wait("nonzero")
-            return _every_row(args[0])
+            return every_row(args[0])
         if func is aten.masked_select.default:
             self._wait("masked_select")
             return args[0].new_empty(args[1].numel())
@@ -155,22 +157,10 @@ class StandInGpu(TorchDispatchMode):
             return [index.to("meta")]
         if not fills:
             self._wait("index with a mask")
-        return _every_row(index).unbind(1)
+        return every_row(index).unbind(1)
 
     def _wait(self, what: str) -> None:
         self.waits[what, _place()] += 1
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _every_row(mask: Tensor) -> Tensor:
-    return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device="meta")
 
 
 def _place() -> str:

@@ -42,7 +42,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(kwargs.values())]
+        given = [*tensors_in(args), *tensors_in(kwargs.values())]
         answer = READS.get(func) if any(x.is_meta for x in given) else None
         if func is aten.index_add.default:  # the keys of context parallelism have their indices on the host
             args = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
@@ -55,7 +55,7 @@ class Meter(TorchDispatchMode):
             sizes = [x for x in args if not isinstance(x, torch.dtype)]  # of addmm(..., out_dtype)
             self.flop += count(*sizes, **kwargs, out_val=out)
         before = {x.untyped_storage()._cdata for x in given}
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage(), before)
         return out
@@ -78,16 +78,17 @@ class Meter(TorchDispatchMode):
         self.alive -= size
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments or results, including those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
-def _every_row(mask: Tensor) -> Tensor:
+def every_row(mask: Tensor) -> Tensor:
+    """Return nonzero() of a mask without values, as if all were True: int64 [numel, dim] on meta."""
     return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device="meta")
 
 
@@ -97,7 +98,7 @@ def _arrived(*_: object) -> Any:
 
 
 READS: dict[Any, Callable[[Any], Any]] = {
-    aten.nonzero.default: _every_row,
+    aten.nonzero.default: every_row,
     aten._local_scalar_dense.default: lambda x: x.dtype not in (torch.bool, torch.uint8),
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default: _arrived,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default: _arrived,

@@ -52,7 +52,6 @@ def examine(index: int) -> GpuFacts:
             bool(archs) and extension.fits(archs, major, minor),
             driver=pynvml.nvmlSystemGetDriverVersion(),
             memory_used=pynvml.nvmlDeviceGetMemoryInfo(device).used / 2**30,
-            processes=len(_supported(pynvml.nvmlDeviceGetComputeRunningProcesses, device) or ()),
             uncorrected_errors=_supported(pynvml.nvmlDeviceGetTotalEccErrors, device, *UNCORRECTED),
             retired_pages=_retired(device),
             remapped_rows=_remapped(device),

@@ -18,7 +18,6 @@ class GpuFacts:
     has_kernels: bool  # csrc/ was built for this capability
     driver: str = ""
     memory_used: float | None = None  # GiB, by all processes, before this check allocates any
-    processes: int = 0  # that use the GPU, this one included
     clock: float | None = None  # SM clock in a matrix product / maximum
     throttled: tuple[str, ...] = ()  # reasons during a matrix product that name a defect
     uncorrected_errors: int | None = None  # of memory, since the driver was loaded
