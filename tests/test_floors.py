@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("environments",),
     ("init", "rollout", "score", "advantage", "update", "reshard"),
     ("describe", "learner", "plan", "preflight", "report", "validation"),
+    ("serving",),
     ("exits", "stages", "worker"),
     ("commands",),
     ("layout_check", "loop"),

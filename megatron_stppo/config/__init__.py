@@ -25,6 +25,7 @@ from megatron_stppo.config.rollout import (
 )
 from megatron_stppo.config.run import DeadlinesConfig, RunConfig, TelemetryConfig
 from megatron_stppo.config.section import ConfigError, Section, finite
+from megatron_stppo.config.serving import ServingConfig
 from megatron_stppo.config.update import (
     ActorOptimizerConfig,
     ColdStartConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "ServingConfig",
     "TelemetryConfig",
     "UpdateConfig",
 ]
@@ -64,6 +66,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
+    serving: ServingConfig = ServingConfig()
     update: UpdateConfig = UpdateConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -1,0 +1,59 @@
+"""The section `serving`: asynchronous training, with engines in programs of their own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_stppo.config.section import Section
+
+
+class ServingConfig(Section):
+    """With `replicas` null, every rank trains and serves in turn. Otherwise the ranks of `train` only train,
+    and the replicas, which `megatron-stppo serve` runs, only serve."""
+
+    replicas: int | None = Field(
+        None, ge=1, description="number of vLLM replicas beside the trainer; null: the trainer's ranks serve"
+    )
+    start: bool = Field(
+        True,
+        description="train starts the replicas on its own machine; false: they are started elsewhere, with "
+        "`megatron-stppo serve RUN_DIR`",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="largest number of versions between a trajectory's oldest token and the policy that is "
+        "trained on it; 0: synchronous",
+    )
+    order: Literal["admission", "completion"] = Field(
+        "admission",
+        description="episodes of the next batch: those admitted first, or those completed first, which "
+        "favours short ones",
+    )
+    update: Literal["recompute", "drain"] = Field(
+        "recompute",
+        description="turns that run when new weights arrive: continue with the new weights, after their "
+        "key-value cache is computed again, or are completed first",
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="episodes in progress per replica; default: rollout.max_sequences"
+    )
+    address: str | None = Field(
+        None,
+        description="address of the network interface that replicas connect to; default: loopback if "
+        "train starts them, otherwise that of MASTER_ADDR",
+    )
+    timeout: float = Field(
+        60.0, gt=0, description="seconds without a sign of life after which a replica or the trainer is lost"
+    )
+
+    @model_validator(mode="after")
+    def _synchronous_has_one_order(self) -> ServingConfig:
+        if self.order == "completion" and self.max_staleness == 0:
+            raise ValueError(
+                "order='completion' with max_staleness=0: every admitted episode is in the next batch, so "
+                "there is only one order; choose 'admission', or max_staleness=1 or more"
+            )
+        return self

@@ -1,0 +1,146 @@
+"""The messages between the trainer's first rank and the first rank of a replica.
+
+A replica joins:    Hello -> Offer, or NotAccepted. After an Offer both sides build the process group over
+                    which weights are sent, and send the offered version.
+It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
+It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
+                    replica goes on playing, with `drain` what it can without starting a turn.
+It leaves:          Stop from the trainer; Leaving or ReplicaFailed from the replica.
+Both sides send Alive regularly. A side that is silent for serving.timeout is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.sharding.mlp_spans import LayerSpec
+from megatron_stppo.types import Task, Trajectory
+
+
+class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The base of all messages. The class name is sent with the fields."""
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """One episode to play. Example: Assignment(70, task, 6, 1000003, 6, 1.0, 1.0)."""
+
+    number: int  # >= 0: in order of admission; < 0: an episode of an evaluation. Unique in a run
+    task: Task
+    group: int  # Trajectory.group
+    seed: int  # seed of the rollout; with `place` and the turn it gives the seed of a request
+    place: int  # number of the episode within its rollout
+    temperature: float
+    top_p: float
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """What a replica has done since it started. Seconds are wall time."""
+
+    steps: int = 0  # engine steps
+    step_seconds: float = 0.0  # in engine steps
+    idle_seconds: float = 0.0  # without a request to run
+    pause_seconds: float = 0.0  # between the last step before and the first step after an update
+    longest_pause: float = 0.0  # seconds
+    updates: int = 0  # weight updates after the first
+    recomputed: int = 0  # tokens whose key-value cache was computed again because of updates
+    tokens: int = 0  # generated
+    episodes: int = 0  # ended
+
+
+class Hello(_Sent, frozen=True):
+    """The first message of a replica."""
+
+    name: str  # unique among the replicas of a run
+    model: str  # model_digest() of its model folder
+    vocabulary: int
+    dtype: str
+    vllm: str  # version
+    tensor: int  # ranks
+    capacity: int  # episodes in progress
+    process: str  # host and process id, for messages to the user
+
+
+class Ready(_Sent, frozen=True):
+    """The replica will enter the update to `version` at the next step boundary after Go."""
+
+    version: int
+
+
+class Done(_Sent, frozen=True):
+    """An episode has ended."""
+
+    number: int
+    trajectory: Trajectory
+
+
+class Alive(_Sent, frozen=True):
+    """A sign of life. Both sides send it; the trainer's has no counters."""
+
+    counters: Counters | None = None
+
+
+class ReplicaFailed(_Sent, frozen=True):
+    """The replica cannot go on, and ends.
+
+    misuse: an error of the environment that ends the run. away: tools stay unreachable. error: another one.
+    """
+
+    kind: Literal["misuse", "away", "error"]
+    text: str  # one line
+
+
+class Leaving(_Sent, frozen=True):
+    """The replica ends because it was asked to (SIGTERM, or the end of its Slurm job)."""
+
+    reason: str
+
+
+class NotAccepted(_Sent, frozen=True):
+    """The trainer does not accept the replica, which ends."""
+
+    why: str  # one line: field, value and remedy
+
+
+class Offer(_Sent, frozen=True):
+    """The process group for weights, which the replica joins now, and the version that is sent first.
+
+    The trainer's ranks are 0 to layout.world - 1 of the group; the replica's ranks follow.
+    """
+
+    group: str  # a name that is never used twice on the store
+    host: str  # of the store
+    port: int
+    layout: Layout  # of the trainer
+    spec: LayerSpec
+    version: int
+
+
+class Play(_Sent, frozen=True):
+    """Episodes to play, in this order."""
+
+    episodes: tuple[Assignment, ...]
+
+
+class Announce(_Sent, frozen=True):
+    """An update to `version` is due."""
+
+    version: int
+
+
+class Go(_Sent, frozen=True):
+    """Enter the update at the next step boundary: the trainer's ranks are in it."""
+
+    version: int
+
+
+class Stop(_Sent, frozen=True):
+    """The run has ended; the replica ends."""
+
+    reason: str
+
+
+FromReplica = Hello | Ready | Done | Alive | ReplicaFailed | Leaving
+FromTrainer = NotAccepted | Offer | Play | Announce | Go | Stop | Alive
