@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
-from megatron_stppo.types import Batch, Summary
+from megatron_stppo.types import Batch, Summary, Versions
 
 
 def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
@@ -28,19 +28,19 @@ def describe(trajectories: Sequence[Summary], batch: Batch, version: int) -> dic
 
     version: the policy version that is updated on the batch.
     """
-    return describe_rollouts(trajectories, version) | describe_batch(batch)
+    return describe_rollouts(trajectories, version) | describe_batch(batch, version)
 
 
 def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str, Any]:
-    """Return metrics of reward and behaviour, and the staleness of the turns.
+    """Return metrics of reward, behaviour and staleness. They are 0 if there is nothing to average.
 
-    Staleness is `version` minus the policy version that generated the turn. Metrics are 0 if there is nothing
-    to average.
+    The staleness of a token is `version` minus the version that generated it; that of a trajectory is the
+    staleness of its oldest token.
     """
     counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
     turns = [turn for t in played for turn in t.turns]
     lengths = sorted(sum(turn.tokens for turn in t.turns) for t in played) or [0]
-    staleness = [version - turn.policy_version for turn in turns] or [0]
+    staleness = [version - t.policy_version for t in played] or [0]
 
     def per_episode(numbers: Iterable[float]) -> float:
         return sum(numbers) / max(1, len(played))
@@ -59,12 +59,28 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         "rollout/response_tokens_max": lengths[-1],
         "rollout/staleness": statistics.fmean(staleness),
         "rollout/staleness_max": max(staleness),
+        **_token_staleness(tuple(run for turn in turns for run in turn.versions), version),
         **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
     }
 
 
-def describe_batch(batch: Batch) -> dict[str, Any]:
-    """Return the metrics of a scored batch that do not need its trajectories."""
+def _token_staleness(runs: Versions, version: int) -> dict[str, float]:
+    """Return the share of the tokens that are 0, 1, ... versions old, up to the oldest.
+
+    Example: runs ((4, 3), (5, 1)) at version 5 give {"staleness/tokens_0": 0.25, "staleness/tokens_1": 0.75}.
+    """
+    tokens = Counter[int]()
+    for generated, count in runs:
+        tokens[version - generated] += count
+    total = max(1, tokens.total())
+    return {f"staleness/tokens_{n}": tokens[n] / total for n in range(max(tokens, default=0) + 1)}
+
+
+def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
+    """Return the metrics of a scored batch that do not need its trajectories.
+
+    version: the policy version that is updated on the batch.
+    """
     live_T = batch.live_T
     assert batch.old_logprob_T is not None
     mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
@@ -73,6 +89,7 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
         "rollout/tokens": batch.tokens,
         "mismatch/mean_abs": _mean(mismatch_T.abs()),
         "mismatch/mean_ratio": _mean(mismatch_T.exp()),
+        "mismatch/current_mean_abs": _mean(mismatch_T[batch.version_T[live_T] == version].abs()),
     }
     if batch.reference_logprob_T is not None:
         given = batch.old_logprob_T[live_T], batch.reference_logprob_T[live_T]

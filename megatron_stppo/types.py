@@ -11,7 +11,9 @@ Conventions
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,15 @@ import torch
 Outcome = Literal["ok", "wrong", "truncated", "error", "timeout"]
 # error and timeout are failures of the environment, not of the policy. Such trajectories carry no loss.
 FAILED: frozenset[str] = frozenset({"error", "timeout"})
+
+# Policy versions of the tokens of a turn: runs of (version, number of tokens), in the order of the tokens.
+# Versions increase, because new weights may arrive while a turn is generated.
+Versions = tuple[tuple[int, int], ...]
+
+
+def version_runs(of_tokens: Iterable[int]) -> Versions:
+    """Return the runs of the versions of single tokens. Example: [3, 3, 4] gives ((3, 2), (4, 1))."""
+    return tuple((version, len(list(tokens))) for version, tokens in groupby(of_tokens))
 
 
 @dataclass(frozen=True)
@@ -48,15 +59,25 @@ class Task:
 class Turn:
     """Tokens that the policy generated in one call of the engine, and the environment's answer to them.
 
-    Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, 4): two action tokens written by policy version 4,
-    then three observation tokens.
+    Raises ValueError if `versions` are not those of n tokens: a turn may come from a file or a replica.
+
+    Example: Turn((5, 9), (-0.1, -2.0), (7, 7, 3), 0.0, ((4, 1), (5, 1))): two action tokens, the first by
+    policy version 4 and the second by version 5, then three observation tokens.
     """
 
     token_ids: tuple[int, ...]  # n >= 1, exactly as the engine emitted them
     rollout_logprob: tuple[float, ...]  # n, reported by the engine, natural log
     observation_ids: tuple[int, ...]  # m >= 0
     reward: float
-    policy_version: int
+    versions: Versions  # of the n tokens
+
+    def __post_init__(self) -> None:
+        _check_versions(self.versions, len(self.token_ids))
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the oldest token."""
+        return self.versions[0][0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +121,7 @@ class Trajectory:
     @property
     def summary(self) -> Summary:
         turns = [
-            (len(turn.token_ids), len(turn.observation_ids), turn.reward, turn.policy_version)
+            (len(turn.token_ids), len(turn.observation_ids), turn.reward, turn.versions)
             for turn in self.turns
         ]
         return Summary(
@@ -122,12 +143,23 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TurnSummary:
-    """A turn without its tokens. Example: that of the Turn above is TurnSummary(2, 3, 0.0, 4)."""
+    """A turn without its tokens.
+
+    Example: that of the Turn above is TurnSummary(2, 3, 0.0, ((4, 1), (5, 1))).
+    """
 
     tokens: int
     observation: int  # tokens of the observation
     reward: float
-    policy_version: int
+    versions: Versions  # of the tokens
+
+    def __post_init__(self) -> None:
+        _check_versions(self.versions, self.tokens)
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the oldest token."""
+        return self.versions[0][0]
 
 
 @dataclass(frozen=True)
@@ -157,6 +189,11 @@ class Summary:
     def reward(self) -> float:
         return float(sum(turn.reward for turn in self.turns))
 
+    @property
+    def policy_version(self) -> int:
+        """The version of the oldest action token, of a trajectory with turns."""
+        return min(turn.policy_version for turn in self.turns)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -167,7 +204,8 @@ class Batch:
 
     Example: the trajectory above alone gives tokens_P of 10 entries, held_N = [0],
     sequence_offsets = [0, 10], action_index_T = [2, 3, 4, 9], turn_offsets = [0, 3, 4],
-    turn_to_sequence_S = [0, 0], action_offsets = [0, 4].
+    turn_to_sequence_S = [0, 0], action_offsets = [0, 4]. If versions 3 and 4 wrote its turns, version_T is
+    [3, 3, 3, 4].
     The log-prob of action token t is read from the hidden state of the token before it.
     """
 
@@ -180,6 +218,7 @@ class Batch:
     action_index_T: torch.Tensor  # int64 into the tokens of all trajectories
     live_N: torch.Tensor  # bool; False for trajectories that carry no loss (error, timeout)
     rollout_logprob_T: torch.Tensor  # float32, reported by the engine
+    version_T: torch.Tensor  # int64, the policy version that generated the token
     reward_T: torch.Tensor  # float32; outcome reward on the last action token
     old_logprob_T: torch.Tensor | None = None  # float32, by the trainer's policy at the iteration's start
     reference_logprob_T: torch.Tensor | None = None
@@ -202,3 +241,15 @@ class Batch:
     def live_T(self) -> torch.Tensor:
         """Mask of the action tokens that carry loss, bool [T]."""
         return self.live_N.repeat_interleave(self.action_offsets.diff())
+
+
+def _check_versions(versions: Versions, tokens: int) -> None:
+    """Raise ValueError unless the runs cover the tokens of a turn, and versions start at 0 or more and
+    increase."""
+    numbers, counts = [version for version, _ in versions], [count for _, count in versions]
+    increase = all(a < b for a, b in zip([-1, *numbers], numbers, strict=False))
+    if sum(counts) != tokens or min(counts, default=0) < 1 or not increase:
+        raise ValueError(
+            f"versions={versions}: must be runs (version, tokens) with increasing versions, of {tokens} "
+            "tokens together"
+        )

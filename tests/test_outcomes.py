@@ -11,14 +11,16 @@ import torch
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe, describe_batch, describe_rollouts
-from megatron_stppo.types import Message, Outcome, Summary, Task, Trajectory, Turn
+from megatron_stppo.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
 OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "truncated", "error", "timeout")
 
 
 def trajectory(outcome: Outcome, tokens: int = 2, reward: float = 0.0) -> Trajectory:
-    return Trajectory(TASK, (1,), (Turn((5,) * tokens, (-1.0,) * tokens, (), reward, 0),), outcome)
+    return Trajectory(
+        TASK, (1,), (Turn((5,) * tokens, (-1.0,) * tokens, (), reward, ((0, tokens),)),), outcome
+    )
 
 
 def unplayed(outcome: Outcome) -> Trajectory:
@@ -68,8 +70,13 @@ def test_mismatch_between_engine_and_trainer_is_measured_on_tokens_with_loss() -
 
 
 def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
-    """Two episodes were played, of 2 and 1 turns, by versions 3, 4 and 4, when the policy was at 5."""
-    turns = [Turn((5,) * n, (-1.0,) * n, (), r, v) for n, r, v in ((2, 0.0, 3), (4, 1.0, 4), (1, 0.0, 4))]
+    """Two episodes were played, of 2 and 1 turns, when the policy was at version 5.
+
+    Version 3 wrote the first turn; the second turn was begun by version 4 and completed by version 5; version
+    4 wrote the third turn. Of the 7 tokens, 2 are 2 versions old, 4 are 1 version old, and 1 is current.
+    """
+    played_turns = ((2, 0.0, ((3, 2),)), (4, 1.0, ((4, 3), (5, 1))), (1, 0.0, ((4, 1),)))
+    turns = [Turn((5,) * n, (-1.0,) * n, (), r, versions) for n, r, versions in played_turns]
     played = [
         Trajectory(TASK, (1,), tuple(turns[:2]), "ok", tool_calls=1, valid_actions=2),
         Trajectory(TASK, (1,), (turns[2],), "truncated", tool_calls=0, valid_actions=0),
@@ -87,10 +94,14 @@ def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
         "rollout/response_tokens": 3.5,
         "rollout/response_tokens_p95": 6,
         "rollout/response_tokens_max": 6,
-        "rollout/staleness": 4 / 3,
+        "rollout/staleness": 3 / 2,
         "rollout/staleness_max": 2,
+        "staleness/tokens_0": 1 / 7,
+        "staleness/tokens_1": 4 / 7,
+        "staleness/tokens_2": 2 / 7,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert "staleness/tokens_3" not in row
     assert all(
         value == 0 or name == "outcome/error"
         for name, value in describe_rollouts([played[2].summary], 5).items()
@@ -113,7 +124,7 @@ def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
         value_T=torch.tensor([0.0, 1.0, 9.0, 9.0]),
         return_T=torch.tensor([1.0, 1.0, 9.0, 9.0]),
     )
-    row = describe_batch(batch)
+    row = describe_batch(batch, version=0)
     expected = {
         "kl/reference": 0.5,
         "kl/reference_k3": math.exp(-1) / 2,  # exp(-1) - 1 + 1 and 0
@@ -125,4 +136,22 @@ def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     varied = replace(batch, return_T=torch.tensor([0.0, 2.0, 9.0, 9.0]))  # errors 0 and 1: 1 - 0.5 / 2
-    assert describe_batch(varied)["critic/explained_variance"] == pytest.approx(0.75)
+    assert describe_batch(varied, version=0)["critic/explained_variance"] == pytest.approx(0.75)
+
+
+def test_the_engine_is_compared_with_the_trainer_on_tokens_of_the_current_version() -> None:
+    """The trainer's log-probs are -1, -1.25 and -3, the engine's -1: by versions 0, 1 and 2."""
+    turn = Turn((5, 6, 7), (-1.0,) * 3, (), 0.0, ((0, 1), (1, 1), (2, 1)))
+    batch = to_batch([Trajectory(TASK, (1,), (turn,), "ok"), trajectory("timeout")])
+    batch = replace(batch, old_logprob_T=torch.tensor([-1.0, -1.25, -3.0, 9.0, 9.0]))
+    found = {version: describe_batch(batch, version) for version in (0, 1, 2, 3)}
+    assert [row["mismatch/current_mean_abs"] for row in found.values()] == [0.0, 0.25, 2.0, 0.0]
+    assert {row["mismatch/mean_abs"] for row in found.values()} == {0.75}
+
+
+@pytest.mark.parametrize(
+    "versions", [(), ((3, 1),), ((3, 3),), ((4, 1), (3, 1)), ((3, 2), (4, 0)), ((-1, 2),)]
+)
+def test_versions_that_are_not_those_of_the_tokens_are_refused(versions: Versions) -> None:
+    with pytest.raises(ValueError, match="of 2 tokens together"):
+        Turn((5, 6), (-1.0, -1.0), (), 0.0, versions)

@@ -54,7 +54,7 @@ def trajectory(number: int, tokens: int) -> Trajectory:
         return tuple(torch.randint(150_000, (size,), generator=draw).tolist())
 
     def turn() -> Turn:
-        return Turn(ids(), tuple((-torch.rand(size, generator=draw)).tolist()), ids(), 0.5, 3)
+        return Turn(ids(), tuple((-torch.rand(size, generator=draw)).tolist()), ids(), 0.5, ((3, size),))
 
     return Trajectory(
         Task("t", (), ("a",), "train", number), (1, 2, 3), tuple(turn() for _ in range(4)), "ok"

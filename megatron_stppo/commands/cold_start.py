@@ -106,7 +106,12 @@ def as_batch(scripts: Sequence[Demonstration], context_weight: float) -> Batch:
     """
     batch = to_batch(
         [
-            Trajectory(SCRIPT, ids[:1], (Turn(ids[1:], (0.0,) * (len(ids) - 1), (), 0.0, 0),), "ok")
+            Trajectory(
+                SCRIPT,
+                ids[:1],
+                (Turn(ids[1:], (0.0,) * (len(ids) - 1), (), 0.0, ((0, len(ids) - 1),)),),
+                "ok",
+            )
             for ids in (script.token_ids for script in scripts)
         ]
     )

@@ -84,7 +84,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N)
             row, _, batch = update(learner, batch, number - 1, hold)
-            row |= describe_batch(batch) | numbers
+            row |= describe_batch(batch, number - 1) | numbers
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.load_for("checkpoint")

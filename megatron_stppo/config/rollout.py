@@ -98,7 +98,10 @@ class RolloutConfig(Section):
         "a GPU with more than 0, the first failure ends the process with a checkpoint and exit code 85",
     )
     max_mismatch: float = Field(
-        0.1, gt=0, description="mean |trainer - engine| of log-probs, in nats, above which the run ends"
+        0.1,
+        gt=0,
+        description="mean |trainer - engine| of the log-probs of tokens of the current policy version, in "
+        "nats, above which the run ends",
     )
 
 

@@ -18,7 +18,8 @@ def with_observations(batch: Batch) -> Batch:
     """Return a batch of the same packed tokens and trajectories, whose axis T is the axis R of `batch`.
 
     Its value_T and return_T are value_R and return_R. A turn and the observation that follows it become one
-    turn. Rewards and log-probs of observations are 0, so observations have neither reward nor KL penalty.
+    turn. Rewards, log-probs and versions of observations are 0, so observations have neither reward nor KL
+    penalty.
     Example: for the trajectory in types.Trajectory, action_index_T = [2, 3, .., 9], turn_offsets = [0, 7, 8].
     """
     own_R = _positions(batch)
@@ -34,6 +35,7 @@ def with_observations(batch: Batch) -> Batch:
         turn_offsets=_rows_of(batch.turn_offsets, acted_R, len(own_R)),
         action_offsets=_rows_of(batch.action_offsets, acted_R, len(own_R)),
         rollout_logprob_T=spread(batch.rollout_logprob_T),
+        version_T=spread(batch.version_T),
         reward_T=spread(batch.reward_T),
         old_logprob_T=None if old_T is None else spread(old_T),
         reference_logprob_T=None if reference_T is None else spread(reference_T),

@@ -107,6 +107,7 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
     reward_T[turn_offsets[1:] - 1] = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
     action_index_T = _rows(column(starts), tokens_S)
     assert len(action_index_T) == len(rollout_logprob_T)
+    runs = [run for turn in turns for run in turn.versions]
     return Batch(
         tokens_P=none,
         held_N=torch.full((len(summaries),), -1),
@@ -117,6 +118,7 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
         action_index_T=action_index_T,
         live_N=torch.tensor([s.outcome not in FAILED and bool(s.turns) for s in summaries]),
         rollout_logprob_T=rollout_logprob_T,
+        version_T=column(v for v, _ in runs).repeat_interleave(column(count for _, count in runs)),
         reward_T=reward_T,
     )
 

@@ -75,7 +75,7 @@ def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
 
     def turn() -> Turn:
         action = ids(number(1, 13))
-        return Turn(action, (0.0,) * len(action), ids(number(0, 9)), 0.0, 0)
+        return Turn(action, (0.0,) * len(action), ids(number(0, 9)), 0.0, ((0, len(action)),))
 
     task = Task("invariance", (), ("",), "train", 0)
     played = [

@@ -39,7 +39,7 @@ def trajectory(config: Config, length: int) -> Trajectory:
     while left > 0:
         action = min(left, config.rollout.max_turn_tokens)
         observation = min(left - action, config.environment.max_observation_tokens)
-        turns.append(Turn((0,) * action, (0.0,) * action, (0,) * observation, 0.0, 0))
+        turns.append(Turn((0,) * action, (0.0,) * action, (0,) * observation, 0.0, ((0, action),)))
         left -= action + observation
     return Trajectory(Task("", (), ("",), "train", 0), (0,) * prompt, tuple(turns), "ok")
 

@@ -155,13 +155,14 @@ class Browser {
   turn(turn, number) {
     const numbers_of = {
       ratio: turn.ratio, advantage: turn.advantage, value: turn.value, "policy ÷ engine": turn.mismatch,
-      tokens: turn.tokens, "policy version": turn.version,
+      tokens: turn.tokens,
     };
     const numbers = el("dl", { class: "numbers" });
     for (const [name, value] of Object.entries(numbers_of)) {
       if (value === undefined || value === null) continue;
       numbers.append(el("div", {}, el("dt", {}, name), el("dd", {}, name === "advantage" ? signed(value) : digits(value))));
     }
+    if (turn.version) numbers.append(el("div", {}, el("dt", {}, "policy version"), el("dd", {}, turn.version)));
     const head = el("h4", {}, `Turn ${number}`);
     if (turn.clipped > 0) head.append(el("span", { class: "badge" }, `clipped: ${turn.clipped} of ${turn.tokens} tokens`));
     if (turn.tokens === undefined) head.append(el("span", { class: "hint" }, "the update recorded nothing for this turn"));

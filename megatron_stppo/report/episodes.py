@@ -22,7 +22,7 @@ RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # c
 class TurnRow(msgspec.Struct):
     action: str = ""
     observation: str = ""
-    policy_version: int | None = None
+    versions: list[tuple[int, int]] = []
 
 
 class EpisodeRow(msgspec.Struct):
@@ -158,7 +158,7 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | Non
             {
                 "action": _cut(turn.action),
                 "observation": _cut(turn.observation),
-                "version": turn.policy_version,
+                "version": _cut(_versions(turn.versions)),
             }
             | {name: short(value) for name, value in kept.items() if value is not None}
         )
@@ -178,6 +178,16 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | Non
         "turns": turns,
         "more_turns": max(0, len(episode.turns) - MAX_TURNS),
     }
+
+
+def _versions(runs: Sequence[tuple[int, int]]) -> str:
+    """Return the policy versions of a turn. Example: [(3, 12), (4, 5)] gives "3 (12 tokens), 4 (5)"."""
+    if len(runs) < 2:
+        return "".join(str(version) for version, _ in runs)
+    (version, tokens), *later = runs
+    return ", ".join(
+        [f"{version} ({tokens} tokens)", *(f"{version} ({tokens})" for version, tokens in later)]
+    )
 
 
 def _cut(text: str) -> str:

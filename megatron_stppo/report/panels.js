@@ -20,7 +20,7 @@ const PANELS = [
   ["Critic, explained variance", { "critic/explained_variance": "explained variance" }],
   ["Advantage variance", { "advantage/variance": "as used", "advantage/variance_before_whitening": "before whitening" }],
   ["Train/serve mismatch, nats per token", { "mismatch/mean_abs": "mean |trainer − engine|" }],
-  ["Staleness, policy versions", { "rollout/staleness": "mean", "rollout/staleness_max": "largest" }],
+  ["Staleness, policy versions", { "rollout/staleness": "mean of trajectories", "rollout/staleness_max": "largest" }],
   ["Per episode", { "rollout/turns": "turns", "rollout/tool_calls": "tool calls" }],
   ["Behaviour, share", {
     "rollout/called_tool": "episodes with a tool call", "rollout/valid_action_rate": "valid actions", "rollout/truncated": "episodes cut off",

@@ -45,16 +45,17 @@ from megatron_stppo.rollout.vllm_setup import (
     tear_down,
     weights,
 )
+from megatron_stppo.types import version_runs
 
 
 @dataclass
 class _Running:
     vllm_id: str
     stops: StopFinder
-    version: int
     prompt: int  # tokens
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that computed each token
 
 
 class Engine:
@@ -182,7 +183,7 @@ class Engine:
         is running, a token id is outside the vocabulary or the context is full; RolloutError if the weights
         are not synchronised.
         """
-        version = self._synchronised()
+        self._synchronised()
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running; give a unique id")
         room = self.max_context - len(token_ids)
@@ -220,9 +221,7 @@ class Engine:
                 data_parallel_rank=None,
             )
         )
-        self._running[request_id] = _Running(
-            vllm_id, self._finder(tuple(stop_strings)), version, len(token_ids)
-        )
+        self._running[request_id] = _Running(vllm_id, self._finder(tuple(stop_strings)), len(token_ids))
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.
@@ -349,11 +348,13 @@ class Engine:
             self._failed = True
             said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
             raise EngineFailure(f"vLLM failed: {said}", said)
+        assert self._version is not None, "step() refuses to run without a version"
         reason: Reason | None = None
         for row, token_id in enumerate(output.new_token_ids):
             assert output.new_logprobs is not None, "logprobs=0 asks for the sampled token's"
             running.token_ids.append(token_id)
             running.logprobs.append(float(output.new_logprobs.logprobs[row][0]))
+            running.versions.append(self._version)
             if token_id in self._end_ids:
                 reason = "end"
             elif running.stops.completed(running.token_ids):
@@ -368,7 +369,12 @@ class Engine:
         read = running.prompt + len(running.token_ids) - 1  # the engine never reads the last token
         routes = b"" if self._routes is None else self._routes.read(running.vllm_id, read)
         return Finished(
-            request_id, tuple(running.token_ids), tuple(running.logprobs), reason, running.version, routes
+            request_id,
+            tuple(running.token_ids),
+            tuple(running.logprobs),
+            reason,
+            version_runs(running.versions),
+            routes,
         )
 
     def _finder(self, stop_strings: tuple[str, ...]) -> StopFinder:

@@ -15,7 +15,7 @@ therefore have the same tokens without exchanging them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_stppo.data.chat import encode_chat, encode_plain
@@ -85,7 +85,7 @@ class Episode:
         return self.limits.max_context - len(self.context)
 
     def add_turn(self, finished: Finished) -> None:
-        self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.version))
+        self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.versions))
         self.context += finished.token_ids
         # A token that was computed again since an earlier turn keeps the experts of that turn.
         self.routes += finished.routes[len(self.routes) :]
@@ -146,7 +146,4 @@ class Episode:
         return tuple(ids[:kept] + tail[: limit - kept])
 
     def _replace_last(self, *, observation_ids: tuple[int, ...], reward: float) -> None:
-        turn = self.turns[-1]
-        self.turns[-1] = Turn(
-            turn.token_ids, turn.rollout_logprob, observation_ids, reward, turn.policy_version
-        )
+        self.turns[-1] = replace(self.turns[-1], observation_ids=observation_ids, reward=reward)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_stppo.types import Versions
+
 Reason = Literal["stop", "end", "length"]  # a stop string, the end-of-text token, max_tokens or the context
 
 
@@ -31,12 +33,12 @@ class EngineFailure(RolloutError):
 
 @dataclass(frozen=True)
 class Finished:
-    """One complete generation. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", 3)."""
+    """One complete generation. Example: Finished("7", (5, 9), (-0.1, -2.0), "stop", ((3, 2),))."""
 
     request_id: str
     token_ids: tuple[int, ...]  # n >= 1, all emitted tokens, including the one that stopped the generation
     logprobs: tuple[float, ...]  # n, natural log, after temperature and top_p (the sampled distribution)
     reason: Reason
-    version: int  # of the weights that generated it
+    versions: Versions  # of the weights that computed the n tokens
     # [prompt + n - 1, layers, k]: the experts of all tokens that the engine has read, as in Trajectory.routes
     routes: bytes = b""

@@ -73,7 +73,7 @@ class TrajectoryLog:
                     "action": self._text(turn.token_ids),
                     "observation": self._text(turn.observation_ids),
                     "reward": turn.reward,
-                    "policy_version": turn.policy_version,
+                    "versions": turn.versions,
                     "token_ids": turn.token_ids,
                     "rollout_logprob": [_float32(logprob) for logprob in turn.rollout_logprob],
                     "observation_ids": turn.observation_ids,

@@ -15,7 +15,7 @@ TASK = Task("geography", (), ("Paris",), "train", 0)
 
 def trajectory(rewards, tokens=2, outcome="ok"):
     """Return a turn of `tokens` tokens per reward, each followed by three observation tokens."""
-    turns = tuple(Turn((5,) * tokens, (-1.0,) * tokens, (7, 7, 7), r, 0) for r in rewards)
+    turns = tuple(Turn((5,) * tokens, (-1.0,) * tokens, (7, 7, 7), r, ((0, tokens),)) for r in rewards)
     return Trajectory(TASK, (1, 2), turns, outcome)
 
 
@@ -165,7 +165,7 @@ def test_group_mean_is_a_baseline_that_is_not_divided_by_the_deviation():
 def test_gae_includes_observations_only_if_configured():
     # Two turns of 2 and 1 tokens, 3 observation tokens between; reward 1 at the end, gamma = lambda = 1/2.
     # Values: 0, 0 | 4, 4, 4 | 0. Without observations: delta = 0, 0, 1; A = 1/16, 1/4, 1.
-    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
+    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, ((0, 2),)), Turn((5,), (-1.0,), (), 1.0, ((0, 1),)))
     batch = scored([Trajectory(TASK, (1, 2), turns, "ok")])
     given = {"gamma": 0.5, "lam": 0.5}
     plain = estimate(batch, settings(**given), groups(batch))
@@ -184,7 +184,7 @@ def test_gae_includes_observations_only_if_configured():
 
 def test_the_kl_penalty_is_on_action_tokens_only_even_if_gae_includes_observations():
     # gamma = lambda = 1, values 0: A = reward to come. Each of 3 action tokens pays 0.1 * 2.
-    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, 0), Turn((5,), (-1.0,), (), 1.0, 0))
+    turns = (Turn((5, 5), (-1.0,) * 2, (7, 7, 7), 0.0, ((0, 2),)), Turn((5,), (-1.0,), (), 1.0, ((0, 1),)))
     batch = scored([Trajectory(TASK, (1, 2), turns, "ok")])
     batch = replace(batch, value_R=torch.zeros(6))
     out = estimate(batch, settings(gae_observations=True, kl_coefficient=0.1), groups(batch))

@@ -74,7 +74,10 @@ def test_turn_level_does_not_cross_trajectories():
 
 def test_observation_tokens_are_not_on_the_axis_and_reward_sits_on_the_last_action_token():
     # Two action tokens, 50 observation tokens, one action token: gamma acts twice, not 52 times.
-    turns = (Turn((1, 2), (-1.0, -1.0), tuple(range(50)), 0.0, 0), Turn((3,), (-1.0,), (7, 7), 1.0, 0))
+    turns = (
+        Turn((1, 2), (-1.0, -1.0), tuple(range(50)), 0.0, ((0, 2),)),
+        Turn((3,), (-1.0,), (7, 7), 1.0, ((0, 1),)),
+    )
     task = Task("geography", (), ("Paris",), "train", 0)
     batch = to_batch([Trajectory(task, (8, 9), turns, "ok")])
     assert batch.reward_T.tolist() == [0.0, 0.0, 1.0]

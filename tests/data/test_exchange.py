@@ -38,7 +38,9 @@ def trajectories() -> list[Trajectory]:
 
     def turn() -> Turn:
         action = ids(1, 12)
-        return Turn(action, tuple(-draw.random() for _ in action), ids(0, 8), draw.random(), 3)
+        return Turn(
+            action, tuple(-draw.random() for _ in action), ids(0, 8), draw.random(), ((3, len(action)),)
+        )
 
     prompts = [ids(3, 16) for _ in range(COUNT // 4)]
     played = []

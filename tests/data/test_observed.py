@@ -13,8 +13,11 @@ TASK = Task("t", (), ("a",), "train", 0)
 
 def batch() -> Batch:
     """Return types.Trajectory's example, one that never began, and a prompt of 1 with a turn of 2 tokens."""
-    first = (Turn((1, 2, 3), (-1.0, -2.0, -3.0), (7,) * 4, 0.5, 0), Turn((4,), (-4.0,), (), 1.0, 0))
-    second = (Turn((5, 6), (-5.0, -6.0), (8,), 2.0, 0),)
+    first = (
+        Turn((1, 2, 3), (-1.0, -2.0, -3.0), (7,) * 4, 0.5, ((0, 3),)),
+        Turn((4,), (-4.0,), (), 1.0, ((0, 1),)),
+    )
+    second = (Turn((5, 6), (-5.0, -6.0), (8,), 2.0, ((0, 2),)),)
     played = [
         Trajectory(TASK, (9, 9), first, "ok"),
         Trajectory(TASK, (9,) * 3, (), "error"),
@@ -60,7 +63,7 @@ def test_action_rows_are_the_positions_of_the_action_tokens() -> None:
 
 
 def test_without_observations_nothing_changes() -> None:
-    turns = (Turn((1, 2), (-1.0, -2.0), (), 0.0, 0), Turn((3,), (-3.0,), (), 1.0, 0))
+    turns = (Turn((1, 2), (-1.0, -2.0), (), 0.0, ((0, 2),)), Turn((3,), (-3.0,), (), 1.0, ((0, 1),)))
     plain = to_batch([Trajectory(TASK, (9, 9), turns, "ok")])
     whole = with_observations(plain)
     for name in ("action_index_T", "turn_offsets", "action_offsets", "reward_T", "rollout_logprob_T"):

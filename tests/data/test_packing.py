@@ -31,7 +31,7 @@ def trajectory(prompt: int, turns: list[tuple[int, int]], first: int = 0, outcom
         return tuple(next(ids) for _ in range(n))
 
     prompt_ids = take(prompt)
-    made = [Turn(take(a), (-0.5,) * a, take(o), float(i + 1), 0) for i, (a, o) in enumerate(turns)]
+    made = [Turn(take(a), (-0.5,) * a, take(o), float(i + 1), ((0, a),)) for i, (a, o) in enumerate(turns)]
     return Trajectory(TASK, prompt_ids, tuple(made), outcome)  # type: ignore[arg-type]
 
 
@@ -46,6 +46,15 @@ def test_the_example_of_the_docstring_is_correct() -> None:
 def test_a_turns_reward_sits_on_its_last_action_token() -> None:
     batch = to_batch([trajectory(2, [(3, 4), (1, 6)])])
     assert batch.reward_T.tolist() == [0, 0, 1, 2]  # the observation after it changes nothing
+
+
+def test_every_action_token_has_the_version_that_generated_it() -> None:
+    turns = (
+        Turn((1, 2, 3), (-0.5,) * 3, (9, 9), 0.0, ((3, 1), (4, 2))),
+        Turn((4,), (-0.5,), (), 1.0, ((4, 1),)),
+    )
+    played = Trajectory(TASK, (7,), turns, "ok")
+    assert to_batch([played, trajectory(2, [(1, 1)])]).version_T.tolist() == [3, 4, 4, 4, 0]
 
 
 def test_observation_and_prompt_tokens_are_not_on_the_action_axis() -> None:

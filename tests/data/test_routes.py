@@ -13,7 +13,9 @@ from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 7)
 # tokens 1 2 3 | 4 5, of which the engine read all but the last; 2 layers, 1 expert per token
-PLAYED = Trajectory(TASK, (1, 2, 3), (Turn((4, 5), (-0.1, -0.2), (), 1.0, 0),), "ok", routes=bytes(range(8)))
+PLAYED = Trajectory(
+    TASK, (1, 2, 3), (Turn((4, 5), (-0.1, -0.2), (), 1.0, ((0, 2),)),), "ok", routes=bytes(range(8))
+)
 FAILED = Trajectory(TASK, (1, 2), (), "error")
 
 

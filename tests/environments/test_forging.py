@@ -82,7 +82,7 @@ def test_no_document_puts_a_control_token_into_the_context(play, tokenizer, i):
     (search,) = play(i, "<search>x</search>")
     episode = Episode(Task("t", PROMPT, ("Paris",), "train", 0), 0, Limits(400, 8, 96, 600), tokenizer)
     episode.start((Message("user", "x?"),), ("</answer>",))
-    episode.add_turn(Finished("0", (5,), (-0.5,), "stop", version=1))
+    episode.add_turn(Finished("0", (5,), (-0.5,), "stop", versions=((1, 1),)))
     episode.answer(search)
     (turn,) = episode.turns
     assert turn.observation_ids and not set(turn.observation_ids) & set(tokenizer.all_special_ids)

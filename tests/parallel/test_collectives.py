@@ -22,7 +22,9 @@ from tests.ranks import run_ranks
 
 def trajectory(index: int) -> Trajectory:
     asked = Task("game", (Message("user", "?"),), ("Paris",), "train", index, {"hops": [1, 2]})
-    return Trajectory(asked, (1, 2), (Turn((5, 9), (-0.1, -2.0), (7,), 0.5, 4),), "ok", group=index)
+    return Trajectory(
+        asked, (1, 2), (Turn((5, 9), (-0.1, -2.0), (7,), 0.5, ((4, 1), (5, 1))),), "ok", group=index
+    )
 
 
 def exchange() -> dict[str, Any]:
@@ -60,5 +62,5 @@ def test_a_record_of_another_shape_is_refused() -> None:
 
 
 def test_records_survive_bitwise() -> None:
-    turn = Turn((5,), (-0.1234567890123456789,), (), 1e-300, 2**40)
+    turn = Turn((5,), (-0.1234567890123456789,), (), 1e-300, ((2**40, 1),))
     assert decode(encode(turn), Turn) == turn

@@ -16,7 +16,7 @@ def turn(action: str, observation: str = "") -> dict[str, Any]:
         "action": action,
         "observation": observation,
         "reward": 0.0,
-        "policy_version": 1,
+        "versions": [[1, 1]],
         "token_ids": [1],
     }
 

@@ -57,7 +57,7 @@ def test_numbers_that_the_update_did_not_record_are_absent_from_turns(tmp_path: 
     page.draw([hostile.write(tmp_path / "run")], tmp_path / "page.html")
     (shown,) = data_of(tmp_path / "page.html")["runs"]
     (turn,) = shown["episodes"][2]["turns"]
-    assert (turn["action"][:3], turn["version"], turn["tokens"]) == ("xxx", 1, 5)
+    assert (turn["action"][:3], turn["version"], turn["tokens"]) == ("xxx", "1", 5)
     for told in (tmp_path / "run" / "trajectories").glob("*.turns.jsonl"):
         told.unlink()
     notes = page.draw([tmp_path / "run"], tmp_path / "page.html")
@@ -176,3 +176,12 @@ def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     packaged = settings["tool"]["setuptools"]["package-data"]["megatron_stppo.report"]
     found = {path.name for pattern in packaged for path in (ROOT / "report").glob(pattern)}
     assert found == {"page.html", "page.css", *page.SCRIPTS}
+
+
+def test_a_turn_shows_the_policy_versions_of_its_tokens(tmp_path: Path) -> None:
+    folder = hostile.write(tmp_path / "run")
+    path = folder / "trajectories" / "iteration-00001.jsonl"
+    path.write_text(path.read_text().replace('"versions": [[1, 1]]', '"versions": [[3, 12], [4, 5]]'))
+    page.draw([folder], tmp_path / "page.html")
+    (shown,) = data_of(tmp_path / "page.html")["runs"]
+    assert {turn["version"] for turn in shown["episodes"][0]["turns"]} == {"3 (12 tokens), 4 (5)"}

@@ -20,7 +20,7 @@ def started(tokenizer: PreTrainedTokenizerFast, limits: Limits = LIMITS) -> Epis
 
 
 def turn(*ids: int, reason: Reason = "stop") -> Finished:
-    return Finished("0", ids, tuple(-0.5 for _ in ids), reason, version=7)
+    return Finished("0", ids, tuple(-0.5 for _ in ids), reason, versions=((7, len(ids)),))
 
 
 def seen(observation: str) -> StepResult:

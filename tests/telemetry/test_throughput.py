@@ -21,7 +21,7 @@ def settings(**algorithm: float | str) -> Config:
 
 def batch():
     """Return one trajectory: a prompt of 1 token, then 2 action tokens."""
-    turn = Turn((5, 6), (-0.5, -0.5), (), 1.0, 0)
+    turn = Turn((5, 6), (-0.5, -0.5), (), 1.0, ((0, 2),))
     return to_batch([Trajectory(Task("", (), ("",), "train", 0), (3,), (turn,), "ok")])
 
 

@@ -25,7 +25,10 @@ TASK = Task("geography", (Message("user", "capital of Togo ?"),), ("Lomé",), "t
 EPISODE = Trajectory(
     TASK,
     (0, 1, 2, 3),
-    (Turn((4, 2), (-0.5, -0.25), (5,), 0.0, 3), Turn((5, 6), (-0.125, 0.0), (), 1.0, 3)),
+    (
+        Turn((4, 2), (-0.5, -0.25), (5,), 0.0, ((3, 2),)),
+        Turn((5, 6), (-0.125, 0.0), (), 1.0, ((3, 1), (4, 1))),
+    ),
     "ok",
     group=2,
     tool_calls=1,
@@ -79,7 +82,7 @@ def test_the_first_rank_writes_the_trajectories_of_all_ranks_in_rank_order(tmp_p
 def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
     """Log-probs are float32: the one nearest to -0.1 and the next one, which a rounded number would lose."""
     exact = np.nextafter(np.float32([-0.1, -0.1]), np.float32([-0.1, 0]))
-    turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), 3)
+    turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), ((3, 2),))
     played = [EPISODE, replace(EPISODE, turns=(turn,), group=3)]
     TrajectoryLog(tmp_path, 0, tokenizer()).write(12, played)
     assert recorded(tmp_path) == [12]
@@ -96,6 +99,14 @@ def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -
     path = tmp_path / "trajectories" / "iteration-00001.jsonl"
     path.write_text(path.read_text().replace('"tool_calls"', '"searches"'))
     assert read(tmp_path, 1)[0].tool_calls == 2
+
+
+def test_a_turn_with_one_policy_version_of_all_its_tokens_is_read(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
+    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    path.write_text(path.read_text().replace('"versions": [[3, 2]]', '"policy_version": 3'))
+    assert '"policy_version": 3' in path.read_text()
+    assert [turn.versions for turn in read(tmp_path, 1)[0].turns] == [((3, 2),), ((3, 1), (4, 1))]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])

@@ -82,7 +82,7 @@ def batch() -> Any:
         Trajectory(
             task,
             prompts[n],
-            tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, 0) for a, o in turns),
+            tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, ((0, a),)) for a, o in turns),
             "timeout" if n == 5 else "ok",
         )
         for n, turns in enumerate(sizes)

@@ -19,7 +19,9 @@ TASK = Task("t", (), ("a",), "train", 0)
 def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
     """Return a trajectory per argument, with turns of these lengths. Old log-probs are 0, advantages 1."""
     played = [
-        Trajectory(TASK, (9,), tuple(Turn((5,) * n, (rollout,) * n, (7,), 0.0, 0) for n in sizes), "ok")
+        Trajectory(
+            TASK, (9,), tuple(Turn((5,) * n, (rollout,) * n, (7,), 0.0, ((0, n),)) for n in sizes), "ok"
+        )
         for sizes in turns
     ]
     packed = to_batch(played)

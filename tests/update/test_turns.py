@@ -22,9 +22,12 @@ RATIO_T = [1.44, 1.0, 0.25, 1.0, 9.0]
 def batch(failed: str = "timeout") -> Batch:
     """Return a trajectory of two turns, and a failed one of a single token."""
     first = Trajectory(
-        TASK, (1,), (Turn((5, 6), (-1.0, -1.0), (7,), 0.0, 0), Turn((8, 9), (0.0, 0.0), (), 1.0, 0)), "ok"
+        TASK,
+        (1,),
+        (Turn((5, 6), (-1.0, -1.0), (7,), 0.0, ((0, 2),)), Turn((8, 9), (0.0, 0.0), (), 1.0, ((0, 2),))),
+        "ok",
     )
-    packed = to_batch([first, Trajectory(TASK, (1,), (Turn((2,), (0.0,), (), 0.0, 0),), failed)])
+    packed = to_batch([first, Trajectory(TASK, (1,), (Turn((2,), (0.0,), (), 0.0, ((0, 1),)),), failed)])
     advantage_T = torch.tensor([1.0, 2.0, -1.0, -1.0, 5.0])
     return replace(packed, old_logprob_T=torch.zeros(5), advantage_T=advantage_T)
 

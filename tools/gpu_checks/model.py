@@ -66,7 +66,9 @@ def trajectories(vocab: int, lengths: Sequence[int], turns: int = 3, seed: int =
         for k, part in enumerate(parts):
             cut, last = max(1, 2 * len(part) // 3), k == turns - 1
             observed = () if last else tuple(part[cut:])
-            made.append(Turn(tuple(part[:cut]), (-1.0,) * cut, observed, reward if last else 0.0, 0))
+            made.append(
+                Turn(tuple(part[:cut]), (-1.0,) * cut, observed, reward if last else 0.0, ((0, cut),))
+            )
         task = Task("random", (), ("",), "train", number // 4)
         played.append(Trajectory(task, tuple(ids[:prompt]), tuple(made), "ok", group=number // 4))
     return played
