@@ -1,0 +1,132 @@
+"""The connection file of a run: where the trainer listens, and the CURVE keys.
+
+It is RUN_DIR/serving/connection.json. Every attempt of the trainer makes new keys. The server's secret key
+stays in the trainer's memory. Who can read the file can connect as a replica, so only its owner may (0600 in
+a folder 0700). A replica on another machine reads it over the shared file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.config import ConfigError
+
+FOLDER, FILE = "serving", "connection.json"
+MOST_BYTES = 4096
+LOOK = 0.2  # seconds between two looks for the file
+Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # 32 bytes in Z85
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a replica needs to connect to the trainer.
+
+    Example: Connection("tcp://127.0.0.1:41234", key, key, key, "5f0c9a..") with keys of 40 characters.
+    """
+
+    address: Annotated[str, Meta(pattern=r"\Atcp://[0-9A-Za-z.:\[\]%_-]{1,200}:[0-9]{1,5}\Z")]
+    server_key: Key  # public
+    client_key: Key  # public
+    client_secret: Key = field(repr=False)
+    attempt: Annotated[str, Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]  # of the trainer; never used twice
+
+
+def path_of(folder: Path) -> Path:
+    """Return the path of the connection file. folder: RUN_DIR."""
+    return folder / FOLDER / FILE
+
+
+def write(folder: Path, connection: Connection) -> None:
+    """Write the connection file, readable by this user only. It replaces that of an earlier attempt."""
+    path = path_of(folder)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # an older folder, or one that the umask has made differently
+    with replacing(path) as scratch:
+        scratch.unlink(missing_ok=True)  # it would keep its permissions
+        file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as stream:
+            stream.write(msgspec.json.encode(connection) + b"\n")
+            stream.flush()
+            os.fsync(file)
+
+
+def remove(folder: Path) -> None:
+    """Remove the connection file at the end of a run, so that a replica that starts later waits or ends."""
+    path_of(folder).unlink(missing_ok=True)
+
+
+def read(folder: Path, deadline_seconds: float, other_than: str = "") -> Connection:
+    """Return the connection of a run, as soon as its file exists.
+
+    other_than: the id of an attempt whose file is ignored: one that this replica could not reach, because it
+    was killed before it could remove its file. Raises ConfigError if there is no file after
+    `deadline_seconds`, and if others can read the file, another user owns it, or it is damaged.
+    """
+    ends = time.monotonic() + deadline_seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            found = _parse(path_of(folder))
+            if found.attempt != other_than:
+                return found
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise ConfigError(_missing(folder, deadline_seconds, other_than))
+        time.sleep(min(LOOK, left))
+
+
+def _parse(path: Path) -> Connection:
+    try:
+        # O_NONBLOCK: a FIFO in the place of the file must not stop us
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be opened ({os.strerror(error.errno or 0)}); a replica runs as the user of the "
+            "trainer, and the file is not a link"
+        ) from None
+    try:
+        _check_owner(path, os.fstat(file))
+        text = os.read(file, MOST_BYTES)
+    finally:
+        os.close(file)
+    try:
+        return msgspec.json.decode(text, type=Connection)
+    except msgspec.MsgspecError:
+        raise ConfigError(
+            f"{path}: is not a connection file of this version; remove it and start `megatron-stppo train` "
+            "again"
+        ) from None
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: is not a file; remove it and start `megatron-stppo train` again")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path}: belongs to user {found.st_uid}, not to user {os.geteuid()}, who runs this replica; "
+            "start `megatron-stppo serve` as the user of the trainer"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can use its keys; run "
+            f"`chmod 600 {path}`, and start the trainer again if you do not trust them"
+        )
+
+
+def _missing(folder: Path, seconds: float, other_than: str) -> str:
+    what = "is of a trainer that has ended" if other_than and path_of(folder).exists() else "does not exist"
+    return (
+        f"{path_of(folder)}: {what}, after {seconds:g} s; start `megatron-stppo train` with serving.replicas "
+        "for this run, or give the folder of another run"
+    )

@@ -1,0 +1,61 @@
+"""The payloads of the transport: messages in msgpack, decoded into the unions of messages.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_stppo.messages import one_line
+from megatron_stppo.serving.messages import Alive, FromReplica, FromTrainer
+
+BEAT = 2.0  # seconds between signs of life
+INBOX = 256 * 2**20  # bytes that were received and not taken; then the socket is not read, and senders wait
+TAKEN = 16 * 2**20  # bytes that one call of `take` decodes, or one message: objects take up to 60 times more
+CURVE_OVERHEAD = 64  # bytes; encryption adds 33 to a message
+
+# What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
+_FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError
+_encoder = msgspec.msgpack.Encoder()
+_from_replica = msgspec.msgpack.Decoder(FromReplica, strict=True)
+_from_trainer = msgspec.msgpack.Decoder(FromTrainer, strict=True)
+
+EXPELLED = b""  # the last payload that a peer gets, if it is expelled
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Listener.take returns it in place of a peer's first message that is too long or cannot be decoded.
+
+    The peer runs another version, or is hostile: expel it.
+    Example: Unreadable("Invalid value 'Stop' - at `$.type`").
+    """
+
+    why: str  # one printable line
+
+
+def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
+    """Return the payload of a message. Raises ValueError if it exceeds max_bytes: nobody would accept it."""
+    payload = _encoder.encode(message)
+    if len(payload) > max_bytes:
+        name = type(message).__name__
+        raise ValueError(f"a message {name} of {len(payload)} bytes exceeds the limit of {max_bytes}")
+    return payload
+
+
+def unpack_from_replica(payload: bytes, max_bytes: int) -> FromReplica | Unreadable:
+    """Return the message of a replica. Never raises: the payload may be anything."""
+    if len(payload) > max_bytes:
+        return Unreadable(f"{len(payload)} bytes exceed the limit of {max_bytes}")
+    try:
+        return _from_replica.decode(payload)
+    except _FAILURES as error:
+        return Unreadable(one_line(str(error)))
+
+
+def unpack_from_trainer(payload: bytes) -> FromTrainer:
+    """Return the message of the trainer. Raises msgspec.MsgspecError if it runs another version."""
+    return _from_trainer.decode(payload)
+
+
+ALIVE = pack(Alive(), 100)  # the trainer's sign of life

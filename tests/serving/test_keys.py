@@ -1,0 +1,122 @@
+"""The connection file: only the user who owns the run can read it, and every attempt writes a new one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.serving import keys
+from megatron_stppo.serving.keys import Connection
+
+CONNECTION = Connection("tcp://127.0.0.1:41234", "s" * 40, "c" * 40, "x" * 40, "0123456789abcdef")
+
+
+def test_only_the_owner_can_read_the_file_and_open_its_folder_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        keys.write(tmp_path, CONNECTION)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "serving") == 0o700 and mode(tmp_path / "serving" / "connection.json") == 0o600
+    assert keys.read(tmp_path, 0.0) == CONNECTION
+
+
+def test_a_file_that_an_attacker_prepared_under_the_scratch_name_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "serving").mkdir(mode=0o777)
+    readable = tmp_path / "readable"
+    readable.write_text("")
+    (tmp_path / "serving" / "connection.json.tmp").symlink_to(readable)
+    keys.write(tmp_path, CONNECTION)
+    assert readable.read_text() == "" and keys.read(tmp_path, 0.0) == CONNECTION
+    assert mode(tmp_path / "serving") == 0o700
+
+
+def test_a_replica_that_starts_first_waits_for_the_trainer(tmp_path: Path) -> None:
+    later = threading.Timer(0.1, keys.write, (tmp_path, CONNECTION))
+    later.start()
+    assert keys.read(tmp_path, 10.0) == CONNECTION
+    later.join()
+
+
+def test_a_replica_waits_for_another_attempt_than_the_one_that_it_could_not_reach(tmp_path: Path) -> None:
+    keys.write(tmp_path, CONNECTION)
+    with pytest.raises(ConfigError, match="is of a trainer that has ended"):
+        keys.read(tmp_path, 0.0, other_than=CONNECTION.attempt)
+    assert keys.read(tmp_path, 0.0, other_than="of another") == CONNECTION
+
+
+def test_without_a_trainer_the_error_names_the_file_and_the_command(tmp_path: Path) -> None:
+    keys.write(tmp_path, CONNECTION)
+    keys.remove(tmp_path)
+    keys.remove(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        keys.read(tmp_path, 0.1)
+    assert time.monotonic() - began < 5
+    assert str(error.value) == (
+        f"{tmp_path}/serving/connection.json: does not exist, after 0.1 s; start `megatron-stppo train` with "
+        "serving.replicas for this run, or give the folder of another run"
+    )
+
+
+@pytest.mark.parametrize("open_to", [0o640, 0o604, 0o620, 0o660])
+def test_a_file_that_other_users_can_open_is_refused(tmp_path: Path, open_to: int) -> None:
+    keys.write(tmp_path, CONNECTION)
+    keys.path_of(tmp_path).chmod(open_to)
+    with pytest.raises(ConfigError, match=f"has mode {open_to:04o}.*run `chmod 600 "):
+        keys.read(tmp_path, 60.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    keys.write(tmp_path, CONNECTION)
+    os.chown(keys.path_of(tmp_path), 4711, -1)
+    with pytest.raises(ConfigError, match=r"belongs to user 4711, not to user 0.*as the user of the trainer"):
+        keys.read(tmp_path, 60.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"address":"tcp://127.0.0.1:1"}',
+        msgspec.json.encode(replace(CONNECTION, address="ipc:///tmp/x")).decode(),
+        msgspec.json.encode(replace(CONNECTION, server_key="short")).decode(),
+        "x" * 10_000_000,
+    ],
+    ids=["empty", "list", "no fields", "one field", "other protocol", "short key", "long"],
+)
+def test_a_damaged_file_is_an_error_of_one_line(tmp_path: Path, text: str) -> None:
+    keys.write(tmp_path, CONNECTION)
+    keys.path_of(tmp_path).write_text(text)
+    with pytest.raises(ConfigError, match="is not a connection file") as error:
+        keys.read(tmp_path, 60.0)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_pipe_a_folder_or_a_link_in_its_place_is_refused_at_once(tmp_path: Path) -> None:
+    for place in (os.mkfifo, os.mkdir, lambda path: os.symlink(__file__, path)):
+        keys.write(tmp_path, CONNECTION)
+        keys.remove(tmp_path)
+        place(keys.path_of(tmp_path))
+        with pytest.raises(ConfigError, match=r"is not a file|not a link"):
+            keys.read(tmp_path, 60.0)
+        os.rename(keys.path_of(tmp_path), tmp_path / "serving" / f"old-{place}".replace("/", ""))
+
+
+def test_the_secret_key_is_not_in_a_printed_connection() -> None:
+    assert "x" * 40 not in repr(CONNECTION) and "x" * 40 not in str(CONNECTION)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

@@ -1,0 +1,199 @@
+"""Messages between a Listener and Dialers over real sockets: order, signs of life, lost peers, closing."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.serving import dialer as dialer_file
+from megatron_stppo.serving import listener as listener_file
+from megatron_stppo.serving.messages import (
+    Alive,
+    Announce,
+    Assignment,
+    Counters,
+    Leaving,
+    Play,
+    Ready,
+    Stop,
+)
+from megatron_stppo.serving.transport import Dialer, Listener
+from megatron_stppo.types import Task
+from tests.serving.peers import (
+    MAX,
+    connected,
+    dialing,
+    listening,
+    quick,
+    replica_process,
+    seconds,
+    taken,
+    until,
+)
+
+
+def test_messages_arrive_complete_and_in_order_in_both_directions() -> None:
+    with connected() as (listener, dialer, peer):
+        for version in range(1000):
+            assert dialer.send(Ready(version))
+        assert [message.version for _, message in taken(listener, 1000)] == list(range(1000))
+        episode = Assignment(7, Task("t", (), ("ä",), "train", 3, {"k": [1]}), 3, 11, 7, 1.0, 0.9)
+        sent = [Play((episode,)), *(Announce(version) for version in range(500)), Stop("end")]
+        for message in sent:
+            assert listener.send(peer, message)
+        assert taken(dialer, 502) == sent
+
+
+def test_each_peer_gets_its_own_messages() -> None:
+    with listening() as listener, dialing(listener) as first, dialing(listener) as second:
+        first.send(Ready(1))
+        ((one, _),) = taken(listener, 1)
+        second.send(Ready(2))
+        ((two, _),) = taken(listener, 1)
+        listener.send(two, Announce(2))
+        listener.send(one, Announce(1))
+        assert taken(first, 1) == [Announce(1)] and taken(second, 1) == [Announce(2)]
+
+
+def test_take_waits_for_a_message_and_returns_early_when_another_thread_wakes_it() -> None:
+    with connected() as (listener, dialer, _):
+        for side in (listener, dialer):
+            began = time.monotonic()
+            assert side.take(0.1) == []
+            assert time.monotonic() - began >= 0.1
+            threading.Timer(0.1, side.wake).start()
+            began = time.monotonic()
+            assert side.take(60.0) == []
+            assert time.monotonic() - began < 30
+            side.wake()
+            assert side.take(60.0) == []  # the call is not lost if nobody waits
+
+
+def test_both_sides_send_signs_of_life_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    with connected(Counters(steps=3)) as (listener, dialer, peer):
+        assert taken(listener, 2) == [(peer, Alive(Counters(steps=3)))] * 2
+        time.sleep(0.3)
+        assert dialer.take(0.0) == []  # the trainer's are not messages for the caller
+        assert dialer.silence < 0.3 and listener.silence(peer) < 0.3
+
+
+def test_a_replica_says_nothing_before_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    with listening() as listener, dialing(listener) as dialer:
+        assert listener.take(0.3) == []
+        dialer.send(Ready(1))
+        assert taken(listener, 1)[0][1] == Ready(1)
+
+
+def test_a_process_that_hangs_is_noticed_by_its_silence_and_one_that_is_killed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick(monkeypatch)
+    with listening() as listener, replica_process(listener) as process:
+        ((peer, _),) = taken(listener, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: 0.5 < listener.silence(peer) < math.inf)
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: listener.silence(peer) == math.inf)
+        assert not listener.send(peer, Announce(1))
+        assert listener.silence(b"never there") == math.inf and not listener.send(b"never there", Announce(1))
+
+
+def test_a_replica_learns_that_the_trainer_has_ended_and_still_gets_its_last_messages() -> None:
+    with listening() as listener, dialing(listener) as dialer:
+        dialer.send(Ready(1))
+        ((peer, _),) = taken(listener, 1)
+        for version in range(100):
+            listener.send(peer, Announce(version))
+        listener.close()
+        assert taken(dialer, 100) == [Announce(version) for version in range(100)]
+        until(lambda: bool(dialer.ended))
+        assert "the trainer has ended" in dialer.ended and dialer.silence == math.inf
+        assert not dialer.send(Ready(2)) and dialer.take(60.0) == []
+
+
+def test_a_replica_learns_at_once_that_nobody_listens() -> None:
+    with listening() as listener:
+        connection = listener.connection
+    dialer = Dialer(connection, MAX)
+    until(lambda: bool(dialer.ended))
+    assert dialer.ended == f"{connection.address}: nothing listens there"
+    dialer.close()
+
+
+def test_messages_are_delivered_before_closing_on_both_sides() -> None:
+    with listening() as listener:
+        dialer = Dialer(listener.connection, MAX)
+        for version in range(100):
+            dialer.send(Ready(version))
+        dialer.send(Leaving("SIGTERM"))
+        dialer.close()
+        assert [message for _, message in taken(listener, 101)][-1] == Leaving("SIGTERM")
+
+
+def test_closing_never_hangs_with_a_dead_peer_and_unsent_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_file, "LINGER", 0.3)
+    monkeypatch.setattr(dialer_file, "LINGER", 0.3)
+    with listening() as listener, replica_process(listener) as process:
+        ((peer, _),) = taken(listener, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(100):
+            listener.send(peer, Stop("x" * (MAX // 2)))  # more than TCP's buffers
+        assert seconds(listener.close) < 3
+        assert seconds(listener.close) < 0.1  # a second time
+        assert not listener.send(peer, Stop("x")) and listener.take(60.0) == []
+        os.kill(process.pid, signal.SIGKILL)
+    with listening(inbox_bytes=1) as listener, dialing(listener) as dialer:
+        for _ in range(100):
+            dialer.send(Leaving("x" * (MAX // 2)))
+        assert seconds(dialer.close) < 3
+        assert not dialer.send(Ready(1)) and dialer.take(60.0) == []
+
+
+def test_a_message_that_is_too_long_is_refused_where_it_is_sent() -> None:
+    with connected() as (listener, dialer, peer):
+        with pytest.raises(ValueError, match=r"Leaving of 104.... bytes exceeds the limit of 1048576"):
+            dialer.send(Leaving("x" * MAX))
+        with pytest.raises(ValueError, match="Stop of"):
+            listener.send(peer, Stop("x" * MAX))
+        most = Leaving("x" * (MAX - len("type") - len("Leaving") - len("reason") - 9))
+        dialer.send(most)
+        assert taken(listener, 1) == [(peer, most)]  # exactly MAX bytes
+
+
+def test_a_failure_of_the_sockets_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+
+    def broken() -> Counters:
+        raise KeyError("counters")
+
+    with listening() as listener:
+        dialer = Dialer(listener.connection, MAX, broken)
+        dialer.send(Ready(1))
+        with pytest.raises(RuntimeError, match="serving dialer: the thread of the socket has ended"):
+            until(lambda: dialer.take(60.0) == 1)
+        with pytest.raises(RuntimeError):
+            dialer.send(Ready(2))
+        assert dialer.silence == math.inf
+        assert seconds(dialer.close) < 1
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "*", "", "203.0.113.77", "no such host\x1b[2J", "a b"])
+def test_the_address_must_be_of_one_interface_of_this_machine(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^serving\.address=.*; give (an|the) address") as error:
+        Listener(address, MAX)
+    assert str(error.value).isprintable()
+
+
+def test_every_listener_has_keys_and_an_attempt_of_its_own() -> None:
+    with listening() as first, listening() as second:
+        one, two = first.connection, second.connection
+        assert len({one.server_key, two.server_key, one.client_key, two.client_key}) == 4
+        assert one.client_secret != two.client_secret and one.attempt != two.attempt
