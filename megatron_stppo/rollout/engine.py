@@ -13,6 +13,10 @@ Differences from vLLM's own front end (LLM, LLMEngine), which is bypassed:
 
 The weights come from the reshard (load_format="dummy"). The engine generates only after `published` returns
 their version without an error.
+
+New weights may arrive between two steps while requests are running: call `settle`, write the weights, and
+call `refresh(recompute=True)`. Generation then goes on in the same turns, and every token has the version of
+the weights that computed it.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
+from megatron_stppo.rollout.in_flight import computed_tokens, no_new_steps, steps_under_way
 from megatron_stppo.rollout.stop_strings import StopFinder
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
@@ -150,15 +155,40 @@ class Engine:
         """
         return weights(self._llm.model_executor.driver_worker.worker.get_model())
 
-    def refresh(self) -> int:
+    def settle(self) -> list[Finished]:
+        """Complete the steps that vLLM has under way, without a new one. Return the complete generations.
+
+        Call this before the weights change while requests are running: afterwards nothing reads the weights.
+        Raises RolloutError as `step` does, and EngineFailure if vLLM raises an error.
+        """
+        if not self._running:  # _drain has waited for the steps
+            return []
+        self._synchronised()
+        finished: list[Finished] = []
+        with no_new_steps(self._core.engine_core):
+            while steps_under_way(self._core.engine_core):
+                finished += self._complete(self._output())
+        return finished
+
+    def refresh(self, *, recompute: bool = False) -> int:
         """Drop the key-value blocks that older weights wrote, and return the published version.
 
-        Call this after each sync. Raises RolloutError if requests are running or vLLM keeps its prefix cache.
+        Call this after each sync. With `recompute`, running requests lose their blocks too: the next steps
+        compute them again with the new weights, and the requests go on. Raises RolloutError if requests are
+        running otherwise, or if the engine records routes; if a step is under way; or if vLLM keeps its
+        prefix cache.
         """
         version = self.published()
-        if self._running:
+        if self._running and not recompute:
             raise RolloutError(f"{len(self._running)} requests are running; abort them before refreshing")
-        if not self._core.reset_prefix_cache():
+        if self._running and self._routes is not None:
+            raise RolloutError(
+                f"{len(self._running)} requests are running; their recorded experts would be of several "
+                "versions; complete the requests before refreshing"
+            )
+        if steps_under_way(self._core.engine_core):
+            raise RolloutError("a step is under way while the weights change; call settle() before each sync")
+        if not self._core.reset_prefix_cache(reset_running_requests=recompute):
             raise RolloutError("vLLM kept its prefix cache because blocks are in use; abort requests first")
         if self._routes is not None:
             self._routes.clear()
@@ -232,14 +262,20 @@ class Engine:
         if not self._running:
             return []
         self._synchronised()
-        finished, stopped, self._steps = [], [], self._steps + 1
-        for output in self._output():
+        self._steps += 1
+        finished = self._complete(self._output())
+        self._drain()
+        return finished
+
+    def _complete(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
+        """Append a step's tokens to their requests. Return the complete generations, which vLLM drops."""
+        finished, stopped = [], []
+        for output in outputs:
             done = self._take(output)
             if done is not None:
                 finished.append(done)
                 stopped += [output.request_id] if done.reason == "stop" else []
         self._core.abort_requests(stopped)  # vLLM gets no stop strings and would continue
-        self._drain()
         return finished
 
     def _output(self) -> list[EngineCoreOutput]:
@@ -266,7 +302,7 @@ class Engine:
         may sleep and its cache may be reset: nothing reads the weights.
         Raises EngineFailure if vLLM raises an error.
         """
-        while not self._running and self._core.engine_core.batch_queue:
+        while not self._running and steps_under_way(self._core.engine_core):
             self._output()
 
     def abort(self, request_id: str) -> None:
@@ -290,6 +326,14 @@ class Engine:
     @property
     def unfinished(self) -> int:
         return len(self._running)
+
+    @property
+    def computed_tokens(self) -> int:
+        """The number of tokens of running requests whose keys and values have been computed.
+
+        This many tokens are computed again after `refresh(recompute=True)`; fewer if requests share a prefix.
+        """
+        return computed_tokens(self._core.engine_core)
 
     def sleep(self) -> None:
         """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory.

@@ -3,6 +3,7 @@
 A token's experts are stored under the slot of its keys and values. A token that comes from the prefix cache,
 in a later turn or in another request with the same beginning, therefore has the experts of the pass that
 computed its keys and values. A token that is computed again after a preemption has those of the last pass.
+The weights therefore may not change while requests are running (Engine.refresh).
 
 vLLM can return the experts itself (enable_return_routed_experts). This is not used: it needs vLLM's second
 model runner, which a CPU does not have, and it returns them on the first rank of an engine only. On the other

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_stppo.config import Config, ConfigError, old_logprob
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.validation import megatron_fields, model_folder
+from megatron_stppo.validation import megatron_fields, model_folder, serving
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 # The files of data.* that a command reads.
@@ -56,6 +56,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     refused = old_logprob.refusal(config.update, config.algorithm)
     if refused:
         raise ConfigError(refused)
+    serving.check(config)
     megatron_fields.check(config)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests.ranks import run_ranks
-from tests.rollout import alone
+from tests.rollout import alone, test_async_steps
 from tests.rollout.tiny import build_model
 
 
@@ -32,3 +32,8 @@ def reference(tiny_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def seen_alone(tiny_folder: Path) -> dict[str, Any]:
     return run_ranks(alone.observe, 1, tiny_folder, engine=True)[0]
+
+
+@pytest.fixture(scope="session")
+def seen_asynchronous(tiny_folder: Path) -> dict[str, Any]:
+    return run_ranks(test_async_steps.observe, 1, tiny_folder, timeout=240, engine=True)[0]  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.types import Trajectory
-from tests.ranks import run_ranks
+from tests.rollout import test_in_flight
 from tests.rollout.failing import fail_in_step
 from tests.rollout.test_collect import SETTINGS, TASKS, check_against, player, refused
 from tests.rollout.tiny import CONTEXT
@@ -42,6 +42,7 @@ def observe(folder: Path) -> dict[str, Any]:
     engine.wake()
     engine.refresh()
     seen["after abort"] = play(TASKS)
+    seen["in flight"] = test_in_flight.observe(engine, folder)
     fail_in_step(9)
     seen["broken"] = refused(play)[0]
     return seen
@@ -76,8 +77,8 @@ def count_stale(engine: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_folder: Path) -> dict[str, Any]:
-    return run_ranks(observe, 1, tiny_folder, timeout=240, engine=True)[0]  # type: ignore[no-any-return]
+def seen(seen_asynchronous: dict[str, Any]) -> dict[str, Any]:
+    return seen_asynchronous
 
 
 def turns(played: list[Trajectory]) -> list[list[tuple[int, ...]]]:
