@@ -8,20 +8,18 @@ version k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_stppo.advantage.estimate import estimate, has_signal
 from megatron_stppo.checkpoint import saving
-from megatron_stppo.commands.evaluate import held_out
 from megatron_stppo.config import Config
-from megatron_stppo.data import tasks
 from megatron_stppo.data.packing import groups_of
 from megatron_stppo.describe import describe
+from megatron_stppo.held_out import held_out
 from megatron_stppo.launch import process
-from megatron_stppo.learner import Learner
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.resilience.deadlines import Watchdog
@@ -29,6 +27,7 @@ from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
+from megatron_stppo.rollouts import Rollouts
 from megatron_stppo.stages import distribute, score, update
 from megatron_stppo.telemetry import console
 from megatron_stppo.telemetry.metrics import progress
@@ -37,34 +36,36 @@ from megatron_stppo.telemetry.reporters import reporters
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.update.turns import turns
 from megatron_stppo.validation import attempts
-from megatron_stppo.worker import Worker, assemble, rollout_settings, seed_of
+
+Assemble = Callable[[Config, bool], Rollouts]  # the flag: the run is resumed
 
 
-def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNotice) -> None:
+def train(
+    config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNotice, assemble: Assemble
+) -> None:
     """Train up to iteration run.iterations. Collective.
 
+    assemble: builds the models and what plays the episodes; worker.assemble or serving.served.assemble.
     With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
     preemption notice before the last iteration, if tools stay unreachable, or if the engine fails on a GPU,
     a checkpoint is saved and Requeue is raised.
     """
-    run, sampling, leave = config.run, rollout_settings(config), False
-    training = _Training.build(config, resume, watchdog)
-    worker, cursor, observer, log = training.worker, training.cursor, training.observer, training.log
-    learner = worker.learner
-    state = training.state(training.first)
+    run, leave = config.run, False
+    training = _Training.build(config, resume, watchdog, assemble)
+    rollouts, observer, log = training.rollouts, training.observer, training.log
+    learner = rollouts.learner
     if run.evaluate_every and training.first == 0:
-        observer.log(0, training.evaluate(state))
+        observer.log(0, training.evaluate(0))
     for iteration in training.iterations():
         done = iteration + 1
         # rollout: multi-turn episodes against the environment
-        with observer.phase("rollout"), training.leaving(state):
-            drawn = cursor.take(config.rollout.tasks_per_iteration)
-            played = worker.play(drawn, config.rollout.samples_per_task, sampling, seed_of(run, iteration))
+        with observer.phase("rollout"), training.leaving(iteration):
+            played = rollouts.draw(iteration)
         log.write(done, played.own)
         warn(f"iteration {done}", played.every, learner.mesh.rank)
         # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
-            worker.load_for("score")
+            rollouts.load_for("score")
             batch = score(learner, distribute(learner, played, iteration), iteration)
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
@@ -73,25 +74,24 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
             hold = not has_signal(batch, config.algorithm, group_N)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
-            worker.load_for("update")
+            rollouts.load_for("update")
             row, last, batch = update(learner, batch, iteration, hold)
             row |= describe(played.every, batch, iteration)
             row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))
-        row |= observer.measure(batch) | {"engine/restarts": worker.restarts.count}
+        row |= observer.measure(batch) | rollouts.measure()
         _check(config, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"):
-            worker.publish(version=done)
+            rollouts.publish(version=done)
         # evaluate: episodes of held-out tasks
-        state = training.state(done)
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
-            row |= training.evaluate(state, row)
+            row |= training.evaluate(done, row)
         observer.log(done, row)
         # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
         leave = notice.due(any_rank) and done < run.iterations
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
-            training.checkpoint(state)
+            training.checkpoint(done)
         training.saver.check()
         if leave:
             break
@@ -104,8 +104,7 @@ def train(config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNo
 class _Training:
     """What the iterations of a run share."""
 
-    worker: Worker
-    cursor: tasks.TaskCursor
+    rollouts: Rollouts
     saver: saving.Saver
     guard: UpdateGuard
     observer: Observer
@@ -113,70 +112,68 @@ class _Training:
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
 
     @classmethod
-    def build(cls, config: Config, resume: bool, watchdog: Watchdog) -> _Training:
+    def build(cls, config: Config, resume: bool, watchdog: Watchdog, assemble: Assemble) -> _Training:
         """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
-        assert config.data.train is not None, "validation/checks.py requires it"
-        cursor = tasks.TaskCursor(tasks.read(config.data.train), run.seed)
         reporting = reporters(config, rank)  # a port that is in use fails before anything is built
         reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
-        worker = assemble(config, resume=resume)
-        learner = worker.learner
+        rollouts = assemble(config, resume)
+        learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
         guard = UpdateGuard(run, learner.mesh, learner.trainers, saver)
-        first = _restore(learner, saver, cursor, guard) if resume else 0
+        first = _restore(rollouts, saver, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
         attempts.record(config, rank)
         observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
-        log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
+        log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
-            worker.publish(version=first)
-        return cls(worker, cursor, saver, guard, observer, log, first)
+            rollouts.publish(version=first)
+        return cls(rollouts, saver, guard, observer, log, first)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
-        config = self.worker.learner.config
+        config = self.rollouts.learner.config
         left = range(self.first, config.run.iterations)
-        shown = self.worker.learner.mesh.rank == 0
+        shown = self.rollouts.learner.mesh.rank == 0
         return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
 
     def state(self, done: int) -> dict[str, Any]:
         """Return the state that a checkpoint of iteration `done` holds, besides the models."""
-        return {"iteration": done, "cursor": self.cursor.state()} | self.guard.state()
+        return {"iteration": done} | self.rollouts.state() | self.guard.state()
 
-    def evaluate(self, state: dict[str, Any], row: dict[str, Any] | None = None) -> dict[str, Any]:
+    def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
-        with self.observer.phase("evaluate"), self.leaving(state, row):
-            return held_out(self.worker)
+        with self.observer.phase("evaluate"), self.leaving(done, row):
+            return held_out(self.rollouts)
 
-    def checkpoint(self, state: dict[str, Any]) -> None:
+    def checkpoint(self, done: int) -> None:
         """Start to write a checkpoint. The next row reports how long this takes. Collective."""
         with self.observer.phase("checkpoint"):
-            self.worker.load_for("checkpoint")
-            self.saver.save(state["iteration"], self.worker.learner.trainers, state)
-            self.worker.publish(version=state["iteration"])
+            self.rollouts.load_for("checkpoint")
+            self.saver.save(done, self.rollouts.learner.trainers, self.state(done))
+            self.rollouts.publish(version=done)
 
     def finish(self) -> None:
         """Wait for the last checkpoint and close everything. Collective."""
         with self.observer.phase("checkpoint"):
             self.saver.finish()
         self.observer.close()
-        self.worker.close()
+        self.rollouts.close()
 
     @contextmanager
-    def leaving(self, state: dict[str, Any], row: dict[str, Any] | None = None) -> Iterator[None]:
+    def leaving(self, done: int, row: dict[str, Any] | None = None) -> Iterator[None]:
         """Context for playing episodes: turns ToolsStayAway and EngineLost into a checkpoint and Requeue.
 
         Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
         progress is completed.
-        state: the state that the checkpoint is saved with. row: metrics of that iteration, if they are not
-        reported yet; they are reported before the checkpoint is saved.
+        done: the number of iterations that are done. row: metrics of the last one, if they are not reported
+        yet; they are reported before the checkpoint is saved.
         """
         try:
             yield
         except (ToolsStayAway, EngineLost) as reason:
-            done, of = state["iteration"], self.worker.learner.config.run.iterations
+            of = self.rollouts.learner.config.run.iterations
             if row is not None:
                 self.observer.log(done, row)
             with self.observer.phase("checkpoint"):
@@ -184,19 +181,19 @@ class _Training:
                     self.saver.finish()
                     newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
                     raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
-                self.worker.load_for("checkpoint")
-                self.saver.save(done, self.worker.learner.trainers, state)
+                self.rollouts.load_for("checkpoint")
+                self.saver.save(done, self.rollouts.learner.trainers, self.state(done))
             self.finish()
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 
-def _restore(learner: Learner, saver: saving.Saver, cursor: tasks.TaskCursor, guard: UpdateGuard) -> int:
+def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int:
     """Load the newest checkpoint and return its iteration; return 0 if there is none."""
-    state = saver.load(learner.trainers)
+    state = saver.load(rollouts.learner.trainers)
     if state is None:
         return 0
     if "cursor" in state:  # absent in the checkpoint of a converted model
-        cursor.restore(state["cursor"])
+        rollouts.restore(state)
         guard.restore(state)
     return int(state["iteration"])
 

@@ -1,15 +1,19 @@
-"""Worker of one rank, and its assembly: process groups, environment, engine, models, reshard."""
+"""Colocated rollouts: one rank's engine, models and reshard, and their assembly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
-from megatron_stppo.config import Config, RunConfig
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
@@ -19,11 +23,11 @@ from megatron_stppo.model.offload import Phase
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
-from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.rollout.tool_wait import open_environment
+from megatron_stppo.rollouts import rollout_settings, seed_of
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.telemetry.console import timed
@@ -44,6 +48,46 @@ class Worker:
     make_environment: Callable[[], Environment]
     restarts: Restarts
     failures: FailureLimit
+    cursor: TaskCursor | None  # over data.train; None if it is not given
+
+    def __post_init__(self) -> None:
+        self._position = self.cursor.state() if self.cursor is not None else {}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.engine.tokenizer
+
+    def state(self) -> dict[str, Any]:
+        """Return the position after the last batch that draw() has returned."""
+        return {"cursor": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state.
+
+        Raises ConfigError if it was written in order of completion, with tasks that were trained out of
+        their order.
+        """
+        assert self.cursor is not None, "validation/checks.py requires data.train"
+        if trained := state.get("ledger", {}).get("trained"):
+            raise ConfigError(
+                f"serving.replicas=null: the checkpoint's run has trained {len(trained)} tasks before others "
+                "that were drawn earlier (serving.order=completion); resume with serving.replicas"
+            )
+        self.cursor.restore(state["cursor"])
+        self._position = self.cursor.state()
+
+    def measure(self) -> dict[str, Any]:
+        return {"engine/restarts": self.restarts.count}
+
+    def draw(self, iteration: int) -> Played:
+        """Play the next tasks of data.train."""
+        assert self.cursor is not None, "validation/checks.py requires data.train"
+        config = self.learner.config
+        drawn = self.cursor.take(config.rollout.tasks_per_iteration)
+        settings, seed = rollout_settings(config), seed_of(config.run, iteration)
+        played = self.play(drawn, config.rollout.samples_per_task, settings, seed)
+        self._position = self.cursor.state()
+        return played
 
     def close(self) -> None:
         dist.barrier()  # a rank that exits early would break collectives of the others
@@ -134,30 +178,7 @@ class Worker:
         return Played.of(played[len(played) * place // ranks : len(played) * (place + 1) // ranks])
 
 
-def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:
-    """Return the configured rollout settings.
-
-    temperature: for evaluation, replaces the configured temperature; top_p is then 1.
-    """
-    r, e = config.rollout, config.environment
-    settings = RolloutSettings(
-        limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
-        temperature=r.temperature,
-        top_p=r.top_p,
-        overlap_tools=r.overlap_tools,
-        concurrency=e.concurrency,
-        deadline=e.deadline,
-        tool_wait=e.tool_wait,
-    )
-    return settings if temperature is None else replace(settings, temperature=temperature, top_p=1.0)
-
-
-def seed_of(run: RunConfig, iteration: int) -> int:
-    """Return the random seed for the rollouts of `iteration`."""
-    return run.seed * 1_000_003 + iteration
-
-
-def assemble(config: Config, training: bool = True, resume: bool = False) -> Worker:
+def assemble(config: Config, resume: bool = False, *, training: bool = True) -> Worker:
     """Build and return the worker of this rank. Collective.
 
     training: False leaves optimizers, critic and reference out. resume: wait for unreachable tools.
@@ -182,6 +203,7 @@ def assemble(config: Config, training: bool = True, resume: bool = False) -> Wor
         make_environment=make_environment,
         restarts=Restarts(config.rollout.engine_restarts, in_process=not torch.cuda.is_available()),
         failures=FailureLimit(config.environment.max_failure_rate),
+        cursor=TaskCursor(tasks.read(train), config.run.seed) if (train := config.data.train) else None,
     )
 
 

@@ -45,14 +45,19 @@ def train(
     if resume and is_first_rank():
         attempts.say_changes(settings)
     with importing():
-        process.prepare()
+        process.prepare(engine=settings.serving.replicas is None)
         process.check(settings)
         from megatron_stppo import loop
+
+        if settings.serving.replicas is None:
+            from megatron_stppo.worker import assemble
+        else:
+            from megatron_stppo.serving.start import assemble
     from megatron_stppo.resilience.deadlines import Watchdog
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
     with noting_the_end(settings), watchdog:
-        loop.train(settings, resume, watchdog, notice)
+        loop.train(settings, resume, watchdog, notice, assemble)
 
 
 def _replay_by_flags(

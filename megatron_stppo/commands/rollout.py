@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.config import Config
-from megatron_stppo.data import tasks
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.launch import process
 from megatron_stppo.rollout.failures import warn
@@ -14,7 +13,7 @@ from megatron_stppo.telemetry.console import RowLines, say, timed
 from megatron_stppo.telemetry.metrics import Metrics, progress
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.validation import attempts
-from megatron_stppo.worker import assemble, rollout_settings, seed_of
+from megatron_stppo.worker import assemble
 
 
 def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
@@ -24,27 +23,23 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     those of a training run, so that the first iteration is the one that training would play next. Builds
     neither optimizer nor critic. Collective. Raises ConfigError.
     """
-    assert config.data.train is not None, "validation/checks.py requires it"
-    run, cursor = config.run, tasks.TaskCursor(tasks.read(config.data.train), config.run.seed)
-    worker, version = assemble(config, training=False), 0
+    run, worker, version = config.run, assemble(config, training=False), 0
     if source is not None:
         folder, step = source / "checkpoints", saving.step_of(start)
         state = saving.load_weights(folder, "actor", worker.learner.policy, step)
         version = int(state["iteration"])
         if "cursor" in state:  # a converted checkpoint has no cursor
-            cursor.restore(state["cursor"])
+            worker.restore(state)
     rank = worker.learner.mesh.rank
     process.log_to(run.folder, rank)
     attempts.record(config, rank)
     metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
-    log = TrajectoryLog(run.folder, rank, worker.engine.tokenizer)
+    log = TrajectoryLog(run.folder, rank, worker.tokenizer)
     with timed("first reshard", rank == 0):
         worker.publish(version)
-    settings, samples = rollout_settings(config), config.rollout.samples_per_task
     for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
-        drawn = cursor.take(config.rollout.tasks_per_iteration)
         with metrics.phase("rollout"):
-            played = worker.play(drawn, samples, settings, seed_of(run, iteration))
+            played = worker.draw(iteration)
         log.write(iteration + 1, played.own)
         warn(f"iteration {iteration + 1}", played.every, rank)
         metrics.log(iteration + 1, describe_rollouts(played.every, version))

@@ -25,12 +25,12 @@ class ServingConfig(Section):
         1,
         ge=0,
         description="largest number of versions between a trajectory's oldest token and the policy that is "
-        "trained on it; 0: synchronous",
+        "trained on it, with order=admission; 0: synchronous",
     )
     order: Literal["admission", "completion"] = Field(
         "admission",
         description="episodes of the next batch: those admitted first, or those completed first, which "
-        "favours short ones",
+        "favours short ones and lets slow ones become older than max_staleness",
     )
     update: Literal["recompute", "drain"] = Field(
         "recompute",

@@ -180,6 +180,11 @@ class TaskCursor:
                 )
         self._epoch, self._position = state["epoch"], state["position"]
 
+    def after(self, state: dict[str, int], n: int) -> dict[str, int]:
+        """Return the state of a cursor that takes n tasks from `state`. This cursor is not moved."""
+        epochs, position = divmod(state["position"] + n, len(self._tasks))
+        return state | {"epoch": state["epoch"] + epochs, "position": position}
+
     def _order(self) -> list[int]:
         order = list(range(len(self._tasks)))
         # random hashes a string seed in the same way on every machine and in every Python version.

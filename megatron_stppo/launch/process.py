@@ -52,7 +52,7 @@ def set_ranks() -> None:
     """Make a process without a launcher the only rank: set the variables that torchrun would set."""
     if "RANK" not in os.environ:
         os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
         )
 
 
@@ -248,7 +248,8 @@ def device_index() -> int:
     return local
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """Return a port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

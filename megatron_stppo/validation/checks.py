@@ -199,7 +199,7 @@ def _batches(config: Config, layout: Layout) -> None:
             f"algorithm.advantage={advantage}; choose 4 or more"
         )
     tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
-    if tasks % replicas:
+    if config.serving.replicas is None and tasks % replicas:
         raise ConfigError(
             f"rollout.tasks_per_iteration={tasks} must be a multiple of the {replicas} engine replicas; "
             f"choose {_multiple(tasks, replicas)}"

@@ -32,9 +32,10 @@ def check_parallel(config: Config, world_size: int) -> Layout:
 
 
 def check_engine(config: Config, world_size: int) -> None:
-    """Raise ConfigError unless the engine's tensor parallel size fits the ranks and the model."""
+    """Raise ConfigError unless the engine's tensor parallel size fits the model and, if it runs on the
+    trainer's ranks, their number."""
     tensor = config.engine_tensor
-    if world_size % tensor:
+    if config.serving.replicas is None and world_size % tensor:
         raise ConfigError(
             f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
             f"choose {_choices(world_size)}"

@@ -1,0 +1,81 @@
+"""Where the trajectories come from: the interface that the training loop uses.
+
+worker.Worker plays them on the trainer's own ranks; serving.served.Served gets them from replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stppo.config import Config, RunConfig
+from megatron_stppo.data.exchange import Played
+from megatron_stppo.learner import Learner
+from megatron_stppo.model.offload import Phase
+from megatron_stppo.rollout.collect import Progress, RolloutSettings
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.types import Task
+
+
+class Rollouts(Protocol):
+    """All methods are collective over the trainer's ranks."""
+
+    learner: Learner
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def publish(self, version: int) -> None:
+        """Serve the policy's weights as version `version`. They must not have changed if it is served."""
+
+    def draw(self, iteration: int) -> Played:
+        """Return the trajectories that iteration `iteration` trains on."""
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> Played:
+        """Play `samples` episodes of each task with the published version, and return their trajectories."""
+
+    def load_for(self, phase: Phase) -> None:
+        """Load what the phase needs into the device's memory."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the rollouts, JSON-serialisable."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a checkpoint. Call it before the first `publish`."""
+
+    def measure(self) -> dict[str, Any]:
+        """Return metrics since the last call, equal on all ranks."""
+
+    def close(self) -> None:
+        """End what serves, and the process groups."""
+
+
+def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:
+    """Return the configured rollout settings.
+
+    temperature: for evaluation, replaces the configured temperature; top_p is then 1.
+    """
+    r, e = config.rollout, config.environment
+    return RolloutSettings(
+        limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
+        temperature=r.temperature if temperature is None else temperature,
+        top_p=r.top_p if temperature is None else 1.0,
+        overlap_tools=r.overlap_tools,
+        concurrency=e.concurrency,
+        deadline=e.deadline,
+        tool_wait=e.tool_wait,
+    )
+
+
+def seed_of(run: RunConfig, iteration: int) -> int:
+    """Return the random seed for the rollouts of `iteration`."""
+    return run.seed * 1_000_003 + iteration

@@ -1,0 +1,371 @@
+"""The hub: the trainer's first rank's side of all replicas.
+
+A thread takes the replicas' messages, also while the trainer's ranks score and update: it stores finished
+episodes in the ledger, assigns waiting ones, and finds replicas that are lost. The main thread calls the
+methods of Hub. A lost replica's episodes are assigned again, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.messages import one_line
+from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
+from megatron_stppo.serving.claims import fault
+from megatron_stppo.serving.dispatch import shares
+from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.local import LocalReplicas
+from megatron_stppo.serving.messages import (
+    Alive,
+    Announce,
+    Assignment,
+    Counters,
+    Done,
+    FromReplica,
+    Go,
+    Hello,
+    Leaving,
+    NotAccepted,
+    Offer,
+    Play,
+    Ready,
+    ReplicaFailed,
+    Stop,
+)
+from megatron_stppo.serving.transport import Listener
+from megatron_stppo.types import Trajectory
+
+T = TypeVar("T")
+TICK = 0.2  # seconds between two looks for lost replicas
+ABSENT = 10  # times serving.timeout: so long a run waits for a replica when it has none
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a replica must have in common with the trainer, and the largest episode.
+
+    Example: Expected("3f..", 151936, "bfloat16", "0.32.0", 32768).
+    """
+
+    model: str  # model_digest()
+    vocabulary: int
+    dtype: str
+    vllm: str  # version
+    max_context: int  # tokens
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a replica is refused, or ""."""
+        for name in ("model", "vocabulary", "dtype", "vllm"):
+            mine, theirs = getattr(self, name), getattr(hello, name)
+            if mine != theirs:
+                return (
+                    f"{name}={theirs} of the replica {hello.name} differs from the trainer's {mine}; start "
+                    "it with the same model folder, model.dtype and packages"
+                )
+        return ""
+
+
+@dataclass
+class _Replica:
+    peer: bytes
+    hello: Hello
+    joined: bool = False
+    playing: dict[int, Assignment] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # versions that were sent to it
+    ready: int = -1  # the version it can be updated to
+    counters: Counters = field(default_factory=Counters)
+
+
+class Hub:
+    """See the module. All methods may be called from the main thread, one at a time."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        ledger: Ledger,
+        expected: Expected,
+        timeout: float,
+        local: LocalReplicas | None = None,
+        journal: dict[int, str] | None = None,
+    ) -> None:
+        """timeout: seconds of silence after which a replica is lost.
+
+        local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
+        must play it}, to repeat a run.
+        """
+        self._listener, self._ledger, self._expected = listener, ledger, expected
+        self._timeout, self._local, self._journal = timeout, local, journal
+        self._replicas: dict[str, _Replica] = {}  # by name
+        self._waiting: deque[Assignment] = deque()
+        self._results: dict[int, Trajectory] = {}  # of evaluations
+        self._updating: set[str] = set()
+        self._trouble: Exception | None = None
+        self._alone_since = time.monotonic()
+        self.lost, self.again = 0, 0  # replicas; episodes that were assigned again
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
+
+    # the main thread
+
+    def admit(self, iteration: int) -> None:
+        """Admit the episodes that may be played while this iteration collects its batch."""
+        with self._changed:
+            self._add(self._ledger.admit(iteration))
+
+    def go_on_after_a_resume(self) -> None:
+        """Assign the episodes that were admitted before a resume and have not finished."""
+        with self._changed:
+            self._add(self._ledger.unfinished())
+
+    def state(self) -> dict[str, Any]:
+        """Return the ledger's state."""
+        with self._changed:
+            return self._ledger.state()
+
+    def overtaken(self) -> int:
+        """Return how many open groups were admitted before a group of the last batch."""
+        with self._changed:
+            return self._ledger.overtaken
+
+    def evaluate(self, episodes: Iterable[Assignment]) -> None:
+        """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
+        with self._changed:
+            self._waiting.extendleft(reversed(list(episodes)))
+            self._assign()
+
+    def results(self, numbers: list[int]) -> list[Trajectory] | None:
+        """Take the trajectories of an evaluation; None if they have not all finished."""
+        if not all(number in self._results for number in numbers):
+            return None
+        return [self._results.pop(number) for number in numbers]
+
+    def batch(self) -> list[Trajectory] | None:
+        """Take the next batch; None if it is not complete."""
+        return self._ledger.batch()
+
+    def wait(self, result: Callable[[], T | None]) -> T | str:
+        """Wait until result() is not None, and return it; or the name of a replica that can join.
+
+        Raises ConfigError and ToolsStayAway if a replica reports them, EngineLost if there is no replica and
+        none comes.
+        """
+        with self._changed:
+            while True:
+                if self._trouble is not None:
+                    raise self._trouble
+                if joining := next((n for n, r in sorted(self._replicas.items()) if not r.joined), None):
+                    return joining
+                if (found := result()) is not None:
+                    return found
+                self._changed.wait()
+
+    def joined(self) -> int:
+        """Return the number of replicas that serve."""
+        return sum(replica.joined for replica in self._replicas.values())
+
+    def tensor(self, name: str) -> int:
+        return self._replicas[name].hello.tensor
+
+    def offer(self, name: str, offer: Offer) -> None:
+        """Send the offer. The trainer's ranks build the group next."""
+        with self._changed:
+            if name in self._replicas:
+                self._listener.send(self._replicas[name].peer, offer)
+
+    def has(self, name: str, version: int) -> None:
+        """Record that the replica holds the version. If it has just joined, it gets episodes."""
+        with self._changed:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.joined = True
+                replica.held.add(version)
+                self._assign()
+
+    def announce(self, version: int) -> None:
+        """Announce an update to all replicas that have joined."""
+        with self._changed:
+            self._updating = {name for name, replica in self._replicas.items() if replica.joined}
+            for name in self._updating:
+                self._listener.send(self._replicas[name].peer, Announce(version))
+
+    def next_update(self, version: int) -> str:
+        """Wait until an announced replica is ready, tell it to enter the update, and return its name.
+
+        Returns "" if none is left. Raises as `wait`.
+        """
+        with self._changed:
+            while True:
+                if self._trouble is not None:
+                    raise self._trouble
+                self._updating &= set(self._replicas)
+                if not self._updating:
+                    return ""
+                able = sorted(name for name in self._updating if self._replicas[name].ready == version)
+                if able:
+                    self._updating.remove(able[0])
+                    self._listener.send(self._replicas[able[0]].peer, Go(version))
+                    return able[0]
+                self._changed.wait()
+
+    def lose(self, name: str, why: str) -> None:
+        """Remove a replica. Its episodes are assigned again."""
+        with self._changed:
+            self._lose(name, why)
+
+    def counters(self) -> dict[str, Counters]:
+        """Return the newest counters of each replica that has joined."""
+        with self._changed:
+            return {name: r.counters for name, r in self._replicas.items() if r.joined}
+
+    def queues(self) -> dict[str, int]:
+        """Return the numbers of episodes: waiting for a replica, played, finished and not trained."""
+        with self._changed:
+            playing = sum(len(replica.playing) for replica in self._replicas.values())
+            return {"waiting": len(self._waiting), "playing": playing, "ready": self._ledger.ready}
+
+    def close(self, reason: str) -> None:
+        """End all replicas, and the thread."""
+        with self._changed:
+            for replica in self._replicas.values():
+                self._listener.send(replica.peer, Stop(reason))
+            self._ended = True
+        self._listener.wake()
+        self._thread.join()
+        self._listener.close()
+        if self._local is not None:
+            self._local.close()
+
+    # the hub's thread; all of this holds self._changed
+
+    def _run(self) -> None:
+        while not self._ended:
+            try:
+                messages = self._listener.take(TICK)
+                with self._changed:
+                    for peer, message in messages:
+                        self._take(peer, message)
+                    self._look_for_lost()
+                    self._changed.notify_all()
+            except Exception as error:  # a bug must not leave the main thread waiting
+                with self._changed:
+                    self._trouble = error
+                    self._changed.notify_all()
+                raise
+
+    def _take(self, peer: bytes, message: FromReplica) -> None:
+        if isinstance(message, Hello):
+            return self._greet(peer, message)
+        replica = next((r for r in self._replicas.values() if r.peer == peer), None)
+        if replica is None:
+            return
+        name = replica.hello.name
+        if isinstance(message, Alive):
+            replica.counters = message.counters or replica.counters
+        elif isinstance(message, Ready):
+            replica.ready = message.version
+        elif isinstance(message, Done):
+            self._done(replica, message)
+        elif isinstance(message, Leaving):
+            self._lose(name, f"it was asked to end: {one_line(message.reason)}")
+        elif isinstance(message, ReplicaFailed):
+            self._failed(name, message)
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        why = self._expected.refusal(hello)
+        if hello.name in self._replicas:
+            why = f"--name={hello.name}: a replica of this name serves already; choose another"
+        if why:
+            log.warning("a replica is refused: %s", one_line(why))
+            self._listener.send(peer, NotAccepted(why))
+            return
+        self._replicas[hello.name] = _Replica(peer, hello)
+
+    def _done(self, replica: _Replica, done: Done) -> None:
+        name = replica.hello.name
+        if done.number not in replica.playing:
+            return self._expel(name, f"it returned episode {done.number}, which it was not given")
+        why = fault(done, self._expected.vocabulary, self._expected.max_context, replica.held)
+        if why:
+            return self._expel(name, f"episode {done.number}: {why}")
+        del replica.playing[done.number]
+        if done.number < 0:
+            self._results[done.number] = done.trajectory
+        else:
+            self._ledger.finish(done.number, done.trajectory)
+        self._assign()
+
+    def _failed(self, name: str, failure: ReplicaFailed) -> None:
+        text = one_line(failure.text)
+        if failure.kind == "misuse":
+            self._trouble = ConfigError(text)
+        elif failure.kind == "away":
+            self._trouble = ToolsStayAway(text)
+        else:
+            self._lose(name, text)
+
+    def _expel(self, name: str, why: str) -> None:
+        self._listener.expel(self._replicas[name].peer)
+        self._lose(name, why)
+
+    def _look_for_lost(self) -> None:
+        for name, replica in list(self._replicas.items()):
+            if (silent := self._listener.silence(replica.peer)) > self._timeout:
+                self._lose(name, f"no sign of life for {silent:.0f} s (serving.timeout={self._timeout:g})")
+        for name, why in self._local.ended() if self._local is not None else ():
+            if name in self._replicas:
+                self._lose(name, why)
+        now = time.monotonic()
+        if self._replicas:
+            self._alone_since = now
+        elif self._local is not None and self._local.gave_up:
+            self._trouble = EngineLost(self._local.gave_up)
+        elif now - self._alone_since > ABSENT * self._timeout:
+            self._trouble = EngineLost(
+                f"no replica has served for {now - self._alone_since:.0f} s; start one with "
+                "`megatron-stppo serve RUN_DIR`"
+            )
+
+    def _lose(self, name: str, why: str) -> None:
+        replica = self._replicas.pop(name, None)
+        if replica is None:
+            return
+        self.lost, self.again = self.lost + 1, self.again + len(replica.playing)
+        log.warning("replica %s is lost: %s; %d episodes are played again", name, why, len(replica.playing))
+        self._waiting.extendleft(reversed(replica.playing.values()))
+        self._assign()
+
+    def _add(self, episodes: Iterable[Assignment]) -> None:
+        self._waiting.extend(episodes)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Give waiting episodes to the replicas that have joined."""
+        if self._journal is not None:
+            return self._assign_as_recorded(self._journal)
+        serving = [replica for _, replica in sorted(self._replicas.items()) if replica.joined]
+        playing = [len(replica.playing) for replica in serving]
+        capacity = [replica.hello.capacity for replica in serving]
+        for replica, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
+            self._play(replica, [self._waiting.popleft() for _ in range(share)])
+
+    def _assign_as_recorded(self, journal: dict[int, str]) -> None:
+        """Give the waiting episodes to the replicas that played them in the recorded run."""
+        for name, replica in sorted(self._replicas.items()):
+            if replica.joined:
+                own = [episode for episode in self._waiting if journal.get(episode.number) == name]
+                self._waiting = deque(e for e in self._waiting if journal.get(e.number) != name)
+                self._play(replica, own)
+
+    def _play(self, replica: _Replica, episodes: list[Assignment]) -> None:
+        if episodes:
+            replica.playing |= {episode.number: episode for episode in episodes}
+            self._listener.send(replica.peer, Play(tuple(episodes)))

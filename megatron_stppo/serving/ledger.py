@@ -1,0 +1,200 @@
+"""The ledger of a run's episodes: admitted, finished, trained.
+
+Tasks are drawn in the cursor's order, each for a group of `samples` episodes. Groups are numbered in the
+order in which they are admitted; a batch is `tasks` groups. Nothing that was admitted is thrown away: every
+group is trained on exactly once, after any number of interruptions.
+
+Admission (the rule of AReaL, arXiv 2505.24298): while iteration v collects its batch, groups below
+(max_staleness + v + 1) * tasks may have been admitted. In the order of admission the batch of iteration v
+was admitted at version v - max_staleness or later, so none of its tokens is older. In the order of completion
+the same number of groups is open, but a slow one may become older: every batch has room for exactly the
+groups of one iteration, so none can pass another one that must not become older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.serving.messages import Assignment
+from megatron_stppo.types import Task, Trajectory
+
+Order = Literal["admission", "completion"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What decides which episodes are admitted, and which are in a batch.
+
+    Example: Terms(tasks=8, samples=4, max_staleness=1) has batches of 8 groups of 4 episodes; iteration 0
+    admits 16 groups.
+    """
+
+    tasks: int
+    samples: int
+    max_staleness: int
+    order: Order = "admission"
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def seed_of(self, iteration: int) -> int:
+        return self.seed * 1_000_003 + iteration
+
+
+@dataclass
+class _Group:
+    task: Task
+    finished: dict[int, Trajectory]  # by episode number
+
+
+class Ledger:
+    """Admits episodes, stores the finished ones, and takes batches from them. Not collective: on rank 0.
+
+    Example, with batches of one group of one episode and max_staleness=1: admit(0) returns the episodes 0 and
+    1; after finish(1, b) batch() is None; after finish(0, a) it is [a].
+    """
+
+    def __init__(self, cursor: TaskCursor, terms: Terms, first: int = 0) -> None:
+        """Continue with iteration `first`. `cursor` is at the task of its first group, and is moved."""
+        self._cursor, self._terms = cursor, terms
+        self._open: dict[int, _Group] = {}  # admitted and not trained, by number, ascending
+        self._next = first * terms.tasks  # the number of the next group
+        self._completed: list[int] = []  # open groups whose episodes have all finished, in that order
+        # The cursor before the oldest open group, and the trained groups that follow that group.
+        self._behind = cursor.state()
+        self._ahead: set[int] = set()
+        self.overtaken = 0  # open groups that were admitted before a group of the last batch
+
+    def admit(self, iteration: int) -> list[Assignment]:
+        """Admit the groups that iteration `iteration` allows, and return their episodes."""
+        limit = (self._terms.max_staleness + iteration + 1) * self._terms.tasks
+        new = range(self._next, max(self._next, limit))
+        for number, task in zip(new, self._cursor.take(len(new)), strict=True):
+            self._open[number] = _Group(task, {})
+        self._next = new.stop
+        return [episode for number in new for episode in self._episodes(number)]
+
+    def unfinished(self) -> list[Assignment]:
+        """Return the admitted episodes that have not finished; they are played again after a resume."""
+        every = (episode for number in self._open for episode in self._episodes(number))
+        return [e for e in every if e.number not in self._open[e.number // self._terms.samples].finished]
+
+    def finish(self, number: int, trajectory: Trajectory) -> bool:
+        """Store a finished episode. Return False if it is not open or has finished before."""
+        group = self._open.get(number // self._terms.samples)
+        if group is None or number in group.finished:
+            return False
+        # The task is ours: a replica might return another one.
+        group.finished[number] = replace(trajectory, task=group.task)
+        if len(group.finished) == self._terms.samples:
+            self._completed.append(number // self._terms.samples)
+        return True
+
+    def batch(self) -> list[Trajectory] | None:
+        """Take the trajectories of the next batch, group by group; None if they have not all finished."""
+        chosen = self._chosen()
+        if not set(chosen) <= set(self._completed):
+            return None
+        taken = [self._open.pop(number) for number in chosen]
+        self._completed = [number for number in self._completed if number not in chosen]
+        self.overtaken = sum(number < max(chosen) for number in self._open)
+        self._close(chosen)
+        return [
+            replace(trajectory, group=place)
+            for place, group in enumerate(taken)
+            for _, trajectory in sorted(group.finished.items())
+        ]
+
+    def missing(self) -> int:
+        """Return how many episodes of the next batch have not finished."""
+        chosen = self._chosen()
+        return sum(self._terms.samples - len(self._open[number].finished) for number in chosen)
+
+    @property
+    def ready(self) -> int:
+        """The number of episodes that have finished and are not trained."""
+        return sum(len(group.finished) for group in self._open.values())
+
+    def state(self) -> dict[str, Any]:
+        """Return a checkpoint's state, JSON-serialisable. `cursor` is where a colocated run continues."""
+        first = next(iter(self._open), self._next)
+        return {
+            "cursor": dict(self._behind),
+            "ledger": {
+                "tasks": self._terms.tasks,
+                "samples": self._terms.samples,
+                "first": first,
+                "next": self._next,
+                "trained": sorted(self._ahead),
+                "finished": {
+                    str(number): msgspec.to_builtins(trajectory)
+                    for group in self._open.values()
+                    for number, trajectory in group.finished.items()
+                },
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state, in which `ledger` is missing if it was colocated.
+
+        Raises ConfigError if open groups have another size now, or the cursor does not fit the data.
+        """
+        self._cursor.restore(state["cursor"])
+        self._behind = self._cursor.state()
+        self._next = int(state["iteration"]) * self._terms.tasks
+        kept = state.get("ledger")
+        if kept is None or kept["first"] == kept["next"]:  # no group is open
+            return
+        for field, mine in (("tasks", self._terms.tasks), ("samples", self._terms.samples)):
+            if kept[field] != mine:
+                name = {"tasks": "tasks_per_iteration", "samples": "samples_per_task"}[field]
+                raise ConfigError(
+                    f"rollout.{name}={mine}: the checkpoint has admitted groups of a run with "
+                    f"{kept[field]}; resume with rollout.{name}={kept[field]}"
+                )
+        self._next, self._ahead = kept["next"], set(kept["trained"])
+        numbers = range(kept["first"], self._next)
+        for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):
+            if number not in self._ahead:
+                self._open[number] = _Group(task, {})
+        for number, fields in kept["finished"].items():
+            self.finish(int(number), msgspec.convert(fields, Trajectory))
+
+    def _chosen(self) -> list[int]:
+        """Return the groups of the next batch, in the order of the batch."""
+        wanted = self._terms.tasks
+        if self._terms.order == "admission":
+            return list(self._open)[:wanted]
+        running = (number for number in self._open if number not in self._completed)
+        return [*self._completed, *running][:wanted]
+
+    def _close(self, chosen: Iterable[int]) -> None:
+        """Move the oldest open group's cursor past the groups that were trained."""
+        self._ahead.update(chosen)
+        first = next(iter(self._open), self._next)
+        passed = sorted(number for number in self._ahead if number < first)
+        self._behind = self._cursor.after(self._behind, len(passed))
+        self._ahead -= set(passed)
+
+    def _episodes(self, number: int) -> list[Assignment]:
+        """Return the episodes of an open group. Their seeds are those of a colocated run."""
+        terms, task = self._terms, self._open[number].task
+        iteration, group = divmod(number, terms.tasks)
+        return [
+            Assignment(
+                number * terms.samples + sample,
+                task,
+                group,
+                terms.seed_of(iteration),
+                group * terms.samples + sample,
+                terms.temperature,
+                terms.top_p,
+            )
+            for sample in range(terms.samples)
+        ]

@@ -1,0 +1,155 @@
+"""Starts the replicas of a run on this machine, and starts those again that end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch import process
+
+# A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
+INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
+GRACE = 20.0  # seconds that a replica gets to end after it was told to
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a replica is started.
+
+    Example: Serving(Path("runs/first"), tensor=1, arguments=("--replay-from", "runs/zero"), threads=2,
+    first_gpu=None).
+    """
+
+    run: Path  # the run's folder
+    tensor: int  # ranks
+    arguments: tuple[str, ...]  # of `serve`, besides the run's folder and the name
+    threads: int  # of each rank, on a CPU
+    first_gpu: int | None  # the GPU of the first rank of the first replica; None without GPUs
+
+
+class LocalReplicas:
+    """The replicas "replica-0", "replica-1", ... on this machine, each a process per tensor-parallel rank.
+
+    The output of a replica is in RUN_DIR/logs/NAME.log.
+    """
+
+    def __init__(self, serving: Serving, count: int, budget: int) -> None:
+        """Start `count` replicas. budget: how many are started again, over the whole run."""
+        self._serving, self._budget = serving, budget
+        self.gave_up = ""  # why no further replica is started; empty if none is needed
+        (serving.run / "logs").mkdir(parents=True, exist_ok=True)
+        self._processes = {f"replica-{i}": self._start(i) for i in range(count)}
+
+    def ended(self) -> list[tuple[str, str]]:
+        """Return (name, why) of the replicas that have ended since the last call, and start them again.
+
+        Raises ConfigError if a replica ended because of its configuration: a new one would end too.
+        """
+        found = []
+        for index, (name, ranks) in enumerate(list(self._processes.items())):
+            codes = [rank.poll() for rank in ranks]
+            if all(code is None for code in codes):
+                continue
+            _end(ranks)
+            code = next(code for code in codes if code is not None)
+            last = self._last_line(name)
+            if code == 2:
+                raise ConfigError(
+                    last.removeprefix("megatron-stppo: ") or f"{name} refused its configuration"
+                )
+            found.append((name, f"its process ended with {code}: {last}"))
+            if self._budget:
+                self._budget -= 1
+                self._processes[name] = self._start(index)
+            else:
+                del self._processes[name]
+                self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
+        return found
+
+    def close(self) -> None:
+        """Wait until the replicas have ended, and kill those that do not end."""
+        deadline = time.monotonic() + GRACE
+        for ranks in self._processes.values():
+            for rank in ranks:
+                try:
+                    rank.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    log.warning("a replica did not end within %g s and is killed", GRACE)
+            _end(ranks)
+
+    def _start(self, index: int) -> list[subprocess.Popen[bytes]]:
+        serving, port = self._serving, process.free_port()
+        name = f"replica-{index}"
+        command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
+        command += ["--parent", str(os.getpid()), *serving.arguments]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
+        ranks = []
+        with (serving.run / "logs" / f"{name}.log").open("ab") as output:
+            for rank in range(serving.tensor):
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(serving.tensor),
+                    "LOCAL_WORLD_SIZE": str(serving.tensor),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "OMP_NUM_THREADS": str(serving.threads),
+                }
+                if serving.first_gpu is not None:
+                    first = serving.first_gpu + index * serving.tensor
+                    own["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + serving.tensor])
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=kept | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # Ctrl-C reaches the trainer, which ends the replicas
+                    )
+                )
+        return ranks
+
+    def _last_line(self, name: str) -> str:
+        path = self._serving.run / "logs" / f"{name}.log"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def check_gpus(trainer: int, replicas: int, tensor: int) -> int | None:
+    """Return the index of the first GPU that the trainer's ranks of this machine leave, None without GPUs.
+
+    Raises ConfigError if too few are left.
+    """
+    if not torch.cuda.is_available():
+        return None
+    have, need = len(_gpus()), trainer + replicas * tensor
+    if have < need:
+        raise ConfigError(
+            f"serving.replicas={replicas}: {replicas} replicas of {tensor} GPUs and {trainer} ranks need "
+            f"{need} GPUs, and this machine has {have}; start fewer ranks or replicas, or set "
+            "serving.start=false and start the replicas elsewhere"
+        )
+    return trainer
+
+
+def _gpus() -> list[str]:
+    """Return the visible GPUs as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+        rank.wait()

@@ -1,0 +1,233 @@
+"""Rollouts from replicas: the trainer's ranks' side of asynchronous training.
+
+The first rank talks to the replicas (hub.py). Whatever needs all of the trainer's ranks, which is sending
+weights to a replica, is a Step that the first rank decides and broadcasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.exchange import Played
+from megatron_stppo.learner import Learner
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.offload import Phase
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
+from megatron_stppo.rollout.collect import Progress, RolloutSettings
+from megatron_stppo.rollout.failures import FailureLimit
+from megatron_stppo.serving.hub import Hub
+from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.measure import Meter
+from megatron_stppo.serving.messages import Assignment, Offer
+from megatron_stppo.serving.weights import Link, ReplicaLost
+from megatron_stppo.types import Task, Trajectory
+
+T = TypeVar("T")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What all ranks of the trainer do next.
+
+    join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
+    version to a replica. done: go on. The others: raise the error with `text`.
+    """
+
+    kind: Literal["join", "update", "done", "misuse", "away", "lost"]
+    name: str = ""  # of the replica
+    tensor: int = 0
+    offer: Offer | None = None
+    text: str = ""
+
+
+RAISED: dict[type[Exception], Literal["misuse", "away", "lost"]] = {
+    ConfigError: "misuse",
+    ToolsStayAway: "away",
+    EngineLost: "lost",
+}
+ERRORS = {kind: error for error, kind in RAISED.items()}
+
+
+class Served:
+    """The Rollouts (rollouts.py) of an asynchronous run.
+
+    hub, ledger: on the first rank, None on the others.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        store: dist.Store,
+        address: tuple[str, int],
+        hub: Hub | None,
+        ledger: Ledger | None,
+        meter: Meter,
+    ) -> None:
+        """store, address: the store on which the groups for weights are built, and its host and port."""
+        self.learner, self._store, self._address = learner, store, address
+        self._hub, self._ledger, self._meter = hub, ledger, meter
+        config = learner.config
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            config.model.path, trust_remote_code=False
+        )
+        self._failures = FailureLimit(config.environment.max_failure_rate)
+        self._links: dict[str, Link] = {}  # by the replica's name
+        self._timeout = timedelta(seconds=config.serving.timeout)
+        self._version = -1
+        self._groups = 0  # that were offered
+        self._evaluated = 0  # episodes of evaluations
+
+    def publish(self, version: int) -> None:
+        """Send the weights to all replicas. At first, wait until as many as configured have joined."""
+        if version == self._version:
+            return
+        self.learner.load_for("reshard")
+        first, self._version = self._version < 0, version
+        if first:
+            self._start()
+        if self._hub is not None:
+            self._hub.announce(version)
+        while (step := self._next(self._update)).kind != "done":
+            self._send(step.name)
+
+    def draw(self, iteration: int) -> Played:
+        if self._hub is not None:
+            self._hub.admit(iteration)
+        return self._collected(lambda hub: hub.batch())
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> Played:
+        """Play the episodes of an evaluation. No replica is updated before they have ended.
+
+        progress: not reported.
+        """
+        count = len(tasks) * samples
+        numbers = [-self._evaluated - i for i in range(1, count + 1)]
+        self._evaluated += count
+        if self._hub is not None:
+            self._hub.evaluate(
+                Assignment(
+                    number, tasks[i // samples], i // samples, seed, i, settings.temperature, settings.top_p
+                )
+                for i, number in enumerate(numbers)
+            )
+        return self._collected(lambda hub: hub.results(numbers))
+
+    def load_for(self, phase: Phase) -> None:
+        self.learner.load_for(phase)
+
+    def state(self) -> dict[str, Any]:
+        """Return the ledger's state on the first rank, which writes it, and nothing on the others."""
+        return self._hub.state() if self._hub is not None else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self._ledger is not None:
+            self._ledger.restore(state)
+
+    def measure(self) -> dict[str, Any]:
+        row = self._meter.row(self._hub) if self._hub is not None else {}
+        return dict(decode(broadcast_bytes(encode(row), 0), dict[str, float]))
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        if self._hub is not None:
+            self._hub.close("the run has ended")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _start(self) -> None:
+        """Wait until the configured replicas have joined, then assign what a checkpoint left open."""
+        wanted = self.learner.config.serving.replicas or 0
+        self._until(lambda hub: True if hub.joined() >= wanted else None)
+        if self._hub is not None:
+            self._hub.go_on_after_a_resume()
+
+    def _collected(self, result: Callable[[Hub], list[Trajectory] | None]) -> Played:
+        started = time.perf_counter()
+        played = Played.of(self._until(result) or [])
+        self._meter.waited += time.perf_counter() - started
+        self._failures.check(played.every)
+        return played
+
+    def _until(self, result: Callable[[Hub], T | None]) -> T | None:
+        """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile."""
+        found: list[T] = []
+
+        def decide(hub: Hub) -> Step:
+            answer = hub.wait(lambda: result(hub))
+            if isinstance(answer, str):
+                return self._offer(hub, answer)
+            found.append(answer)
+            return Step("done")
+
+        while (step := self._next(decide)).kind != "done":
+            self._join(step)
+        return found[0] if found else None
+
+    def _next(self, decide: Callable[[Hub], Step]) -> Step:
+        """Return the first rank's decision on all ranks, or raise its error on all. Collective."""
+        step = Step("done")
+        if self._hub is not None:
+            try:
+                step = decide(self._hub)
+            except tuple(RAISED) as error:
+                kind = next(kind for cls, kind in RAISED.items() if isinstance(error, cls))
+                step = Step(kind, text=str(error))
+        step = decode(broadcast_bytes(encode(step), 0), Step)
+        if step.kind in ERRORS:
+            raise ERRORS[step.kind](step.text)
+        return step
+
+    def _update(self, hub: Hub) -> Step:
+        name = hub.next_update(self._version)
+        return Step("update", name) if name else Step("done")
+
+    def _offer(self, hub: Hub, name: str) -> Step:
+        self._groups += 1
+        host, port = self._address
+        config, layout = self.learner.config, self.learner.mesh.layout
+        offer = Offer(f"weights-{self._groups}", host, port, layout, layer_spec(config), self._version)
+        return Step("join", name, hub.tensor(name), offer)
+
+    def _join(self, step: Step) -> None:
+        """Build the group with a replica, and send the version that is served."""
+        assert step.offer is not None
+        self.learner.load_for("reshard")
+        if self._hub is not None:
+            self._hub.offer(step.name, step.offer)
+        try:
+            link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
+        except ReplicaLost as error:
+            return self._lose(step.name, str(error))
+        self._links[step.name] = link
+        self._send(step.name)
+
+    def _send(self, name: str) -> None:
+        try:
+            report = self._links[name].sync(self._version)
+        except ReplicaLost as error:
+            return self._lose(name, str(error))
+        self._meter.sent += report.bytes_moved
+        if self._hub is not None:
+            self._hub.has(name, self._version)
+
+    def _lose(self, name: str, why: str) -> None:
+        if (link := self._links.pop(name, None)) is not None:
+            link.close()
+        if self._hub is not None:
+            self._hub.lose(name, why)

@@ -1,0 +1,143 @@
+"""Assembly of an asynchronous run's trainer: process groups, replicas, models, hub."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data import tasks
+from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.launch import process
+from megatron_stppo.learner import build_learner
+from megatron_stppo.parallel.bridge import connect_store, host_store
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.rollout.versions import PINNED_VLLM
+from megatron_stppo.serving import keys
+from megatron_stppo.serving.digest import model_digest
+from megatron_stppo.serving.hub import Expected, Hub
+from megatron_stppo.serving.ledger import Ledger, Terms
+from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
+from megatron_stppo.serving.measure import Meter
+from megatron_stppo.serving.payloads import most_bytes
+from megatron_stppo.serving.served import Served
+from megatron_stppo.serving.transport import Listener
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.telemetry.console import timed
+from megatron_stppo.validation import model_layout
+
+CONFIG = "config.yaml"  # in RUN_DIR/serving: the configuration of this attempt, for the replicas
+
+
+def assemble(config: Config, resume: bool = False) -> Served:
+    """Start the replicas, build the models, and return the rollouts of this rank. Collective.
+
+    resume: not used: a replica that cannot reach its tools ends, and is started again. Raises ConfigError.
+    """
+    shape = read_shape(config.model.path)
+    model_layout.check_parallel(config, process.world_size())
+    model_layout.check_engine(config, process.world_size())
+    mesh, dtype = process.start(config), process.dtype(config)
+    first = _First.start(config, dtype) if mesh.rank == 0 else None
+    with timed("models", mesh.rank == 0):
+        learner = build_learner(config, shape, mesh, dtype)
+    store, address = _store(config)
+    hub = first.hub() if first else None
+    return Served(learner, store, address, hub, first.ledger if first else None, Meter())
+
+
+@dataclass(frozen=True)
+class _First:
+    """What only the first rank has."""
+
+    config: Config
+    listener: Listener
+    ledger: Ledger
+    local: LocalReplicas | None
+    expected: Expected
+
+    @classmethod
+    def start(cls, config: Config, dtype: torch.dtype) -> _First:
+        """Listen for replicas, and start those of this machine, which load while the models are built."""
+        run, serving = config.run, config.serving
+        assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
+        expected = Expected(
+            model=model_digest(config.model.path),
+            vocabulary=read_shape(config.model.path).vocab,
+            dtype=str(dtype).removeprefix("torch."),
+            vllm=PINNED_VLLM,
+            max_context=config.max_context,
+        )
+        cursor = TaskCursor(tasks.read(config.data.train), run.seed)
+        keys.remove(run.folder)
+        listener = Listener(_address(config), most_bytes(config.max_context))
+        keys.write(run.folder, listener.connection)
+        with replacing(run.folder / keys.FOLDER / CONFIG) as scratch:
+            scratch.write_text(config.dump(), encoding="utf-8")
+        local = _local(config) if serving.start else None
+        return cls(config, listener, Ledger(cursor, _terms(config)), local, expected)
+
+    def hub(self) -> Hub:
+        return Hub(self.listener, self.ledger, self.expected, self.config.serving.timeout, self.local)
+
+
+def _terms(config: Config) -> Terms:
+    r, s = config.rollout, config.serving
+    return Terms(
+        tasks=r.tasks_per_iteration,
+        samples=r.samples_per_task,
+        max_staleness=s.max_staleness,
+        order=s.order,
+        seed=config.run.seed,
+        temperature=r.temperature,
+        top_p=r.top_p,
+    )
+
+
+def _local(config: Config) -> LocalReplicas:
+    count, tensor = config.serving.replicas or 0, config.engine_tensor
+    trainer = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, (os.cpu_count() or 1) // (trainer + count * tensor))
+    first_gpu = check_gpus(trainer, count, tensor)
+    serving = Serving(config.run.folder, tensor, (), threads, first_gpu)
+    return LocalReplicas(serving, count, config.rollout.engine_restarts)
+
+
+def _address(config: Config) -> str:
+    """Return the IP address of the interface that replicas connect to.
+
+    Raises ConfigError if it is a loopback address, but ranks or replicas are on other machines.
+    """
+    is_local = process.world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = config.serving.start and is_local
+    name = config.serving.address or ("127.0.0.1" if here else os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    try:
+        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"serving.address={name}: is not known ({error.strerror}); give an address") from None
+    if ipaddress.ip_address(found).is_loopback and not is_local:
+        raise ConfigError(
+            f"serving.address={name}: is a loopback address, which ranks on other machines cannot reach; "
+            "give the address of an interface that connects them"
+        )
+    return found
+
+
+def _store(config: Config) -> tuple[dist.Store, tuple[str, int]]:
+    """Return the store of the groups for weights, with its host and port. Collective."""
+    timeout = timedelta(seconds=config.serving.timeout)
+    store: dist.Store | None = None
+    address = ("", 0)
+    if dist.get_rank() == 0:
+        host = _address(config)
+        store, port = host_store(host, timeout)
+        address = (host, port)
+    address = decode(broadcast_bytes(encode(address), 0), tuple[str, int])
+    return store or connect_store(*address, timeout), address
