@@ -68,6 +68,38 @@ def plan(
 
 @commands.command(
     epilog=examples(
+        "megatron-stppo audit runs/first",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo audit runs/first parallel.tensor=8",
+    )
+)
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to audit")],
+    overrides: Overrides = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="largest difference of a token's log-prob, in nats; default: 5e-7 in float32; in bfloat16 "
+            "the mean of each version must be within rollout.max_mismatch",
+        ),
+    ] = None,
+) -> None:
+    """Check that each recorded log-prob is that of the policy version its token names; exit 1 if not."""
+    from megatron_stppo.validation import sources
+
+    settings = open_config(sources.config_of(run), overrides, "audit")
+    sources.check_audit(settings, run)
+    from megatron_stppo.launch import process
+
+    process.prepare(engine=False)
+    process.check(settings)
+    from megatron_stppo.commands.audit import audit as check
+
+    raise typer.Exit(int(not check(settings, run, tolerance)))
+
+
+@commands.command(
+    epilog=examples(
         "megatron-stppo report runs/first",
         "megatron-stppo report runs/first runs/second --output compared.html",
     )

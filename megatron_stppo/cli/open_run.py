@@ -31,7 +31,7 @@ def open_config(
     from megatron_stppo.validation import checks, model_layout, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
-    if command == "convert":
+    if command in ("convert", "audit"):
         config = model_layout.with_fitting_layout(config, ranks)
     checks.check(config, ranks, command)
     if command == "train" and resume:

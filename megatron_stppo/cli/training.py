@@ -49,10 +49,15 @@ def train(
         process.check(settings)
         from megatron_stppo import loop
 
+        assemble: loop.Assemble
         if settings.serving.replicas is None:
-            from megatron_stppo.worker import assemble
+            from megatron_stppo.worker import assemble as colocated
+
+            assemble = colocated
         else:
-            from megatron_stppo.serving.start import assemble
+            from megatron_stppo.serving.start import assemble as served
+
+            assemble = served
     from megatron_stppo.resilience.deadlines import Watchdog
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())

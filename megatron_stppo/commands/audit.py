@@ -43,10 +43,10 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Finding:
+class VersionFinding:
     """The difference between the engine's log-probs and those of one version.
 
-    Example: Finding(3, 512, 1e-8, Worst(2e-7, 4, 17, 2, 5)).
+    Example: VersionFinding(3, 512, 1e-8, Worst(2e-7, 4, 17, 2, 5)).
     """
 
     version: int
@@ -64,7 +64,9 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
     """
     mesh, dtype = process.start(config), process.dtype(config)
     played = {n: trajectory_log.read(run, n) for n in trajectory_files.recorded(run)}
-    named = sorted({v for some in played.values() for t in some for turn in t.turns for v, _ in turn.versions})
+    named = sorted(
+        {v for some in played.values() for t in some for turn in t.turns for v, _ in turn.versions}
+    )
     saved = [version for version in named if _is_saved(run, version)]
     if not saved:
         raise ConfigError(
@@ -95,12 +97,12 @@ def _is_saved(run: Path, version: int) -> bool:
     return version == 0 or (run / "checkpoints" / f"step_{version}").is_dir()
 
 
-def _is_within(finding: Finding, limit: float | None, mean: float) -> bool:
+def _is_within(finding: VersionFinding, limit: float | None, mean: float) -> bool:
     # written so that NaN is not within
     return finding.worst.difference <= limit if limit is not None else finding.mean <= mean
 
 
-def _compare(learner: Learner, played: dict[int, list[Trajectory]], version: int) -> Finding:
+def _compare(learner: Learner, played: dict[int, list[Trajectory]], version: int) -> VersionFinding:
     total, tokens, worst = 0.0, 0, Worst(-1.0, 0, 0, 0, 0)
     for iteration, line, chosen in _naming(played, version):
         batch = to_batch(chosen)
@@ -111,7 +113,7 @@ def _compare(learner: Learner, played: dict[int, list[Trajectory]], version: int
         largest = int(torch.where(own_T, difference_T, -1.0).argmax())
         if not float(difference_T[largest]) <= worst.difference:
             worst = Worst(float(difference_T[largest]), iteration, *_place(batch, line, largest))
-    return Finding(version, tokens, total / tokens, worst)
+    return VersionFinding(version, tokens, total / tokens, worst)
 
 
 def _naming(
@@ -144,8 +146,10 @@ def _place(batch: Batch, lines: Sequence[int], token: int) -> tuple[int, int, in
     return lines[sequence], turn - first + 1, token - int(batch.turn_offsets[turn]) + 1
 
 
-def _print(findings: Sequence[Finding], passed: Sequence[bool]) -> None:
-    table = Table("version", "tokens", "mean difference", "largest", "at", "", title="engine and trainer, nats")
+def _print(findings: Sequence[VersionFinding], passed: Sequence[bool]) -> None:
+    table = Table(
+        "version", "tokens", "mean difference", "largest", "at", "", title="engine and trainer, nats"
+    )
     for found, is_within in zip(findings, passed, strict=True):
         w = found.worst
         at = f"iteration {w.iteration}, line {w.line}, turn {w.turn}, token {w.token}"

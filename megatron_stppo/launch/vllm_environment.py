@@ -15,6 +15,7 @@ import torch
 
 from megatron_stppo.config import ConfigError
 
+PINNED_VLLM = "0.32.0"  # the engine uses private parts of vLLM, which are tested with this version
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM names its CPU all-reduce buffers "...-cpushm". A killed run leaves them behind, over 100 MB per rank.
 STALE_PATTERN = "*cpushm*"

@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.vllm_environment import SHARED_MEMORY, check_cuda_functions, prepare_environment
+from megatron_stppo.launch.vllm_environment import (
+    PINNED_VLLM,
+    SHARED_MEMORY,
+    check_cuda_functions,
+    prepare_environment,
+)
 from megatron_stppo.parallel.collectives import broadcast_bytes
 
 prepare_environment()
@@ -41,8 +46,6 @@ if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.c
 
     from megatron_stppo.rollout import cpu_experts
     from megatron_stppo.rollout.cpu_worker import ROUTES, TOKEN
-
-PINNED_VLLM = "0.32.0"
 
 
 def build_vllm(

@@ -16,17 +16,17 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data import tasks
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.launch import process
+from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.learner import build_learner
 from megatron_stppo.parallel.bridge import connect_store, host_store
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
-from megatron_stppo.rollout.versions import PINNED_VLLM
 from megatron_stppo.serving import keys
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.hub import Expected, Hub
 from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.measure import Meter
-from megatron_stppo.serving.payloads import most_bytes
+from megatron_stppo.serving.messages import MOST_BYTES
 from megatron_stppo.serving.served import Served
 from megatron_stppo.serving.transport import Listener
 from megatron_stppo.sharding.hf_names import read_shape
@@ -77,7 +77,7 @@ class _First:
         )
         cursor = TaskCursor(tasks.read(config.data.train), run.seed)
         keys.remove(run.folder)
-        listener = Listener(_address(config), most_bytes(config.max_context))
+        listener = Listener(_address(config), MOST_BYTES)
         keys.write(run.folder, listener.connection)
         with replacing(run.folder / keys.FOLDER / CONFIG) as scratch:
             scratch.write_text(config.dump(), encoding="utf-8")
@@ -121,7 +121,9 @@ def _address(config: Config) -> str:
     try:
         found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ConfigError(f"serving.address={name}: is not known ({error.strerror}); give an address") from None
+        raise ConfigError(
+            f"serving.address={name}: is not known ({error.strerror}); give an address"
+        ) from None
     if ipaddress.ip_address(found).is_loopback and not is_local:
         raise ConfigError(
             f"serving.address={name}: is a loopback address, which ranks on other machines cannot reach; "

@@ -25,6 +25,7 @@ DATA = {
     "evaluate": ("evaluate",),
     "cold-start": ("demonstrations",),
     "convert": (),
+    "audit": (),
     "check-layouts": (),
     "plan": (),
 }

@@ -36,6 +36,17 @@ def check_replay(config: Config, records: str, run: Path, start: str | None) -> 
         raise ConfigError(f"RUN_DIR={run}: {folder.name}/ holds no iteration to replay; {remedy}")
 
 
+def check_audit(config: Config, run: Path) -> None:
+    """Raise ConfigError unless the trainer can compute the log-probs that the run's engine reported."""
+    if config.rollout.top_p < 1:
+        raise ConfigError(
+            f"rollout.top_p={config.rollout.top_p}: the engine's log-probs are of the tokens that nucleus "
+            "sampling keeps, which the trainer does not know; only runs with rollout.top_p=1 can be audited"
+        )
+    if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
+        raise ConfigError(f"RUN_DIR={run}: trajectories/ holds no iteration to audit; choose another run")
+
+
 def check_left(config: Config, source: Path, start: str) -> None:
     """Raise ConfigError if the checkpoint `start` of `source` was written after run.iterations or more."""
     steps = [int(path.name.removeprefix("step_")) for path in (source / "checkpoints").glob("step_[0-9]*")]
