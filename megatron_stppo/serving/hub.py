@@ -8,6 +8,7 @@ methods of Hub. A lost replica's episodes are assigned again, with the same seed
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -39,10 +40,11 @@ from megatron_stppo.serving.messages import (
     ReplicaFailed,
     Stop,
 )
-from megatron_stppo.serving.transport import Listener
+from megatron_stppo.serving.transport import Listener, Unreadable
 from megatron_stppo.types import Trajectory
 
 T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TICK = 0.2  # seconds between two looks for lost replicas
 ABSENT = 10  # times serving.timeout: so long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class Expected:
 
     def refusal(self, hello: Hello) -> str:
         """Return why a replica is refused, or ""."""
+        if not NAME.fullmatch(hello.name) or hello.capacity < 1 or hello.tensor < 1:
+            return f"--name={hello.name[:80]!r}: give 1 to 64 letters, digits, '.', '_' or '-'"
         for name in ("model", "vocabulary", "dtype", "vllm"):
             mine, theirs = getattr(self, name), getattr(hello, name)
             if mine != theirs:
@@ -261,14 +265,17 @@ class Hub:
                     self._changed.notify_all()
                 raise
 
-    def _take(self, peer: bytes, message: FromReplica) -> None:
-        if isinstance(message, Hello):
-            return self._greet(peer, message)
+    def _take(self, peer: bytes, message: FromReplica | Unreadable) -> None:
         replica = next((r for r in self._replicas.values() if r.peer == peer), None)
+        if isinstance(message, Hello) and replica is None:
+            return self._greet(peer, message)
         if replica is None:
             return
         name = replica.hello.name
-        if isinstance(message, Alive):
+        if isinstance(message, Unreadable | Hello):
+            why = message.why if isinstance(message, Unreadable) else "a second Hello"
+            self._expel(name, f"it sent what a replica does not send: {why}")
+        elif isinstance(message, Alive):
             replica.counters = message.counters or replica.counters
         elif isinstance(message, Ready):
             replica.ready = message.version

@@ -8,7 +8,7 @@ from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.messages import Counters
 
 
-class Meter:
+class ServingMeter:
     """Differences between two rows of metrics. `waited` and `sent` are added to by the caller."""
 
     def __init__(self) -> None:

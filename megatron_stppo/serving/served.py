@@ -26,7 +26,7 @@ from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
-from megatron_stppo.serving.measure import Meter
+from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
 from megatron_stppo.serving.weights import Link, ReplicaLost
 from megatron_stppo.types import Task, Trajectory
@@ -69,7 +69,7 @@ class Served:
         address: tuple[str, int],
         hub: Hub | None,
         ledger: Ledger | None,
-        meter: Meter,
+        meter: ServingMeter,
     ) -> None:
         """store, address: the store on which the groups for weights are built, and its host and port."""
         self.learner, self._store, self._address = learner, store, address

@@ -25,7 +25,7 @@ from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.hub import Expected, Hub
 from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
-from megatron_stppo.serving.measure import Meter
+from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import MOST_BYTES
 from megatron_stppo.serving.served import Served
 from megatron_stppo.serving.transport import Listener
@@ -50,7 +50,7 @@ def assemble(config: Config, resume: bool = False) -> Served:
         learner = build_learner(config, shape, mesh, dtype)
     store, address = _store(config)
     hub = first.hub() if first else None
-    return Served(learner, store, address, hub, first.ledger if first else None, Meter())
+    return Served(learner, store, address, hub, first.ledger if first else None, ServingMeter())
 
 
 @dataclass(frozen=True)

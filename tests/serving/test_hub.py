@@ -1,0 +1,288 @@
+"""The hub with real connections: assigning, updating, losing replicas, refusing what cannot be true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.resilience.faults import ToolsStayAway
+from megatron_stppo.serving.hub import Expected, Hub
+from megatron_stppo.serving.ledger import Ledger, Terms
+from megatron_stppo.serving.messages import (
+    Announce,
+    Assignment,
+    Done,
+    FromTrainer,
+    Go,
+    Hello,
+    Leaving,
+    NotAccepted,
+    Offer,
+    Play,
+    Ready,
+    ReplicaFailed,
+    Stop,
+)
+from megatron_stppo.serving.transport import Dialer, Listener
+from megatron_stppo.types import Task, Trajectory, Turn
+
+TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
+EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
+OFFER = Offer("weights-1", "127.0.0.1", 1, Layout(), "local", 0)
+SIZE = 2**20
+
+
+@dataclass
+class Replica:
+    """A scripted replica on a real connection."""
+
+    dialer: Dialer
+    got: list[FromTrainer] = field(default_factory=list)
+
+    def next(self, kind: type, seconds: float = 5.0):
+        """Return the next message of this kind; others before it are dropped."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.got += self.dialer.take(0.05)
+            while self.got:
+                if isinstance(message := self.got.pop(0), kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+    def given(self) -> list[int]:
+        return [episode.number for episode in self.next(Play).episodes]
+
+    def finish(self, number: int, **changed: object) -> None:
+        self.dialer.send(Done(number, replace(played(number), **changed)))
+
+
+def played(number: int, version: int = 0) -> Trajectory:
+    turn = Turn((7, 8), (-0.5, -1.0), (), 0.0, ((version, 2),))
+    return Trajectory(TASKS[0], (1 + number % 50,), (turn,), "ok")
+
+
+def hello(name: str, **changed: object) -> Hello:
+    fields = dict(
+        name=name,
+        model="m0",
+        vocabulary=100,
+        dtype="float32",
+        vllm="0.32.0",
+        tensor=1,
+        capacity=8,
+        process="here 1",
+    )
+    return Hello(**(fields | changed))
+
+
+@dataclass
+class Trainer:
+    hub: Hub
+    ledger: Ledger
+    listener: Listener
+
+    def join(self, replica: Replica, name: str, version: int = 0, **changed: object) -> None:
+        replica.dialer.send(hello(name, **changed))
+        assert self.hub.wait(lambda: None) == name
+        self.hub.offer(name, OFFER)
+        replica.next(Offer)
+        self.hub.has(name, version)
+
+
+@contextmanager
+def trainer(timeout: float = 30.0, staleness: int = 1) -> Iterator[tuple[Trainer, Callable[[], Replica]]]:
+    """A hub with batches of two episodes, and a function that connects a replica."""
+    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness))
+    listener = Listener("127.0.0.1", SIZE)
+    hub, dialers = Hub(listener, ledger, EXPECTED, timeout), []
+
+    def connect() -> Replica:
+        dialers.append(Dialer(listener.connection, SIZE))
+        return Replica(dialers[-1])
+
+    try:
+        yield Trainer(hub, ledger, listener), connect
+    finally:
+        hub.close("done")
+        for dialer in dialers:
+            dialer.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.join(b, "b")
+        t.hub.admit(0)
+        assert (a.given(), b.given()) == ([0, 1], [2, 3])
+        b.finish(2)
+        a.finish(1)
+        a.finish(0)
+        batch = t.hub.wait(t.hub.batch)
+        assert [x.prompt_ids for x in batch] == [(1,), (2,)]
+        assert [x.task for x in batch] == TaskCursor(TASKS, 0).take(2), "the trainer's own tasks"
+        t.hub.admit(1)
+        assert a.given() == [4, 5], "the replica with free places"
+        assert t.hub.queues() == {"waiting": 0, "playing": 3, "ready": 1}
+
+
+def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a", capacity=3)
+        t.hub.admit(0)
+        assert a.given() == [0, 1, 2]
+        a.finish(1)
+        assert a.given() == [3]
+
+
+def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        first = a.next(Play).episodes
+        a.finish(1)
+        t.join(b, "b")
+        a.dialer.close()  # its connection ends
+        assert b.next(Play).episodes == (first[0], *first[2:])
+        assert (t.hub.lost, t.hub.again) == (1, 3)
+
+
+def test_a_silent_replica_is_lost() -> None:
+    with trainer(timeout=0.3) as (t, connect):
+        a = connect()
+        t.join(a, "a")  # its dialer sends a sign of life every 2 s, which is too rare for this timeout
+        until(lambda: t.hub.lost == 1)
+
+
+def test_a_replica_that_was_asked_to_end_is_replaced_without_waiting() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        assert a.given() == [0, 1, 2, 3]
+        a.dialer.send(Leaving("SIGTERM"))
+        t.join(b, "b")
+        assert b.given() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [
+        ({"number": 17}, "was not given"),
+        ({"turns": (Turn((7,), (-0.5,), (), 0.0, ((3, 1),)),)}, "version 3"),
+        ({"turns": (Turn((100,), (-0.5,), (), 0.0, ((0, 1),)),)}, "token"),
+        ({"prompt_ids": tuple(range(70))}, "64"),
+    ],
+    ids=[
+        "an episode of another",
+        "a version it was never sent",
+        "a token outside the vocabulary",
+        "too long",
+    ],
+)
+def test_a_replica_that_claims_what_cannot_be_true_is_expelled(changed, why: str, caplog) -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        a.given()
+        fields = dict(changed)
+        a.finish(fields.pop("number", 0), **fields)
+        until(lambda: t.hub.lost == 1)
+        a.finish(1)  # ignored
+        t.join(b, "b")
+        assert b.given() == [0, 1, 2, 3]
+        assert why in caplog.text and t.ledger.ready == 0
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [
+        ({"model": "m1"}, "model=m1 of the replica r differs"),
+        ({"vocabulary": 99}, "vocabulary=99"),
+        ({"vllm": "0.31.0"}, "vllm=0.31.0"),
+        ({"name": "../x"}, "--name="),
+    ],
+)
+def test_a_replica_of_another_model_vocabulary_or_version_is_refused(changed, why: str) -> None:
+    with trainer() as (_, connect):
+        a = connect()
+        a.dialer.send(hello(**({"name": "r"} | changed)))
+        assert why in a.next(NotAccepted).why
+
+
+def test_a_second_replica_of_the_same_name_is_refused() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        b.dialer.send(hello("a"))
+        assert "serves already" in b.next(NotAccepted).why
+        assert t.hub.joined() == 1
+
+
+def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.join(b, "b")
+        t.hub.announce(1)
+        assert (a.next(Announce).version, b.next(Announce).version) == (1, 1)
+        b.dialer.send(Ready(1))
+        assert t.hub.next_update(1) == "b" and b.next(Go).version == 1
+        t.hub.has("b", 1)
+        a.dialer.close()
+        assert t.hub.next_update(1) == ""
+
+
+def test_an_evaluation_comes_before_waiting_episodes_and_is_not_trained() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a", capacity=2)
+        t.hub.admit(0)
+        assert a.given() == [0, 1]
+        t.hub.evaluate(
+            [Assignment(-1, TASKS[3], 0, 5, 0, 0.0, 1.0), Assignment(-2, TASKS[4], 1, 5, 1, 0.0, 1.0)]
+        )
+        a.finish(0)
+        assert a.given() == [-1]
+        a.finish(1)
+        assert a.given() == [-2]
+        a.finish(-2)
+        a.finish(-1)
+        results = t.hub.wait(lambda: t.hub.results([-1, -2]))
+        assert [x.prompt_ids for x in results] == [(50,), (49,)]
+
+
+@pytest.mark.parametrize("kind, error", [("misuse", ConfigError), ("away", ToolsStayAway)])
+def test_what_ends_a_colocated_run_ends_the_trainer(kind: str, error: type[Exception]) -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        a.dialer.send(ReplicaFailed(kind, "the reason"))
+        with pytest.raises(error, match="the reason"):
+            t.hub.wait(lambda: None)
+
+
+def test_at_the_end_replicas_are_told_to_stop() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.close("the run has ended")
+        assert a.next(Stop).reason == "the run has ended"
+        t.hub._thread.join()
