@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart medical test test-all chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-async medical test test-all chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -37,6 +37,9 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 
 quickstart: $(STAMP) ## train the search agent: about 4 minutes on 2 cores, no GPU
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
+
+quickstart-async: $(STAMP) ## the same with asynchronous training: one core trains, one serves
+	@$(BIN)/python examples/quickstart/run.py --example asynchronous --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)

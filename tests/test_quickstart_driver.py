@@ -44,16 +44,25 @@ def test_a_changed_setting_redoes_what_depends_on_it(
     assert {name for name in before if before[name] != after[name]} == again
 
 
+@pytest.mark.parametrize("name", ["medical_choice", "asynchronous"])
 def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_file(
-    driver: ModuleType,
+    driver: ModuleType, name: str
 ) -> None:
-    builder = driver.BUILDERS["medical_choice"]
-    file = builder.with_name("config.yaml")
-    stages = driver.plan(load(file), [], builder)
+    example = driver.EXAMPLES[name]
+    stages = driver.plan(load(example.config), [], example)
     assert [stage.name for stage in stages] == list(keys(driver))
-    assert str(builder) in stages[0].command
-    assert all(str(file) in stage.command for stage in stages[1:])
-    assert not {stage.key for stage in stages} & set(keys(driver).values())
+    assert str(example.builder) in stages[0].command
+    assert all(str(example.config) in stage.command for stage in stages[1:])
+    assert not {stage.key for stage in stages[1:]} & set(keys(driver).values())
+
+
+def test_the_asynchronous_example_trains_on_the_core_that_its_replica_leaves(driver: ModuleType) -> None:
+    example = driver.EXAMPLES["asynchronous"]
+    ranks = [
+        next((word for word in stage.command if word.startswith("--nproc-per-node")), "")
+        for stage in driver.plan(load(example.config), [], example)
+    ]
+    assert ranks == ["", *("--nproc-per-node=2",) * 2, "--nproc-per-node=1", "--nproc-per-node=2"]
 
 
 def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:

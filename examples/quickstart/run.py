@@ -35,17 +35,28 @@ from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.yaml"
-BUILDERS = {  # the script that builds an example's files; config.yaml is in the same folder
-    "quickstart": HERE / "build.py",
-    "medical_choice": HERE.parent / "medical_choice" / "build_choice.py",
+
+
+@dataclass(frozen=True)
+class Example:
+    builder: Path  # the script that builds the files
+    config: Path
+
+
+CHOICE = HERE.parent / "medical_choice"
+EXAMPLES = {
+    "quickstart": Example(HERE / "build.py", CONFIG),
+    "asynchronous": Example(HERE / "build.py", HERE / "asynchronous.yaml"),
+    "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
 }
 OURS = (HERE / "run.py", HERE / "stages.py")  # sources that do not affect the built files
-RANKS = 2
+CORES = 2  # a rank, or a replica, on each
 RUN_FILES = (
     "checkpoints",
     "configs",
     "dumps",
     "metrics.jsonl",
+    "serving",
     "steps.jsonl",
     "tensorboard",
     "trajectories",
@@ -93,28 +104,28 @@ class StageLedger:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--example", choices=BUILDERS, default="quickstart")
+    parser.add_argument("--example", choices=EXAMPLES, default="quickstart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     arguments = parser.parse_args()
     overrides = [f"run.seed={arguments.seed}", *arguments.overrides]
     try:
-        return run(BUILDERS[arguments.example], overrides)
+        return run(EXAMPLES[arguments.example], overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def run(builder: Path, overrides: list[str]) -> int:
+def run(example: Example, overrides: list[str]) -> int:
     """Run every stage that is not done.
 
     Return the exit status of the first that fails. Raises ConfigError.
     """
-    config = load(builder.with_name("config.yaml"), overrides)
+    config = load(example.config, overrides)
     folder = config.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     ledger = StageLedger(folder / "stages.json")
-    for number, stage in enumerate(plan(config, overrides, builder), 1):
+    for number, stage in enumerate(plan(config, overrides, example), 1):
         console.rule(f"{number}/5 {stage.name}", align="left")
         if ledger.is_done(stage):
             console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
@@ -124,13 +135,14 @@ def run(builder: Path, overrides: list[str]) -> int:
     return 0
 
 
-def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickstart"]) -> list[Stage]:
+def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quickstart"]) -> list[Stage]:
     """Return the five stages.
 
     A key covers everything on which the product depends, and the previous stage.
     """
     assert config.data.train is not None and config.cold_start.output is not None
     folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
+    builder, trainers = example.builder, CORES - (config.serving.replicas or 0)
     before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
     sources = {*HERE.glob("*.py"), *builder.parent.glob("*.py"), *builder.parent.glob("*.jsonl")}
     build_key = key(f"{seed}", *(path.read_text() for path in sorted(sources) if path not in OURS))
@@ -140,12 +152,12 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
     build = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
     # Data parallelism is faster for a model this small. Training then loads it with tensor parallelism.
     start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
-    stage = partial(under_torchrun, builder.with_name("config.yaml"))
+    stage = partial(under_torchrun, example.config)
     return [
         Stage("build", build, data / "manifest.json", build_key),
         stage("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
         stage("evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key),
-        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key),
+        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key, trainers),
         stage(
             "evaluate-after",
             "evaluate",
@@ -158,12 +170,19 @@ def plan(config: Config, overrides: list[str], builder: Path = BUILDERS["quickst
 
 
 def under_torchrun(
-    file: Path, name: str, command: str, overrides: list[str], options: Sequence[str], product: Path, key: str
+    file: Path,
+    name: str,
+    command: str,
+    overrides: list[str],
+    options: Sequence[str],
+    product: Path,
+    key: str,
+    count: int = CORES,
 ) -> Stage:
-    """Return a stage that runs a command of megatron_stppo under torchrun."""
-    ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+    """Return a stage that runs a command of megatron_stppo under torchrun, with `count` ranks."""
+    ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
     line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(file), *overrides, *options)
-    return Stage(name, line, product, key, check=lambda: checks.check(load(file, overrides), RANKS, command))
+    return Stage(name, line, product, key, check=lambda: checks.check(load(file, overrides), count, command))
 
 
 def part(config: Config, *sections: str) -> str:
