@@ -142,4 +142,4 @@ def _store(config: Config) -> tuple[dist.Store, tuple[str, int]]:
         store, port = host_store(host, timeout)
         address = (host, port)
     address = decode(broadcast_bytes(encode(address), 0), tuple[str, int])
-    return store or connect_store(*address, timeout), address
+    return store or connect_store(address[0], address[1], timeout), address
