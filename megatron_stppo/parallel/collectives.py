@@ -59,6 +59,19 @@ def broadcast_bytes(payload: bytes | None, source: int, group: Group = None) -> 
     return data if sender else _to_bytes(body)
 
 
+def broadcast_record(record: Record | None, type: type[Record], source: int, group: Group = None) -> Record:
+    """Return the record of group rank `source` on every rank. The other ranks' records are ignored.
+
+    type: a frozen dataclass as in gather_records, whose fields all have default values. A record with these
+    values only costs a single broadcast, of a length of 0.
+    Raises msgspec.ValidationError if the source sent another type.
+    """
+    if record is not None and dist.get_world_size(group) == 1:
+        return record
+    body = broadcast_bytes(b"" if record is None or record == type() else encode(record), source, group)
+    return decode(body, type) if body else type()
+
+
 def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """Return every rank's payload, in rank order. Lengths may differ; shorter payloads are sent padded."""
     device, world = _device(group), dist.get_world_size(group)

@@ -1,15 +1,12 @@
-"""Multi-turn rollout in lock-step: every rank of an engine group runs the same engine steps.
+"""Multi-turn rollout in lock-step: play one episode per task, all of which begin together.
 
-Environments run on the group's first rank only. Between two engine steps this rank broadcasts the
-environments' answers, and every rank advances its own copy of the episodes. The next turn of an episode
-enters the engine at once, so tool calls and generation overlap (continuous batching). The prefix cache keeps
-the history. With `overlap_tools=False` the rollout waits for all answers and processes them in order of
-submission; a run is then bitwise reproducible, whatever the timing of the tools.
+Between two engine steps the first rank of an engine group broadcasts the environments' answers (play.py).
+With `overlap_tools=False` the rollout waits for all answers and processes them in order of submission; a run
+is then bitwise reproducible, whatever the timing of the tools.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +17,13 @@ import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.base import Environment
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
-from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
+from megatron_stppo.rollout.generation import EngineFailure, RolloutError
+from megatron_stppo.rollout.play import InProgress, Player
 from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.types import Task, Trajectory
 
@@ -83,11 +81,15 @@ def collect(
         Episode(task, number if groups is None else groups[i], settings.limits, tokenizer)
         for i, (task, number) in enumerate(zip(tasks, numbers, strict=True))
     ]
-    rollout = _Rollout(engine, episodes, numbers, settings, seed, group, progress)
+    started = [
+        InProgress(index, episode, seed, number, settings.temperature, settings.top_p)
+        for index, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
+    ]
+    rollout = _Rollout(engine, settings, group, progress)
     trouble: BaseException | None = None
     try:
         try:
-            rollout.run(make_environment)
+            rollout.run(started, make_environment)
         finally:
             engine.abort_all()
     except ToolsStayAway as error:  # its message is complete; no traceback is logged
@@ -98,15 +100,6 @@ def collect(
         trouble = error
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [episode.trajectory() for episode in episodes]
-
-
-def request_seed(seed: int, number: int, turn: int) -> int:
-    """Return a seed of 63 bits that depends on all three numbers.
-
-    It is the same in every process; the values of Python's `hash` are not.
-    """
-    digest = hashlib.blake2b(f"{seed}/{number}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -159,25 +152,18 @@ class _Rollout:
     def __init__(
         self,
         engine: Engine,
-        episodes: list[Episode],
-        numbers: Sequence[int],
         settings: RolloutSettings,
-        seed: int,
         group: dist.ProcessGroup | None,
         progress: Progress | None,
     ) -> None:
-        self._engine, self._episodes, self._numbers = engine, episodes, numbers
-        self._settings, self._seed, self._group = settings, seed, group
+        self._engine, self._settings, self._group = engine, settings, group
         self._progress = progress
-        self._alone = dist.get_world_size(group) == 1
         self._first = dist.get_rank(group) == 0
         self._host: EnvironmentHost | None = None  # on the first rank
-        self._asked = 0  # environment calls without an answer; equal on every rank
-        self._ended = 0
 
-    def run(self, make_environment: Callable[[], Environment]) -> None:
+    def run(self, episodes: Sequence[InProgress], make_environment: Callable[[], Environment]) -> None:
         if not self._first:
-            return self._drive()
+            return self._drive(episodes)
         settings = self._settings
         rank = dist.get_rank()
         tools = ToolWait(settings.tool_wait, f"rank {rank}: " if rank else "")
@@ -185,89 +171,37 @@ class _Rollout:
             make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
         ) as host:
             self._host = host
-            self._drive()
+            self._drive(episodes)
 
-    def _drive(self) -> None:
-        for index, episode in enumerate(self._episodes):
-            self._asked += 1
-            if self._host:
-                self._host.reset(index, episode.task, request_seed(self._seed, self._numbers[index], 0))
-        while self._asked or self._engine.unfinished:
-            if self._asked:
-                for answer in self._news():
-                    self._advance(answer)
-            for finished in self._engine.step():
-                self._hand_over(finished)
+    def _drive(self, episodes: Sequence[InProgress]) -> None:
+        player, ended = Player(self._engine, self._host), 0
+        player.begin(episodes)
+        while player.asked or player.runs:
+            gone = player.apply(self._news(len(player.asked))) if player.asked else []
+            for _ in gone + player.step():
+                ended += 1
+                if self._host and self._progress:
+                    self._progress(ended, len(episodes))
 
-    def _news(self) -> tuple[Answer, ...]:
+    def _news(self, asked: int) -> tuple[Answer, ...]:
         """Return the environments' answers, equal on every rank.
 
-        If the engine is idle, wait for at least one.
+        asked: environment calls without an answer. If the engine is idle, wait for at least one of them.
         """
-        news = self._listen() if self._host else _News()
-        if not self._alone:  # most engine steps have no news, which is a single broadcast of a length of 0
-            body = broadcast_bytes(encode(news) if news != _News() else b"", 0, self._group)
-            news = decode(body, _News) if body else _News()
+        news = broadcast_record(self._listen(asked) if self._host else None, _News, 0, self._group)
         if news.trouble:
             raise RolloutError(news.trouble)
         if news.away:
             raise ToolsStayAway(news.away)
         return news.answers
 
-    def _listen(self) -> _News:
+    def _listen(self, asked: int) -> _News:
         assert self._host is not None
         idle = self._engine.unfinished == 0
-        wait_for = self._asked if not self._settings.overlap_tools else int(idle)
+        wait_for = asked if not self._settings.overlap_tools else int(idle)
         try:
             return _News(tuple(self._host.take(wait_for)))
         except RolloutError as error:  # sent to the other ranks before this rank raises
             return _News(trouble=str(error))
         except ToolsStayAway as error:
             return _News(away=str(error))
-
-    def _advance(self, answer: Answer) -> None:
-        """Apply an answer: it ends its episode or starts the next turn."""
-        self._asked -= 1
-        if answer.misuse:
-            raise ConfigError(answer.misuse)
-        episode = self._episodes[answer.index]
-        if answer.failure is not None:
-            episode.end(answer.failure, answer.detail)
-        elif answer.result is not None:
-            episode.answer(answer.result)
-        else:
-            episode.start(answer.messages, answer.stop_strings)
-        if episode.outcome is None:
-            self._generate(answer.index)
-        else:
-            self._end(answer.index)
-
-    def _generate(self, index: int) -> None:
-        episode, turn = self._episodes[index], len(self._episodes[index].turns) + 1
-        self._engine.add(
-            str(index),
-            episode.context,
-            seed=request_seed(self._seed, self._numbers[index], turn),
-            max_tokens=episode.max_tokens,
-            temperature=self._settings.temperature,
-            top_p=self._settings.top_p,
-            stop_strings=episode.stop_strings,
-        )
-
-    def _hand_over(self, finished: Finished) -> None:
-        """Pass a finished turn to its environment, unless the turn ended the episode."""
-        index = int(finished.request_id)
-        episode = self._episodes[index]
-        episode.add_turn(finished)
-        if episode.outcome is not None:
-            return self._end(index)
-        self._asked += 1
-        if self._host:
-            self._host.step(index, episode.action(finished))
-
-    def _end(self, index: int) -> None:
-        self._ended += 1
-        if self._host:
-            self._host.close(index)
-            if self._progress:
-                self._progress(self._ended, len(self._episodes))

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.rollout.collect import RolloutSettings, collect, request_seed
+from megatron_stppo.rollout.collect import RolloutSettings, collect
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.play import request_seed
 from megatron_stppo.types import Task, Trajectory
 from tests.ranks import run_ranks
 from tests.rollout.failing import fail_in_step

@@ -20,7 +20,7 @@ SAID: tuple[Any, ...] = ((), (), (ANSWER, ANSWER), (), RolloutError("the host fa
 def listen() -> list[tuple[Any, int]]:
     """Return, for each of SAID, what this rank got and the number of collectives that it took."""
     engine: Any = SimpleNamespace(unfinished=1)
-    rollout = _Rollout(engine, [], [], RolloutSettings(Limits(1, 1, 1, 1)), 0, None, None)
+    rollout = _Rollout(engine, RolloutSettings(Limits(1, 1, 1, 1)), None, None)
     left = iter(SAID)
 
     def take(wait_for: int) -> Any:
@@ -34,7 +34,7 @@ def listen() -> list[tuple[Any, int]]:
     for _ in SAID:
         before = _collectives()
         try:
-            heard: Any = rollout._news()
+            heard: Any = rollout._news(asked=1)
         except RolloutError as error:
             heard = str(error)
         got.append((heard, _collectives() - before))
