@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from megatron_stppo.config import ConfigError
 from megatron_stppo.messages import one_line
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
-from megatron_stppo.serving.claims import fault
 from megatron_stppo.serving.dispatch import shares
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas
@@ -40,6 +39,7 @@ from megatron_stppo.serving.messages import (
     ReplicaFailed,
     Stop,
 )
+from megatron_stppo.serving.trajectory_check import fault
 from megatron_stppo.serving.transport import Listener, Unreadable
 from megatron_stppo.types import Trajectory
 
@@ -62,6 +62,8 @@ class Expected:
     dtype: str
     vllm: str  # version
     max_context: int  # tokens
+    experts: int = 0  # of a layer
+    routes_per_token: int = 0  # layers * chosen experts if replicas record them, else 0
 
     def refusal(self, hello: Hello) -> str:
         """Return why a replica is refused, or ""."""
@@ -300,7 +302,15 @@ class Hub:
         name = replica.hello.name
         if done.number not in replica.playing:
             return self._expel(name, f"it returned episode {done.number}, which it was not given")
-        why = fault(done, self._expected.vocabulary, self._expected.max_context, replica.held)
+        expected = self._expected
+        why = fault(
+            done,
+            held=replica.held,
+            vocabulary=expected.vocabulary,
+            max_context=expected.max_context,
+            experts=expected.experts,
+            routes_per_token=expected.routes_per_token,
+        )
         if why:
             return self._expel(name, f"episode {done.number}: {why}")
         del replica.playing[done.number]

@@ -68,12 +68,15 @@ class _First:
         """Listen for replicas, and start those of this machine, which load while the models are built."""
         run, serving = config.run, config.serving
         assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
+        shape = read_shape(config.model.path)
         expected = Expected(
             model=model_digest(config.model.path),
-            vocabulary=read_shape(config.model.path).vocab,
+            vocabulary=shape.vocab,
             dtype=str(dtype).removeprefix("torch."),
             vllm=PINNED_VLLM,
             max_context=config.max_context,
+            experts=shape.experts,
+            routes_per_token=shape.layers * shape.experts_per_token if config.replays_rollout else 0,
         )
         cursor = TaskCursor(tasks.read(config.data.train), run.seed)
         keys.remove(run.folder)

@@ -136,7 +136,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         assert [x.prompt_ids for x in batch] == [(1,), (2,)]
         assert [x.task for x in batch] == TaskCursor(TASKS, 0).take(2), "the trainer's own tasks"
         t.hub.admit(1)
-        assert a.given() == [4, 5], "the replica with free places"
+        assert (a.given(), b.given()) == ([4], [5]), "4 to a, which plays none; then both play one"
         assert t.hub.queues() == {"waiting": 0, "playing": 3, "ready": 1}
 
 
