@@ -1,0 +1,95 @@
+"""The searching environment with tools that take a random time; faults can be planted in a replica.
+
+environment.kind=tests.serving.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times are
+not seeded: no two runs have the same); PLANT, a fault for the audit to find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+
+import torch
+
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.rollout.engine import Engine
+from megatron_stppo.serving.weights import Link
+from megatron_stppo.types import Message, Task
+from tests.loop import searching
+
+LATE, PLANT = float(os.environ.get("LATE", "0")), os.environ.get("PLANT", "")
+
+
+class Late:
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, environment: searching.Searching) -> None:
+        self._environment, self._clock = environment, random.SystemRandom()
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        return await self._environment.reset(task, seed)
+
+    async def step(self, action: str) -> StepResult:
+        await asyncio.sleep(self._clock.expovariate(1 / LATE) if LATE else 0)
+        return await self._environment.step(action)
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], Late]:
+    make = searching.factory(config)
+    return lambda: Late(make())
+
+
+def _keep_stale_blocks() -> None:
+    """New weights do not empty the key-value cache."""
+    refresh = Engine.refresh
+
+    def stale(engine: Engine, recompute: bool = False) -> int:
+        scheduler = engine._core.engine_core.scheduler
+        kept, scheduler.reset_prefix_cache = scheduler.reset_prefix_cache, lambda **_: True
+        try:
+            return refresh(engine, recompute)
+        finally:
+            scheduler.reset_prefix_cache = kept
+
+    Engine.refresh = stale  # type: ignore[method-assign]
+
+
+def _lose_an_update() -> None:
+    """The second update after the first weights is acknowledged, but the old weights stay."""
+    sync = Link.sync
+
+    def lost(link: Link, version: int):
+        target = link._reshard._exchange._target  # type: ignore[union-attr]
+        before = {name: tensor.detach().clone() for name, tensor in target.items()}
+        report = sync(link, version)
+        if version == 2:
+            with torch.no_grad():
+                for name, tensor in target.items():
+                    tensor.copy_(before[name])
+        return report
+
+    Link.sync = lost  # type: ignore[method-assign]
+
+
+def _name_the_version_before() -> None:
+    """Tokens are said to be of the version before the one that generated them."""
+    refresh = Engine.refresh
+
+    def wrong(engine: Engine, recompute: bool = False) -> int:
+        version = refresh(engine, recompute)
+        published, engine.published = engine.published, lambda: max(0, published() - 1)
+        engine._version = max(0, version - 1)
+        return version
+
+    Engine.refresh = wrong  # type: ignore[method-assign]
+
+
+PLANTED = {"stale": _keep_stale_blocks, "lost": _lose_an_update, "version": _name_the_version_before}
+if PLANT:
+    PLANTED[PLANT]()

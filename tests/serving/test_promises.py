@@ -1,0 +1,132 @@
+"""Whole asynchronous runs: equal to the synchronous one at bound 0, repeatable from the journal, audited."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loop import small_run
+from tests.loop.test_resume import NOT_EQUAL
+
+COMMON = (
+    "parallel.tensor=1",
+    "run.evaluate_every=2",
+    "run.checkpoint_every=1",
+    "run.keep_every=1",
+    "evaluate.tasks=3",
+    "environment.kind=tests.serving.late_tools:factory",
+)
+SERVED = ("serving.replicas=1", "serving.timeout=30")
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A function that trains, and returns the run's folder."""
+    config = small_run.write(tmp_path_factory.mktemp("served"))
+
+    def train(name: str, *overrides: str, **variables: str) -> Path:
+        start(["train", str(config), f"run.name={name}", *COMMON, *overrides], **variables)
+        return config.parent / "runs" / name
+
+    return train
+
+
+def start(arguments: list[str], status: int = 0, **variables: str) -> str:
+    """Run a command in one process, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_stppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=small_run.ENVIRONMENT | variables,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr[-3000:] + logs(arguments)
+    return done.stdout + done.stderr
+
+
+def logs(arguments: list[str]) -> str:
+    """Return the end of the replicas' logs."""
+    names = [word.removeprefix("run.name=") for word in arguments if word.startswith("run.name=")]
+    found = Path(arguments[1]).parent.glob(f"runs/{names[0]}/logs/replica*.log") if names else ()
+    return "".join(f"\n{path}:\n{path.read_text()[-3000:]}" for path in found)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics that do not depend on time, and that both kinds of runs have."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    left_out = (*NOT_EQUAL, "serving/")
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(left_out)} for x in lines]
+
+
+def weights(folder: Path, step: int) -> dict[str, bytes]:
+    """Return the files of a checkpoint that hold numbers of the models."""
+    path = folder / "checkpoints" / f"step_{step}"
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*.distcp")}
+
+
+def trajectories(folder: Path, iteration: int) -> str:
+    return (folder / "trajectories" / f"iteration-{iteration:05d}.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def asynchronous(run: Run) -> Path:
+    """Five iterations with a bound of 2, in which tools answer at times that no other run has."""
+    bound = ("serving.max_staleness=2", "run.iterations=5", "rollout.overlap_tools=true")
+    return run("bound2", *SERVED, *bound, "rollout.max_turn_tokens=24", LATE="0.05")
+
+
+def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
+    colocated = run("colocated", "run.iterations=4")
+    served = run("bound0", "run.iterations=4", *SERVED, "serving.max_staleness=0")
+    assert rows(served) == rows(colocated)
+    assert not any(row.get("actor/held") for row in rows(served)), "the actor must be updated"
+    assert all(trajectories(served, n) == trajectories(colocated, n) for n in range(1, 5))
+    assert weights(served, 4) == weights(colocated, 4) != weights(served, 3)
+
+
+def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_the_bound(
+    asynchronous: Path,
+) -> None:
+    runs = [
+        (n - 1 - version, count)
+        for n in range(1, 6)
+        for line in trajectories(asynchronous, n).splitlines()
+        for turn in json.loads(line)["turns"]
+        for version, count in turn["versions"]
+    ]
+    ages = {age for age, _ in runs}
+    assert max(ages) <= 2 and len(ages) > 1
+    played = [json.loads(line) for n in range(1, 6) for line in trajectories(asynchronous, n).splitlines()]
+    assert any(len(turn["versions"]) > 1 for t in played for turn in t["turns"]), "no turn was updated"
+
+
+def test_an_asynchronous_run_is_repeated_bit_for_bit_from_its_journal(asynchronous: Path) -> None:
+    start(["replay", str(asynchronous), "--records", "journal", "run.name=again"], LATE="0.02")
+    again = asynchronous.with_name("again")
+    assert rows(again) == rows(asynchronous)
+    assert all(trajectories(again, n) == trajectories(asynchronous, n) for n in range(1, 6))
+    assert weights(again, 5) == weights(asynchronous, 5)
+
+
+def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous: Path) -> None:
+    said = start(["audit", str(asynchronous)])
+    assert "passed: each token within 5e-07 nats" in said
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["stale", pytest.param("lost", marks=pytest.mark.long), pytest.param("version", marks=pytest.mark.long)],
+)
+def test_the_audit_finds_a_planted_fault(run: Run, fault: str) -> None:
+    bound = ("serving.max_staleness=2", "run.iterations=4", "rollout.max_turn_tokens=24")
+    planted = run(fault, *SERVED, *bound, "rollout.overlap_tools=true", LATE="0.05", PLANT=fault)
+    assert "FAILED: each token within 5e-07 nats" in start(["audit", str(planted)], status=1)
