@@ -1,7 +1,7 @@
 """The searching environment with tools that take a random time; faults can be planted in a replica.
 
-environment.kind=tests.serving.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times are
-not seeded: no two runs have the same); PLANT, a fault for the audit to find.
+environment.kind=tests.serving.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times
+are not seeded: no two runs have the same); PLANT, a fault for the audit to find.
 """
 
 from __future__ import annotations
