@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from collections.abc import Callable
 
 import torch
 
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.rollout.engine import Engine
-from megatron_stppo.serving.weights import Link
 from megatron_stppo.types import Message, Task
 from tests.loop import searching
 
@@ -41,12 +40,16 @@ class Late:
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Late]:
+    if PLANT and "serve" in sys.argv:
+        PLANTED[PLANT]()
     make = searching.factory(config)
     return lambda: Late(make())
 
 
 def _keep_stale_blocks() -> None:
     """New weights do not empty the key-value cache."""
+    from megatron_stppo.rollout.engine import Engine  # imports vLLM, which the trainer does not need
+
     refresh = Engine.refresh
 
     def stale(engine: Engine, recompute: bool = False) -> int:
@@ -61,11 +64,13 @@ def _keep_stale_blocks() -> None:
 
 
 def _lose_an_update() -> None:
-    """The second update after the first weights is acknowledged, but the old weights stay."""
+    """The update to version 2 is acknowledged, but the old weights stay."""
+    from megatron_stppo.serving.weights import Link
+
     sync = Link.sync
 
-    def lost(link: Link, version: int):
-        target = link._reshard._exchange._target  # type: ignore[union-attr]
+    def lost(link, version):
+        target = link._reshard._exchange._target
         before = {name: tensor.detach().clone() for name, tensor in target.items()}
         report = sync(link, version)
         if version == 2:
@@ -79,6 +84,8 @@ def _lose_an_update() -> None:
 
 def _name_the_version_before() -> None:
     """Tokens are said to be of the version before the one that generated them."""
+    from megatron_stppo.rollout.engine import Engine
+
     refresh = Engine.refresh
 
     def wrong(engine: Engine, recompute: bool = False) -> int:
@@ -91,5 +98,3 @@ def _name_the_version_before() -> None:
 
 
 PLANTED = {"stale": _keep_stale_blocks, "lost": _lose_an_update, "version": _name_the_version_before}
-if PLANT:
-    PLANTED[PLANT]()
