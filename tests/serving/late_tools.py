@@ -40,7 +40,7 @@ class Late:
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Late]:
-    if PLANT and "serve" in sys.argv:
+    if PLANT and "serve" in sys.argv and "vllm" in sys.modules:  # once: a replica makes it after its imports
         PLANTED[PLANT]()
     make = searching.factory(config)
     return lambda: Late(make())
