@@ -99,7 +99,8 @@ def parts(
     process.prepare()
     import torch
 
-    import megatron_stppo.loop  # noqa: F401  the ranks are forked with it
+    import megatron_stppo.loop  # the ranks are forked with both
+    import megatron_stppo.worker  # noqa: F401
     from tests.chaos import corruption, killed_saves, one_rank
 
     torch.set_num_threads(1)

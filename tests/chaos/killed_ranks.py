@@ -47,7 +47,7 @@ class Attempt:
 
 
 class Ranks:
-    """Needs launch.prepare() and an import of megatron_stppo.loop in this process, and no process group."""
+    """Needs launch.prepare() and an import of megatron_stppo.loop and worker in this process, and no process group."""
 
     def __init__(self, config: Path, name: str) -> None:
         self.config: Config = load(config, [*OVERRIDES, f"run.name={name}"])
@@ -126,7 +126,11 @@ class Ranks:
             run = self.config.run
             with Watchdog(run.folder, self.config.deadline_by_phase, rank, RANKS) as watchdog:
                 sys.modules["megatron_stppo.loop"].train(
-                    self.config, True, watchdog, PreemptionNotice(run.end_margin)
+                    self.config,
+                    True,
+                    watchdog,
+                    PreemptionNotice(run.end_margin),
+                    sys.modules["megatron_stppo.worker"].assemble,
                 )
             code = 0
         except BaseException:
