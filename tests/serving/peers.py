@@ -10,14 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import zmq
 
 from megatron_stppo.serving import dialer as dialer_file
 from megatron_stppo.serving import listener as listener_file
+from megatron_stppo.serving.keys import Connection
 from megatron_stppo.serving.messages import Counters, Ready
 from megatron_stppo.serving.payloads import pack
 from megatron_stppo.serving.transport import Dialer, Listener
 
 MAX = 2**20  # bytes of a message
+READY = pack(Ready(1), MAX)
 
 
 @contextmanager
@@ -47,26 +50,49 @@ def connected(counters: Counters | None = None) -> Iterator[tuple[Listener, Dial
 
 
 @contextmanager
-def replica_process(listener: Listener) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that sends Ready(1), and reads nothing. It imports only zmq, which is quick."""
+def replica_process(
+    to: Connection, payload: bytes = READY, then: str = "time.sleep(60)"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that connects with the keys of `to`, sends a payload, runs `then` and reads nothing.
+
+    It imports only zmq, which is quick.
+    """
     code = (
         "import sys, time, zmq\n"
-        "address, server, client, secret, payload = sys.argv[1:]\n"
-        "socket = zmq.Context().socket(zmq.DEALER)\n"
+        "address, server, client, secret = sys.argv[1:]\n"
+        "socket, payload = zmq.Context().socket(zmq.DEALER), sys.stdin.buffer.read()\n"
         "socket.curve_serverkey, socket.curve_publickey = server.encode(), client.encode()\n"
         "socket.curve_secretkey = secret.encode()\n"
         "socket.connect(address)\n"
-        "socket.send(bytes.fromhex(payload))\n"
-        "time.sleep(60)\n"
+        f"socket.send(payload)\n{then}\n"
     )
-    to = listener.connection
-    arguments = (to.address, to.server_key, to.client_key, to.client_secret, pack(Ready(1), MAX).hex())
-    process = subprocess.Popen((sys.executable, "-c", code, *arguments))
+    arguments = (to.address, to.server_key, to.client_key, to.client_secret)
+    process = subprocess.Popen((sys.executable, "-c", code, *arguments), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(payload)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def raw_client(to: Connection, curve: bool = True, routing_id: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
+    """Yield a connected zmq socket, with the keys of `to` or without encryption, which can send anything."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    if curve:
+        socket.curve_serverkey, socket.curve_publickey = to.server_key.encode(), to.client_key.encode()
+        socket.curve_secretkey = to.client_secret.encode()
+    if routing_id:
+        socket.routing_id = routing_id
+    socket.connect(to.address)
+    try:
+        yield socket
+    finally:
+        context.destroy(linger=0)
 
 
 def taken(side: Any, count: int) -> list[Any]:

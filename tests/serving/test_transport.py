@@ -96,7 +96,7 @@ def test_a_process_that_hangs_is_noticed_by_its_silence_and_one_that_is_killed_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick(monkeypatch)
-    with listening() as listener, replica_process(listener) as process:
+    with listening() as listener, replica_process(listener.connection) as process:
         ((peer, _),) = taken(listener, 1)
         os.kill(process.pid, signal.SIGSTOP)
         until(lambda: 0.5 < listener.silence(peer) < math.inf)
@@ -141,7 +141,7 @@ def test_messages_are_delivered_before_closing_on_both_sides() -> None:
 def test_closing_never_hangs_with_a_dead_peer_and_unsent_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_file, "LINGER", 0.3)
     monkeypatch.setattr(dialer_file, "LINGER", 0.3)
-    with listening() as listener, replica_process(listener) as process:
+    with listening() as listener, replica_process(listener.connection) as process:
         ((peer, _),) = taken(listener, 1)
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(100):
