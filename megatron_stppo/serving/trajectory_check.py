@@ -1,0 +1,109 @@
+"""Whether a trajectory that a replica has sent can be true. A replica may be broken, or hostile.
+
+This is about one message alone. Whether the episode was assigned to the replica, and is not sent twice, is
+for the ledger of episodes; the trainer uses its own copy of the task. Numbers that are not finite pass: the
+update refuses them, in every mode (data/finite.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from megatron_stppo.data.routes import dtype_of, unknown
+from megatron_stppo.serving.messages import Done
+from megatron_stppo.types import FAILED, Trajectory, Turn
+
+# A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.
+LARGEST_LOGPROB = 1e-3
+
+
+def fault(
+    done: Done,
+    *,
+    held: Collection[int],
+    vocabulary: int,
+    max_context: int,
+    experts: int = 0,
+    routes_per_token: int = 0,
+) -> str:
+    """Return why the message cannot be true, in one printable line, or "". Takes linear time.
+
+    held: versions that the trainer has sent to this replica. max_context: rollout.max_context, in tokens.
+    experts: of a layer. routes_per_token: layers * chosen experts if experts are recorded, 0 otherwise.
+    Example: "turn 0: version 7 was never sent to this replica".
+    """
+    played = done.trajectory
+    length = len(played.prompt_ids)
+    reason = _trajectory_fault(played) or _ids_fault("prompt", played.prompt_ids, vocabulary)
+    if reason:
+        return reason
+    last = -1
+    for number, turn in enumerate(played.turns):
+        reason = _turn_fault(turn, vocabulary) or _version_fault(turn, held, last)
+        if reason:
+            return f"turn {number}: {reason}"
+        last = turn.versions[-1][0]
+        length += len(turn.token_ids) + len(turn.observation_ids)
+    if length > max_context:
+        return f"{length} tokens exceed rollout.max_context={max_context}"
+    return _routes_fault(played.routes, length - 1 if played.turns else 0, routes_per_token, experts)
+
+
+def _trajectory_fault(played: Trajectory) -> str:
+    turns = len(played.turns)
+    if not turns and played.outcome not in FAILED:
+        return f"no turns, but the outcome {played.outcome}"
+    if not 0 <= played.valid_actions <= turns:
+        return f"{played.valid_actions} valid actions in {turns} turns"
+    if played.tool_calls < 0 or played.overlong_prompt < 0:
+        return "a negative number of tool calls or prompt tokens"
+    if played.overlong_prompt and (turns or played.outcome not in FAILED):
+        return "a prompt that is too long was played"
+    return ""
+
+
+def _turn_fault(turn: Turn, vocabulary: int) -> str:
+    tokens = len(turn.token_ids)
+    if not tokens:
+        return "no tokens"
+    if len(turn.rollout_logprob) != tokens:
+        return f"{len(turn.rollout_logprob)} log-probs of {tokens} tokens"
+    if any(map(LARGEST_LOGPROB.__lt__, turn.rollout_logprob)):  # False for NaN
+        return "a positive log-prob"
+    if sum(count for _, count in turn.versions) != tokens:
+        return f"versions of another number of tokens than {tokens}"
+    return _ids_fault("turn", turn.token_ids, vocabulary) or _ids_fault(
+        "observation", turn.observation_ids, vocabulary
+    )
+
+
+def _ids_fault(where: str, ids: tuple[int, ...], vocabulary: int) -> str:
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        return f"{where}: a token id outside 0 to {vocabulary - 1}"
+    return ""
+
+
+def _version_fault(turn: Turn, held: Collection[int], last: int) -> str:
+    """last: the version of the last token of the turn before."""
+    for version, _ in turn.versions:
+        if version not in held:
+            return f"version {version} was never sent to this replica"
+        if version < last:
+            return f"version {version} after version {last}"
+        last = version
+    return ""
+
+
+def _routes_fault(routes: bytes, tokens: int, per_token: int, experts: int) -> str:
+    """tokens: all but the last one."""
+    dtype = dtype_of(experts)
+    expected = tokens * per_token * dtype.itemsize
+    if len(routes) != expected:
+        return f"{len(routes)} bytes of experts instead of {expected}"
+    numbers = np.frombuffer(routes, dtype=str(dtype).removeprefix("torch."))
+    known = numbers[numbers != unknown(dtype)]
+    if known.size and not 0 <= known.min() <= known.max() < experts:
+        return f"an expert outside 0 to {experts - 1}"
+    return ""

@@ -1,0 +1,112 @@
+"""A replica's claims that cannot be true, each found in one message."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_stppo.serving.messages import Done
+from megatron_stppo.serving.payloads import pack, unpack_from_replica
+from megatron_stppo.serving.trajectory_check import fault
+from megatron_stppo.serving.transport import Unreadable
+from megatron_stppo.types import Task, Trajectory, Turn
+
+# 2 prompt tokens, 3 + 1 + 2 tokens: 8 together; versions 3 and 4
+FIRST = Turn((5, 9, 0), (-0.5, 0.0, -2.0), (7,), 0.0, ((3, 1), (4, 2)))
+LAST = Turn((1, 2), (-0.1, -0.1), (), 1.0, ((4, 2),))
+TRUE = Trajectory(Task("t", (), ("a",), "train", 1), (8, 9), (FIRST, LAST), "ok", valid_actions=2)
+
+
+def test_a_possible_trajectory_has_no_fault() -> None:
+    assert found(TRUE) == ""
+    assert found(replace(TRUE, turns=(), valid_actions=0, outcome="timeout")) == ""
+    assert found(replace(TRUE, turns=(), valid_actions=0, outcome="error", overlong_prompt=99)) == ""
+
+
+def test_a_replica_cannot_claim_a_version_that_it_does_not_have() -> None:
+    assert found(TRUE, held=range(4)) == "turn 0: version 4 was never sent to this replica"
+    assert found(TRUE, held={4}) == "turn 0: version 3 was never sent to this replica"
+    newest = replace(LAST, versions=((10**15, 2),))
+    assert found(with_last(newest)) == f"turn 1: version {10**15} was never sent to this replica"
+
+
+def test_versions_do_not_decrease_and_are_those_of_all_tokens() -> None:
+    assert found(with_last(replace(LAST, versions=((3, 2),)))) == "turn 1: version 3 after version 4"
+    for versions in ([[4, 1]], [[4, 3]], [[4, 1], [3, 1]], [[4, 2], [5, 0]], [[-1, 2]], []):
+        payload = pack(Done(7, with_last(LAST)), 2**20)
+        at = payload.rindex(b"\xa8versions") + 9
+        assert payload[at:].startswith(b"\x91\x92\x04\x02")  # [[4, 2]]
+        pairs = b"".join(bytes([0x92, a % 256, b]) for a, b in versions)
+        changed = payload[:at] + bytes([0x90 + len(versions)]) + pairs + payload[at + 4 :]
+        assert isinstance(unpack_from_replica(changed, 2**20), Unreadable)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"token_ids": (1, 10)}, "turn 1: turn: a token id outside 0 to 9"),
+        ({"token_ids": (-1, 1)}, "turn 1: turn: a token id outside 0 to 9"),
+        ({"observation_ids": (2**63,)}, "turn 1: observation: a token id outside 0 to 9"),
+        ({"rollout_logprob": (-0.1,)}, "turn 1: 1 log-probs of 2 tokens"),
+        ({"rollout_logprob": (-0.1, 0.01)}, "turn 1: a positive log-prob"),
+        ({"rollout_logprob": (math.nan, math.inf)}, "turn 1: a positive log-prob"),
+        ({"rollout_logprob": (math.nan, -math.inf)}, ""),  # the update refuses them
+        ({"rollout_logprob": (1e-6, -1.0)}, ""),  # rounding
+        ({"observation_ids": (0,) * 2}, ""),
+        ({"observation_ids": (0,) * 3}, "11 tokens exceed rollout.max_context=10"),
+    ],
+)
+def test_impossible_turns(change: dict[str, Any], why: str) -> None:
+    assert found(with_last(replace(LAST, **change))) == why
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt_ids": (8, 10)}, "prompt: a token id outside 0 to 9"),
+        ({"prompt_ids": (8,) * 5}, "11 tokens exceed rollout.max_context=10"),
+        ({"turns": ()}, "no turns, but the outcome ok"),
+        ({"valid_actions": 3}, "3 valid actions in 2 turns"),
+        ({"tool_calls": -1}, "a negative number of tool calls or prompt tokens"),
+        ({"overlong_prompt": 99}, "a prompt that is too long was played"),
+        ({"routes": b"\0"}, "1 bytes of experts instead of 0"),
+    ],
+)
+def test_impossible_trajectories(change: dict[str, Any], why: str) -> None:
+    if change == {"turns": ()}:
+        change = {"turns": (), "valid_actions": 0}
+    assert found(replace(TRUE, **change)) == why
+
+
+def test_recorded_experts_are_those_of_every_token_but_the_last_and_exist() -> None:
+    moe = {"experts": 60, "routes_per_token": 4}  # 7 tokens * 4 numbers of one byte
+    assert found(replace(TRUE, routes=bytes([0, 59, 255, 1] * 7)), **moe) == ""  # 255: unknown
+    assert found(replace(TRUE, routes=bytes([0, 60, 1, 2] * 7)), **moe) == "an expert outside 0 to 59"
+    assert found(TRUE, **moe) == "0 bytes of experts instead of 28"
+    many = np.full(28, -1, dtype=np.int32).tobytes()
+    assert found(replace(TRUE, routes=many), experts=512, routes_per_token=4) == "an expert outside 0 to 511"
+
+
+def test_the_time_is_linear_in_the_number_of_turns_and_tokens() -> None:
+    turn = Turn((1,) * 100, (-0.5,) * 100, (2,) * 100, 0.0, ((3, 100),))
+
+    def seconds(turns: int) -> float:
+        done = Done(7, replace(TRUE, turns=(turn,) * turns))
+        began = time.process_time()
+        assert fault(done, held={3}, vocabulary=10, max_context=10**9) == ""
+        return time.process_time() - began
+
+    assert min(seconds(4000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3)) + 0.01
+
+
+def with_last(turn: Turn) -> Trajectory:
+    return replace(TRUE, turns=(FIRST, turn))
+
+
+def found(trajectory: Trajectory, **given: Any) -> str:
+    return fault(Done(7, trajectory), **{"held": range(5), "vocabulary": 10, "max_context": 10, **given})
