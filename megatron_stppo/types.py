@@ -249,7 +249,8 @@ def _check_versions(versions: Versions, tokens: int) -> None:
     numbers, counts = [version for version, _ in versions], [count for _, count in versions]
     increase = all(a < b for a, b in zip([-1, *numbers], numbers, strict=False))
     if sum(counts) != tokens or min(counts, default=0) < 1 or not increase:
+        shown = f"{versions[:4]}" if len(versions) < 5 else f"{versions[:4]} and {len(versions) - 4} more"
         raise ValueError(
-            f"versions={versions}: must be runs (version, tokens) with increasing versions, of {tokens} "
+            f"versions={shown}: must be runs (version, tokens) with increasing versions, of {tokens} "
             "tokens together"
         )

@@ -34,6 +34,16 @@ class Unreadable:
     why: str  # one printable line
 
 
+def message_limit(max_context: int, routes_bytes: int = 0) -> int:
+    """Return a bound of a message in bytes, for trajectories of max_context tokens.
+
+    A token takes at most 5 bytes for its id, 9 for its log-prob and 12 for its own version. routes_bytes:
+    of one token's recorded experts. The rest is for the text of the tasks that are sent together.
+    Example: message_limit(32_768) is 5,242,880.
+    """
+    return max_context * (32 + routes_bytes) + 4 * 2**20
+
+
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
     """Return the payload of a message. Raises ValueError if it exceeds max_bytes: nobody would accept it."""
     payload = _encoder.encode(message)

@@ -18,13 +18,15 @@ from megatron_stppo.serving.messages import (
     Announce,
     Assignment,
     Counters,
+    Done,
     Leaving,
     Play,
     Ready,
     Stop,
 )
+from megatron_stppo.serving.payloads import message_limit, pack
 from megatron_stppo.serving.transport import Dialer, Listener
-from megatron_stppo.types import Task
+from megatron_stppo.types import Task, Trajectory, Turn
 from tests.serving.peers import (
     MAX,
     connected,
@@ -166,6 +168,15 @@ def test_a_message_that_is_too_long_is_refused_where_it_is_sent() -> None:
         most = Leaving("x" * (MAX - len("type") - len("Leaving") - len("reason") - 9))
         dialer.send(most)
         assert taken(listener, 1) == [(peer, most)]  # exactly MAX bytes
+
+
+def test_the_limit_holds_every_trajectory_of_the_context() -> None:
+    """Ids of 5 bytes, a version per token, 8 bytes of experts; the limit has 4 MiB more for the task."""
+    n = 1000
+    versions = tuple((2**31 + token, 1) for token in range(n))
+    turn = Turn((2**31,) * n, (-1e-300,) * n, (), -1e-300, versions)
+    played = Trajectory(Task("t", (), ("a",), "train", 0), (), (turn,), "ok", routes=bytes(8 * n))
+    pack(Done(2**62, played), message_limit(n, 8) - 4 * 2**20)
 
 
 def test_a_failure_of_the_sockets_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
