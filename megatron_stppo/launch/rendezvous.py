@@ -15,11 +15,15 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from megatron_stppo.config import ConfigError
 
 LOOPBACK = "lo"  # its name on Linux
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LAZY = "TORCH_GLOO_LAZY_INIT"  # if 1, gloo connects two ranks when they first exchange data
+CONNECT = 10.0  # seconds until a connection must be open
 OTHER_FILES = 1024  # open files of a rank besides its connections to other ranks: libraries, logs, tools
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,46 @@ def meeting(timeout: timedelta, wait: bool = True) -> dict[str, Any]:
     return given | {"store": store}
 
 
+def host_store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+    """Open a store for processes outside the default group, and return it with its port, a free one.
+
+    It listens on the interface of `address` only, and ends with the last reference to it. timeout: of the
+    operations of the returned store. Raises OSError if this host does not have the address.
+    """
+    descriptor = _create_server(address, 0)
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        port: int = listening.getsockname()[1]
+    return dist.TCPStore(address, port, None, True, timeout, False, master_listen_fd=descriptor), port
+
+
+def connect_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Connect to the store of host_store(). Raises RuntimeError if that takes longer than `timeout`."""
+    return dist.TCPStore(host, port, None, False, timeout, False)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this host's address on the interface over which it reaches a server at host:port.
+
+    Example: "127.0.0.1" for a server that listens on the loopback interface.
+    Raises OSError if the server does not accept a connection.
+    """
+    with socket.create_connection((host, port), timeout=CONNECT) as connection:
+        return str(connection.getsockname()[0])
+
+
+def check_nccl_interface(address: str) -> None:
+    """Raise ConfigError if NCCL would use the loopback interface, but this host's address is another one.
+
+    `meeting` sets the interface of a program whose ranks are all on this host. NCCL reads it once.
+    """
+    name = os.environ.get("NCCL_SOCKET_IFNAME")
+    if torch.cuda.is_available() and name == LOOPBACK and not ipaddress.ip_address(address).is_loopback:
+        raise ConfigError(
+            f"NCCL_SOCKET_IFNAME={name}: the ranks of the other program connect to {address}; set it to the "
+            "interface of that address before starting this program"
+        )
+
+
 def files_needed(world: int) -> int:
     """Return how many files a rank of `world` may have open."""
     return 4 * world + OTHER_FILES
@@ -86,7 +130,13 @@ def _listen(address: str, port: int, is_local: bool) -> int | None:
     Returns None if torch must listen on all interfaces: there are several hosts, and this host resolves its
     own name to a loopback address, which the other hosts could not reach.
     """
-    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
     if ipaddress.ip_address(found[0]).is_loopback and not is_local:
         return None
+    return _create_server(address, port)
+
+
+def _create_server(address: str, port: int) -> int:
+    """Return the file descriptor of a socket that listens on this address. Port 0: on a free port."""
+    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server((str(found[0]), port), family=family).detach()

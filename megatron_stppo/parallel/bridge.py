@@ -1,58 +1,114 @@
-"""A process group that joins the ranks of two programs, each of which has a default process group of its own.
+"""A process group of two programs, each of which has a default process group of its own.
 
-torch.distributed makes groups inside one default group only, and its functions refuse a group that they do
-not know. The function below calls the same private function as init_process_group, and registers the ranks.
+torch's new_group makes groups of ranks of one default group only. This module builds the group from its parts
+and registers it, so that torch.distributed's functions work with it. If one program dies, the group's
+collectives raise in the other program, whose own groups still work. It uses private parts of torch 2.13
+(distributed_c10d.py): `_register_pg_in_world`, `_abort_process_group` and the constructors of the backends.
 """
 
 from __future__ import annotations
 
-import socket
+import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-
-def host_store(address: str, timeout: timedelta) -> tuple[dist.Store, int]:
-    """Return a store, and its port, that listens on the interface of this IP address only."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    own = socket.create_server((address, 0), family=family)
-    port = int(own.getsockname()[1])
-    store = dist.TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=own.detach()
-    )
-    return store, port
-
-
-def connect_store(address: str, port: int, timeout: timedelta) -> dist.Store:
-    """Return the store that another process hosts."""
-    return dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+GLOO: Any = dist.ProcessGroupGloo  # Any: its stubs lack _Options
+NCCL: Any = getattr(dist, "ProcessGroupNCCL", None)  # torch for CPUs does not have it
+GLOO_THREADS = 2  # torch's default
+# With 1, Work.wait blocks until the collective has ended, and if it fails or takes longer than the timeout,
+# aborts this group's communicator and raises. The group has no watchdog thread then; with a watchdog, the
+# default is that a failed collective ends the process. Each group reads the variable when it is made
+# (constructor and WorkNCCL::wait in ProcessGroupNCCL.cpp).
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def join(
-    store: dist.Store, name: str, place: int, size: int, own_first: int, timeout: timedelta
+    store: dist.Store, name: str, *, first: int, size: int, address: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Join the group `name` as its rank `place`. Collective over all `size` ranks of both programs.
+    """Join the group `name` with all ranks of this program's default group. Collective over both programs.
 
-    The ranks of each program are consecutive in the group; own_first: the group's rank of this program's
-    first rank. torch.distributed's functions identify a rank by its number in the default group; the ranks of
-    the other program get numbers that follow those of this program.
-    name: never used before on the store, and by no group of this program.
-    Example: a replica of 1 rank joins a trainer of 2 ranks with place=2, size=3, own_first=2.
+    The group has `size` ranks. This program's ranks are first, first + 1, ... of it; the other program calls
+    join() with the `first` and the number of ranks that complete 0 .. size - 1. Tensors on the host are
+    exchanged over gloo, those on a GPU over NCCL.
+
+    store: both programs' connection to one store. name: must not have been used on this store before.
+    address: the address of this host at which the other ranks' gloo can connect to it. timeout: of the
+    arrival of all ranks, and of each collective afterwards.
+    Raises RuntimeError (torch's DistStoreError is one) if a rank is missing after `timeout`.
+    Example: with 2 trainer ranks and a replica of 1 rank, the trainer passes first=0 and the replica first=2,
+    both size=3. On the replica, dist.get_rank() is 0 and dist.get_rank(group) is 2.
     """
-    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    group, _ = c10d._new_process_group_helper(
-        size, place, [], backends, store, c10d.GroupName(name), timeout=timeout
-    )
-    own = dist.get_world_size()
-    theirs = [rank for rank in range(size) if not own_first <= rank < own_first + own]
-    number = {own_first + rank: rank for rank in range(own)} | {r: own + i for i, r in enumerate(theirs)}
-    c10d._world.pg_group_ranks[group] = {number[rank]: rank for rank in range(size)}
+    rank, ranks = first + dist.get_rank(), global_ranks(first, size, dist.get_world_size())
+    own = dist.PrefixStore(name, store)
+    gpu = torch.cuda.is_available()
+    backends = {"cpu": "gloo", "cuda": "nccl"} if gpu else {"cpu": "gloo"}
+    kind, names = dist.ProcessGroup.BackendType, ",".join(f"{at}:{name}" for at, name in backends.items())
+    group = dist.ProcessGroup(own, rank, size)
+    group._set_default_backend(kind.NCCL if gpu else kind.GLOO)
+    gloo = _gloo(dist.PrefixStore("gloo", own), rank, size, address, timeout)
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    if gpu:
+        nccl = _nccl(dist.PrefixStore("nccl", own), rank, size, name, ranks, timeout)
+        group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
+    group._set_group_name(c10d.GroupName(name))
+    group._set_group_desc(name)
+    mapping = {global_rank: group_rank for group_rank, global_rank in enumerate(ranks)}
+    c10d._register_pg_in_world(group, names, own, c10d.GroupName(name), names, rank_mapping=mapping)
     return group
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Close the connections of this rank in the group. Not collective: the others' next operation fails."""
-    if group in c10d._world.pg_map:
-        dist.destroy_process_group(group)
+    """Abort this group, without waiting for its other ranks. Other groups are not affected.
+
+    NCCL's communicators are destroyed by ncclCommAbort, which also ends running collectives. Gloo's
+    connections are closed when the last reference to the group is dropped, so the caller must drop its own:
+    then the ranks that still wait for this one raise at once.
+    """
+    c10d._abort_process_group(group)
+
+
+def global_ranks(first: int, size: int, world: int) -> list[int]:
+    """Return the global rank of each group rank, in a program whose `world` ranks are first, first + 1, ...
+
+    The other program's ranks have no number here. They get the numbers from `world` on.
+    Example: global_ranks(2, 3, 1), on a replica of 1 rank beside 2 trainer ranks, is [1, 2, 0].
+    """
+    others = iter(range(world, size))
+    return [at - first if first <= at < first + world else next(others) for at in range(size)]
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    options = GLOO._Options()
+    options._timeout, options._threads = timeout, GLOO_THREADS
+    # All ranks are connected here, not at the first use as in the other groups. Otherwise a rank waits for
+    # the first connection of a rank that has died, for the timeout and longer: its connect() is repeated.
+    device = GLOO.create_device(hostname=address, lazy_init=False)
+    options._devices = [device]
+    return GLOO(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, name: str, ranks: list[int], timeout: timedelta) -> Any:
+    options = NCCL.Options()
+    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
+    with _environment(BLOCKING_WAIT, "1"):
+        return NCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the context. torch has no argument for what it reads from it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -9,9 +9,20 @@ from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_stppo.launch.rendezvous import INTERFACES, LAZY, meeting, raise_file_limit
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch.rendezvous import (
+    INTERFACES,
+    LAZY,
+    address_towards,
+    check_nccl_interface,
+    connect_store,
+    host_store,
+    meeting,
+    raise_file_limit,
+)
 from megatron_stppo.launch.slurm import torchrun_variables
 from tests.ranks import run_ranks
 
@@ -65,6 +76,33 @@ def test_the_first_rank_listens_only_on_the_address_that_the_others_were_given(
     thread.join()
     assert got == [b"you"]
     assert listeners() - before == {("127.0.0.1", port)}
+
+
+def test_a_store_for_other_programs_listens_only_on_the_given_address() -> None:
+    before = listeners()
+    store, port = host_store("127.0.0.2", SOON)
+    assert listeners() - before == {("127.0.0.2", port)}
+    store.set("hello", "you")
+    assert connect_store("127.0.0.2", port, SOON).get("hello") == b"you"
+    assert address_towards("127.0.0.2", port).startswith("127.")
+    with pytest.raises(ConnectionRefusedError):
+        address_towards("127.0.0.1", port)
+    with pytest.raises(OSError):
+        host_store("192.0.2.1", SOON)  # reserved for documents: no host has it
+    del store
+    assert listeners() == before
+
+
+def test_nccl_must_not_use_the_loopback_interface_if_the_other_program_is_on_another_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    check_nccl_interface("127.0.0.1")
+    with pytest.raises(ConfigError, match=r"^NCCL_SOCKET_IFNAME=lo: .* connect to 192\.0\.2\.1; set it to"):
+        check_nccl_interface("192.0.2.1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    check_nccl_interface("192.0.2.1")
 
 
 def test_ranks_of_one_host_use_the_loopback_by_default(
