@@ -219,7 +219,7 @@ class Served:
 
     def _send(self, name: str) -> None:
         try:
-            report = self._links[name].send(self._version)
+            report = self._links[name].sync(self._version)
         except ReplicaLost as error:
             return self._lose(name, str(error))
         self._meter.sent += report.bytes_moved

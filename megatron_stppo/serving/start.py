@@ -16,9 +16,9 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data import tasks
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.launch import process
+from megatron_stppo.launch.rendezvous import connect_store, host_store
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.learner import build_learner
-from megatron_stppo.parallel.bridge import connect_store, host_store
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.serving import keys
 from megatron_stppo.serving.digest import model_digest

@@ -1,120 +1,267 @@
-"""The link over which weights go from the trainer's ranks to those of one replica."""
+"""Weights from the trainer's ranks to one replica, over a process group that joins the two programs.
+
+Each replica has a group of its own, so if it dies only this group's collectives fail. The rows are planned,
+sent and compared as between ranks of one program (reshard/); both sides compute the same plan.
+
+A failed rank must not leave another one waiting. A trainer rank may be in a collective whose next message
+comes from another trainer rank, which has raised because its connection to the replica broke. So a rank that
+raises first leaves the group, which closes its connections; this makes the others raise, one after another.
+Then the trainer's ranks agree on the failure over their default group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stppo.launch.rendezvous import address_towards, check_nccl_interface, connect_store
 from megatron_stppo.learner import Learner
-from megatron_stppo.messages import one_line
+from megatron_stppo.messages import printable
 from megatron_stppo.model import build
 from megatron_stppo.parallel import bridge
-from megatron_stppo.parallel.raise_together import by_rank, raise_together
-from megatron_stppo.reshard.resharder import Resharder, SyncReport
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.reshard.resharder import Resharder, SyncReport, nothing
+from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.serving.messages import Offer
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.tiles import Spans
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
     from megatron_stppo.rollout.engine import Engine
 
-T = TypeVar("T")
+Result = TypeVar("Result")
+# Errors of this rank's own GPU, which are RuntimeErrors like those of a connection.
+OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class ReplicaLost(RuntimeError):
-    """A replica did not take part in a transfer of weights. All of the trainer's ranks raise it together."""
+    """Weights could not be sent to a replica: it died, did not arrive in time, or its rows are wrong.
+
+    All ranks of the trainer raise it together. The trainer's own groups and its other links still work.
+    """
 
 
 class Link:
-    """The process group of the trainer and one replica, and the reshard over it.
+    """One rank's connection to the other program, over which the policy's weights are sent.
 
-    Collective over the ranks of both. The trainer's ranks come first in the group.
+    Both programs call the same methods in the same order, all ranks of both. The ranks of the trainer are
+    0 .. offer.layout.world - 1 of the group and the replica's ranks follow. After an exception the link is
+    closed.
+
+    Example: the trainer, once per replica, and the replica:
+        link = Link.from_trainer(learner, offer, tensor, store, timeout)
+        link = Link.from_replica(engine, shape, offer, timeout)
+    and then both, for every version:
+        report = link.sync(version)
     """
 
     def __init__(
         self,
-        offer: Offer,
-        store: dist.Store,
-        place: int,
-        tensor: int,
-        own_first: int,
-        shape: ModelShape,
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
+        layouts: tuple[Mapping[int, Spans], Mapping[int, Spans]],
+        shape: ModelShape,
+        offer: Offer,
+        store: dist.Store,
         timeout: timedelta,
+        *,
+        first: int,
+        settle: Callable[[str, RuntimeError | None], None],
+        on_bucket: Callable[[int], None] = nothing,
     ) -> None:
-        """place: of this rank in the group. tensor: ranks of the replica. own_first: see bridge.join."""
-        trainers = offer.layout.world
-        self._group: dist.ProcessGroup | None = bridge.join(
-            store, offer.group, place, trainers + tensor, own_first, timeout
-        )
-        serving = serving_layouts(shape, tensor, tensor)
+        """Join the group and plan the copies. Use from_trainer or from_replica.
+
+        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. first: group
+        rank of this program's first rank. settle: called with the group's name and this rank's error after
+        each step; raises if a rank of this program has an error.
+        """
+        self.name, self._settle = offer.group, settle
+        self._group: dist.ProcessGroup | None = None
         self._reshard: Resharder | None = None
-        try:
+        self._why = "no weights were sent"
+
+        def connect() -> None:
+            address = address_towards(offer.host, offer.port)
+            check_nccl_interface(address)
+            size = sum(map(len, layouts))
+            self._group = bridge.join(
+                store, offer.group, first=first, size=size, address=address, timeout=timeout
+            )
             self._reshard = Resharder(
                 source,
                 target,
-                training_layouts(shape, offer.layout, spec=offer.spec),
-                {trainers + rank: spans for rank, spans in serving.items()},
+                *layouts,
                 row_widths(shape),
                 group=self._group,
+                ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
+                on_bucket=on_bucket,
             )
-        except BaseException:
-            self.close()
-            raise
+
+        self._attempt(connect, "the link was not made")
 
     @classmethod
     def from_trainer(
         cls, learner: Learner, offer: Offer, tensor: int, store: dist.Store, timeout: timedelta
-    ) -> Link:
-        """Build the trainer's end. Raises ReplicaLost on all of the trainer's ranks if it fails on any."""
-        source, shape, place = build.named_parameters(learner.policy), learner.shape, learner.mesh.rank
-        return _all_or_none(lambda: cls(offer, store, place, tensor, 0, shape, source, {}, timeout))
+    ) -> Self:
+        """Connect to a replica. Collective over the trainer's ranks and the replica's.
+
+        The policy's weights must be loaded (learner.load_for("reshard")), here and in sync().
+        tensor: ranks of the replica. store: host_store() on the trainer's first rank, connect_store() on the
+        others. timeout: see bridge.join.
+        Raises ReplicaLost on all ranks of the trainer.
+        """
+        return cls.of_tensors(
+            build.named_parameters(learner.policy), learner.shape, offer, tensor, store, timeout
+        )
 
     @classmethod
-    def from_replica(cls, engine: Engine, shape: ModelShape, offer: Offer, timeout: timedelta) -> Link:
-        """Build the replica's end. From now on the engine generates only with weights of this link."""
-        store = bridge.connect_store(offer.host, offer.port, timeout)
-        trainers, tensor = offer.layout.world, dist.get_world_size()
-        place = trainers + dist.get_rank()
-        link = cls(offer, store, place, tensor, trainers, shape, {}, engine.parameters(), timeout)
-        assert link._reshard is not None
-        engine.published = link._reshard.published
+    def of_tensors(
+        cls,
+        source: Mapping[str, Tensor],
+        shape: ModelShape,
+        offer: Offer,
+        tensor: int,
+        store: dist.Store,
+        timeout: timedelta,
+    ) -> Self:
+        """Connect to a replica as from_trainer does, and send this rank's tensors of the trainer's layout."""
+        layouts = link_layouts(shape, offer, tensor)
+        return cls(source, {}, layouts, shape, offer, store, timeout, first=0, settle=_agree)
+
+    @classmethod
+    def from_replica(
+        cls,
+        engine: Engine,
+        shape: ModelShape,
+        offer: Offer,
+        timeout: timedelta,
+    ) -> Self:
+        """Connect to the trainer. Collective over the trainer's ranks and the replica's.
+
+        From now on the engine generates only with weights that this link has received.
+        Raises RuntimeError if the trainer is lost, and ReshardError if a rank's tensors do not match its
+        layout.
+        """
+        link = cls.into_tensors(engine.parameters(), shape, offer, timeout)
+        engine.published = link.published
         return link
 
-    def send(self, version: int) -> SyncReport:
-        """Send the weights as `version`. On the trainer's ranks; raises ReplicaLost on all of them."""
-        return _all_or_none(lambda: self.sync(version), self.close)
+    @classmethod
+    def into_tensors(
+        cls,
+        target: Mapping[str, Tensor],
+        shape: ModelShape,
+        offer: Offer,
+        timeout: timedelta,
+        on_bucket: Callable[[int], None] = nothing,
+    ) -> Self:
+        """Connect to the trainer as from_replica does, and write into this rank's tensors of the replica."""
+        layouts, first = link_layouts(shape, offer, dist.get_world_size()), offer.layout.world
+        store = connect_store(offer.host, offer.port, timeout)
+        return cls(
+            {},
+            target,
+            layouts,
+            shape,
+            offer,
+            store,
+            timeout,
+            first=first,
+            settle=_raise_own,
+            on_bucket=on_bucket,
+        )
+
+    def published(self) -> int:
+        """Return the version of the replica's weights.
+
+        Raises ReshardError unless the last sync succeeded on all ranks and the link is open.
+        """
+        if self._reshard is None:
+            raise ReshardError(f"the link to the trainer is closed: {self._why}")
+        return self._reshard.published()
 
     def sync(self, version: int) -> SyncReport:
-        """Receive the weights of `version`. On the replica's ranks; raises what the reshard raises."""
-        assert self._reshard is not None, "the link is closed"
+        """Send all of the policy's weights, which then have version `version` on the replica. Collective.
+
+        Raises ReplicaLost on all ranks of the trainer if the replica is lost. On the replica, raises
+        RuntimeError if the trainer is lost. If a checksum differs or the two sides do not name the same
+        version, it fails on all ranks of both, with ReshardError on the replica.
+        """
+        if self._reshard is None:
+            raise RuntimeError(f"link {self.name} is closed ({self._why}); make a new one")
+        return self._attempt(lambda: self._send(version), f"sync to version {version} failed")
+
+    def _send(self, version: int) -> SyncReport:
+        assert self._reshard is not None
+        named = [of_rank[0] for of_rank in gather_records([version], int, self._group)]
+        if len(set(named)) > 1:
+            raise ReshardError(f"the ranks of link {self.name} sync to different versions: {named}")
         return self._reshard.sync(version)
 
     def close(self) -> None:
-        """Close this rank's connections, so that the ranks that wait for it in the group fail too."""
+        """Leave the group, without waiting for the other ranks. The default group is not affected."""
+        self._leave("closed by this side")
+
+    def _attempt(self, step: Callable[[], Result], what: str) -> Result:
+        """Return step(). If it fails on a rank of this program, leave the group and raise."""
+        error: RuntimeError | None = None
+        try:
+            result = step()
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as caught:  # of a connection, or a ReshardError
+            # without its traceback, whose frames refer to the group: see bridge.leave
+            error = caught.with_traceback(None)
+        if error is not None:
+            self._leave(f"{what}: {error}")
+        try:
+            self._settle(self.name, error)
+        except RuntimeError:
+            self._leave(f"{what} on another rank")
+            raise
+        return result
+
+    def _leave(self, why: str) -> None:
         group, self._group, self._reshard = self._group, None, None
         if group is not None:
+            self._why = why
             bridge.leave(group)
 
 
-def _all_or_none(call: Callable[[], T], on_error: Callable[[], None] = lambda: None) -> T:
-    """Return call(), or raise ReplicaLost on all of the trainer's ranks if it failed on any. Collective.
+def link_layouts(shape: ModelShape, offer: Offer, tensor: int) -> tuple[dict[int, Spans], dict[int, Spans]]:
+    """Return the layouts of the trainer's and of the replica's ranks, by group rank.
 
-    The error itself is dropped before the ranks agree, because its stack refers to the group: a group that is
-    referred to keeps its connections, in which other ranks may wait.
+    Example: with 2 trainer ranks and a replica of tensor=2, the replica's ranks are 2 and 3.
     """
-    why: str | None = None
-    result: T | None = None
-    try:
-        result = call()
-    except (RuntimeError, ValueError) as error:
-        why = one_line(f"{type(error).__name__}: {error}")
-        on_error()
-    raise_together(why, lambda found: ReplicaLost(by_rank(found)), str)
-    assert result is not None
-    return result
+    first = offer.layout.world
+    replica = serving_layouts(shape, tensor, tensor)
+    return (
+        training_layouts(shape, offer.layout, spec=offer.spec),
+        {first + rank: spans for rank, spans in replica.items()},
+    )
+
+
+def _raise_own(name: str, error: RuntimeError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _agree(name: str, error: RuntimeError | None) -> None:
+    """Raise the same ReplicaLost on all ranks of the trainer if any of them has an error. Collective."""
+    own = None
+    if error is not None:
+        own = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+    raise_together(own, lambda found: _lost(name, found), str)
+
+
+def _lost(name: str, found: Mapping[int, str]) -> ReplicaLost:
+    """Return the exception for ranks that failed with these texts. The first of them stands for all."""
+    rank, text = next(iter(found.items()))
+    return ReplicaLost(f"weights could not be sent to the replica of group {name}: rank {rank}: {text}")
