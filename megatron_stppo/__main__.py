@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.cli import conversion, environments, inspection, training
+from megatron_stppo.cli import conversion, environments, inspection, serving, training
 from megatron_stppo.cli.options import command_group, examples
 from megatron_stppo.exits import exit_code, report_to_torchrun, say
 
@@ -25,10 +25,10 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
-for _module in (training, environments, inspection):
+for _module in (training, serving, environments, inspection):
     app.add_typer(_module.commands)
 app.add_typer(conversion.commands, name="convert")
-for _module in (training, environments, inspection, conversion):
+for _module in (training, serving, environments, inspection, conversion):
     for _command in _module.commands.registered_commands:
         # Without a short_help the list of commands cuts their first sentence where the line ends.
         _command.short_help = (_command.callback.__doc__ or "").strip()

@@ -64,6 +64,7 @@ def exit_code(error: Exception) -> int | None:
         CRASH,
         DO_NOT_RESTART,
         REQUEUE,
+        CannotServe,
         DoNotRestart,
         Requeue,
         TooManyFailures,
@@ -73,6 +74,7 @@ def exit_code(error: Exception) -> int | None:
         ConfigError: 2,
         Requeue: REQUEUE,
         TooManyFailures: CRASH,
+        CannotServe: CRASH,
         DoNotRestart: DO_NOT_RESTART,
         CheckpointError: DO_NOT_RESTART,
     }

@@ -192,7 +192,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
     mesh, dtype = process.start(config), process.dtype(config)
     make_environment = open_environment(config.environment, resume)
     with timed("engine", mesh.rank == 0):
-        engine = _engine(config, dtype, routes=training and config.replays_rollout)
+        engine = build_engine(config, dtype, routes=training and config.replays_rollout)
         engine.sleep()  # the trainer uses its memory until the first reshard
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype, training)
@@ -224,7 +224,8 @@ def _resharder(learner: Learner, engine: Engine) -> Resharder:
     return reshard
 
 
-def _engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
+def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
+    """Build this rank's shard of the engine. Collective."""
     r = config.rollout
     return Engine(
         config.model.path,

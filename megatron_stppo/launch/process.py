@@ -14,6 +14,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,17 +133,24 @@ def _has_gpu() -> bool:
 
 
 def start(config: Config) -> MeshRank:
-    """Join the default process group, build megatron's process groups, and return this rank's place in them.
+    """Join the default process group, build megatron's groups, and return this rank's place in them."""
+    from megatron_stppo.parallel import groups
 
-    A process without a launcher becomes a world of one rank.
-    """
+    check(config)
+    join(config.timeout)
+    mesh = groups.initialize(config.parallel, config.timeout)
+    if mesh.rank == 0:
+        print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
+    return mesh
+
+
+def join(timeout: timedelta) -> None:
+    """Join the default process group. A process without a launcher becomes a world of one rank."""
     import torch
     import torch.distributed as dist
 
     from megatron_stppo.launch.rendezvous import meeting, raise_file_limit
-    from megatron_stppo.parallel import groups
 
-    check(config)
     set_ranks()
     raise_file_limit(world_size())
     cuda = torch.cuda.is_available()
@@ -157,11 +165,7 @@ def start(config: Config) -> MeshRank:
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
     # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backends, **meeting(config.timeout))
-    mesh = groups.initialize(config.parallel, config.timeout)
-    if mesh.rank == 0:
-        print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
-    return mesh
+    dist.init_process_group(backends, **meeting(timeout))
 
 
 def _opening(config: Config, mesh: MeshRank) -> str:
@@ -190,10 +194,10 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     return "; ".join(parts)
 
 
-def log_to(folder: Path, rank: int) -> None:
-    """Write this rank's warnings and errors to folder/logs/rank-N.log too."""
+def log_to(folder: Path, rank: int, prefix: str = "") -> None:
+    """Write this rank's warnings and errors to folder/logs/rank-N.log too; `prefix` precedes the name."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    handler = logging.FileHandler(folder / "logs" / f"{prefix}rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
 

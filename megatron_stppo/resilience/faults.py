@@ -36,6 +36,13 @@ class TooManyFailures(RuntimeError):
     """
 
 
+class CannotServe(RuntimeError):
+    """A replica cannot go on: the trainer is gone, weights did not arrive, or the like.
+
+    The command line turns this error into exit code 1 and one line. The run continues without the replica.
+    """
+
+
 class DoNotRestart(RuntimeError):
     """A new start would fail again, for example when more steps than run.nonfinite_budget were not finite.
 

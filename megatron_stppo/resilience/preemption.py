@@ -34,9 +34,14 @@ class PreemptionNotice:
     SLURM_JOB_END_TIME, or after it.
     """
 
-    def __init__(self, margin: float) -> None:
-        """Install the handlers of SIGNALS. Raises ConfigError if SLURM_JOB_END_TIME is not a number."""
-        self.reason = ""
+    def __init__(
+        self, margin: float, then: str = "writing a checkpoint after this iteration, then ending"
+    ) -> None:
+        """Install the handlers of SIGNALS. then: what the process does after a signal, for the message.
+
+        Raises ConfigError if SLURM_JOB_END_TIME is not a number.
+        """
+        self.reason, self._then = "", then
         self._end = _end_of_allocation()
         self._margin, self._asked = margin, time.time()
         for number in SIGNALS:
@@ -70,7 +75,7 @@ class PreemptionNotice:
             _drop_dead_outputs()
         if os.environ.get("RANK", "0") == "0":
             then = "; a second Ctrl-C ends the run at once" if number == signal.SIGINT else ""
-            text = f"{self.reason}: writing a checkpoint after this iteration, then ending{then}"
+            text = f"{self.reason}: {self._then}{then}"
             text = f"megatron-stppo: {text}\n"
             os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
 

@@ -64,10 +64,14 @@ class EnvironmentHost:
         concurrency: int,
         deadline: float,
         tools: ToolWait | None = None,
+        answered: Callable[[], object] = lambda: None,
     ) -> None:
-        """tools: how long to wait for tools that do not answer; default: not at all."""
+        """tools: how long to wait for tools that do not answer; default: not at all.
+
+        answered: called for every answer, in the thread of the environments, as soon as `take` returns it.
+        """
         self._make, self._deadline = make_environment, deadline
-        self._tools = tools or ToolWait(0)
+        self._tools, self._answered = tools or ToolWait(0), answered
         self._environments: dict[int, Environment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._submitted = 0
@@ -118,23 +122,38 @@ class EnvironmentHost:
         answers: list[tuple[int, Answer]] = []
         while len(answers) < wait_for:
             answers.append(self._next())
-            if self._tools.gave_up:
-                raise ToolsStayAway(self._tools.gave_up)
+            self._check_tools()
         while not self._answers.empty():
             answers.append(self._answers.get())
         return [answer for _, answer in sorted(answers, key=_ticket)]
+
+    def check(self) -> None:
+        """Raise what `take` raises while it waits, for a caller that waits for other things too."""
+        self._check_tools()
+        self._check_loop()
+
+    def renew_patience(self) -> None:
+        """Wait for tools again as long as at the start, as a new rollout does."""
+        self._tools.renew()
 
     def _next(self) -> tuple[int, Answer]:
         while True:
             try:
                 return self._answers.get(timeout=BEAT)
             except queue.Empty:
-                silent = time.monotonic() - self._beat
-            if silent > self._deadline + PATIENCE:
-                raise RolloutError(
-                    f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
-                    "await, or run what blocks in asyncio.to_thread"
-                )
+                self._check_loop()
+
+    def _check_tools(self) -> None:
+        if self._tools.gave_up:
+            raise ToolsStayAway(self._tools.gave_up)
+
+    def _check_loop(self) -> None:
+        silent = time.monotonic() - self._beat
+        if silent > self._deadline + PATIENCE:
+            raise RolloutError(
+                f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
+                "await, or run what blocks in asyncio.to_thread"
+            )
 
     def _submit(self, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
         ticket, self._submitted = self._submitted, self._submitted + 1
@@ -168,6 +187,7 @@ class EnvironmentHost:
                 log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
                 answer = Answer(index, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
         self._answers.put((ticket, answer))
+        self._answered()
 
     async def _close(self, index: int) -> None:
         environment = self._environments.pop(index, None)

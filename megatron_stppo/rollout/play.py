@@ -52,6 +52,7 @@ class Player:
         self._asked: dict[int, None] = {}
         self._held: list[int] | None = None  # while turns are held: the episodes whose next turn is due
         self.steps = 0  # engine steps
+        self.tokens = 0  # generated, in complete turns
 
     @property
     def playing(self) -> Mapping[int, InProgress]:
@@ -67,6 +68,11 @@ class Player:
     def runs(self) -> bool:
         """Whether the engine generates turns."""
         return self._engine.unfinished > 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether turns are due that `hold` keeps from starting."""
+        return bool(self._held)
 
     def begin(self, episodes: Sequence[InProgress]) -> None:
         """Begin episodes, in this order.
@@ -140,6 +146,7 @@ class Player:
         index = int(finished.request_id)
         episode = self._playing[index].episode
         episode.add_turn(finished)
+        self.tokens += len(finished.token_ids)
         if episode.outcome is not None:
             return self._end(index)
         self._asked[index] = None

@@ -40,6 +40,10 @@ class ToolWait:
         self._spent = 0.0  # seconds, over the waits that have ended
         self.gave_up = ""  # the reason for giving up, in one line; empty before
 
+    def renew(self) -> None:
+        """Begin a new rollout: waits that have ended no longer count. May be called by any thread."""
+        self._spent = 0.0
+
     async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of attempt(), which is called again while it raises ToolAway.
 

@@ -22,6 +22,7 @@ from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 
 FOLDER, FILE = "serving", "connection.json"
+CONFIG = "config.yaml"  # in the same folder: the configuration of this attempt, for the replicas
 MOST_BYTES = 4096
 LOOK = 0.2  # seconds between two looks for the file
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # 32 bytes in Z85
@@ -46,11 +47,17 @@ def path_of(folder: Path) -> Path:
     return folder / FOLDER / FILE
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of the connection file, to which only this user has access. folder: RUN_DIR."""
+    private = path_of(folder).parent
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private.chmod(0o700)  # an older folder, or one that the umask has made differently
+
+
 def write(folder: Path, connection: Connection) -> None:
     """Write the connection file, readable by this user only. It replaces that of an earlier attempt."""
     path = path_of(folder)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)  # an older folder, or one that the umask has made differently
+    make_folder(folder)
     with replacing(path) as scratch:
         scratch.unlink(missing_ok=True)  # it would keep its permissions
         file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -33,8 +33,6 @@ from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.telemetry.console import timed
 from megatron_stppo.validation import model_layout
 
-CONFIG = "config.yaml"  # in RUN_DIR/serving: the configuration of this attempt, for the replicas
-
 
 def assemble(config: Config, resume: bool = False) -> Served:
     """Start the replicas, build the models, and return the rollouts of this rank. Collective.
@@ -81,9 +79,10 @@ class _First:
         cursor = TaskCursor(tasks.read(config.data.train), run.seed)
         keys.remove(run.folder)
         listener = Listener(_address(config), MOST_BYTES)
-        keys.write(run.folder, listener.connection)
-        with replacing(run.folder / keys.FOLDER / CONFIG) as scratch:
+        keys.make_folder(run.folder)
+        with replacing(run.folder / keys.FOLDER / keys.CONFIG) as scratch:
             scratch.write_text(config.dump(), encoding="utf-8")
+        keys.write(run.folder, listener.connection)  # after the configuration: replicas wait for this file
         local = _local(config) if serving.start else None
         return cls(config, listener, Ledger(cursor, _terms(config)), local, expected)
 

@@ -61,6 +61,26 @@ def check(config: Config, world_size: int, command: str) -> None:
     megatron_fields.check(config)
 
 
+def check_replica(config: Config, ranks: int) -> None:
+    """Run the checks of `serve`, for a replica of this many ranks."""
+    if config.serving.replicas is None:
+        raise ConfigError(
+            "serving.replicas=null: the run's own ranks serve, so that it needs no replica; start it with "
+            "serving.replicas=1 or more"
+        )
+    tensor = config.engine_tensor
+    if ranks != tensor:
+        raise ConfigError(
+            f"rollout.engine_tensor={tensor}: a replica has that many ranks, and {ranks} were started; start "
+            f"{tensor}, or give rollout.engine_tensor={ranks}"
+        )
+    model_folder.check_model(config)
+    model_folder.check_tokenizer(config)
+    model_folder.check_chat_template(config)
+    check_engine(config, ranks)
+    _context(config)
+
+
 def data_files(config: Config, command: str) -> tuple[str, ...]:
     """Return the fields of `data:` that the command reads. Example: ("train", "evaluate")."""
     during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()

@@ -1,0 +1,109 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_stppo.cli.open_run import importing
+from megatron_stppo.cli.options import Overrides, command_group, examples
+from megatron_stppo.exits import is_first_rank
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
+commands = command_group()
+# What may differ between a run and its replica. All other fields are the run's.
+OWN = (
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.max_sequences",
+    "rollout.engine_tensor",
+    "serving.concurrency",
+)
+OWN_SECTION = "environment."
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo serve runs/first",
+        "megatron-stppo serve runs/first rollout.kv_cache_gib=4 --name big",
+        "torchrun --standalone --nproc-per-node 4 -m megatron_stppo serve runs/first rollout.engine_tensor=4",
+    )
+)
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to serve")],
+    overrides: Overrides = None,
+    name: Annotated[
+        str, typer.Option(show_default=False, help="unique in the run; default: host and process id")
+    ] = "",
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait until `train` has started")] = 600.0,
+    parent: Annotated[
+        int | None,
+        typer.Option(metavar="PID", help="end when this process, which has started the replica, has ended"),
+    ] = None,
+    replay_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER_RUN_DIR", help="repeat the engine steps of the replica of this name in that run"
+        ),
+    ] = None,
+) -> None:
+    """Play episodes for a run of `train` with serving.replicas, as one of its vLLM replicas; one process per
+    tensor-parallel rank."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.config.run import NAME
+    from megatron_stppo.launch import process
+    from megatron_stppo.serving import keys
+
+    _check_overrides(overrides or [])
+    if name and not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"--name={name}: give up to 64 letters, digits, '.', '_' and '-', without a leading '.'"
+        )
+    if replay_from is not None and not name:
+        raise ConfigError(f"--replay-from={replay_from}: give --name too, the name of the replica to repeat")
+    process.discover()
+    if is_first_rank() and not keys.path_of(run).exists():
+        typer.echo(f"megatron-stppo: waiting up to {wait:g} s for the trainer of {run}", err=True)
+    connection = keys.read(run, wait)
+    settings = _open(run, overrides)
+    from megatron_stppo.resilience.preemption import PreemptionNotice
+
+    # before the imports, which take long: without a handler a signal would end the process
+    notice = PreemptionNotice(0, "leaving the run after this engine step")
+    with importing():
+        process.prepare()
+        from megatron_stppo.commands import serve as stage
+        from megatron_stppo.serving import journal
+    repeats = None if replay_from is None else journal.read(replay_from, name)
+    stage.serve(settings, stage.Started(run, connection, notice, name, parent, repeats))
+
+
+def _open(run: Path, overrides: list[str] | None) -> Config:
+    """Return the configuration of the run's newest attempt, after the checks that need no torch."""
+    from megatron_stppo.config_file import load
+    from megatron_stppo.environments import choose
+    from megatron_stppo.serving import keys
+    from megatron_stppo.validation import checks
+
+    config = load(run / keys.FOLDER / keys.CONFIG, overrides)
+    checks.check_replica(config, int(os.environ.get("WORLD_SIZE", "1")))
+    choose.check(config.environment, resume=True)
+    return config
+
+
+def _check_overrides(overrides: list[str]) -> None:
+    from megatron_stppo.config import ConfigError
+
+    for override in overrides:
+        field = override.partition("=")[0]
+        if field not in OWN and not field.startswith(OWN_SECTION):
+            raise ConfigError(
+                f"{field}: a replica takes it from the run; only {', '.join(OWN)} and {OWN_SECTION}* can "
+                "differ from the run's"
+            )

@@ -1,0 +1,190 @@
+"""The command `serve`: one replica of an asynchronous run, on one of its ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.environments.base import Environment
+from megatron_stppo.launch import process
+from megatron_stppo.launch.vllm_environment import PINNED_VLLM
+from megatron_stppo.messages import one_line
+from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.resilience.deadlines import Watchdog
+from megatron_stppo.resilience.faults import CannotServe
+from megatron_stppo.resilience.preemption import PreemptionNotice
+from megatron_stppo.rollout.engine import Engine
+from megatron_stppo.rollout.environment_host import EnvironmentHost
+from megatron_stppo.rollout.tool_wait import ToolWait, open_environment
+from megatron_stppo.rollouts import rollout_settings
+from megatron_stppo.serving import journal
+from megatron_stppo.serving.activity import Activity
+from megatron_stppo.serving.digest import model_digest
+from megatron_stppo.serving.inbox import Inbox
+from megatron_stppo.serving.keys import FOLDER, Connection
+from megatron_stppo.serving.live import Live
+from megatron_stppo.serving.messages import MOST_BYTES, FromReplica, Hello, Leaving, ReplicaFailed
+from megatron_stppo.serving.news import End, NewsSource, Send
+from megatron_stppo.serving.replayed import Replayed
+from megatron_stppo.serving.replica import FirstRank, Replica
+from megatron_stppo.serving.transport import Dialer
+from megatron_stppo.serving.weights import Link
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.telemetry.console import say, timed
+from megatron_stppo.worker import build_engine
+
+PATIENCE = 10  # times serving.timeout: so long a repeated replica waits for what its journal names
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a replica was started.
+
+    Example: Started(Path("runs/first"), connection, notice, "replica-0", parent=4711).
+    """
+
+    run: Path  # the run's folder
+    connection: Connection
+    notice: PreemptionNotice
+    name: str  # "": host and process id
+    parent: int | None  # the process id of the trainer, if it has started this process
+    repeats: Iterator[journal.Line] | None = None  # the journal of the replica that is repeated
+
+
+def serve(config: Config, started: Started) -> None:
+    """Serve until the run ends, or a signal asks the replica to leave. Collective.
+
+    Raises ConfigError if the trainer does not accept the replica, or for an environment that is used wrongly;
+    CannotServe and EngineFailure if the replica cannot go on.
+    """
+    process.join(config.timeout)
+    rank, run = dist.get_rank(), started.run
+    name = broadcast_bytes((started.name or _default_name()).encode() if rank == 0 else None, 0).decode()
+    process.log_to(run, rank, f"{name}-")
+    deadlines = config.deadline_by_phase
+    with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
+        with timed("engine", rank == 0):
+            engine = build_engine(config, process.dtype(config), routes=config.replays_rollout)
+        make_environment = open_environment(config.environment, resume=True)
+        timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
+        limits = rollout_settings(config).limits
+        build = partial(
+            Replica,
+            engine,
+            limits,
+            lambda offer: Link.from_replica(engine, shape, offer, timeout),
+            watchdog.phase,
+        )
+        if rank:
+            return _serve(build(None), engine, lambda message: None)
+        with _first_rank(config, started, name, engine, make_environment) as first:
+            _serve(build(first), engine, first.send)
+
+
+def _serve(replica: Replica, engine: Engine, send: Send) -> None:
+    """Run the replica to its end, and send the trainer the reason."""
+    try:
+        end = replica.run()
+    except ConfigError as error:
+        send(ReplicaFailed("misuse", str(error)))
+        raise
+    except Exception as error:
+        said = str(error) if isinstance(error, CannotServe) else f"{type(error).__name__}: {error}"
+        send(ReplicaFailed("error", one_line(said)))
+        raise
+    if (message := _message(end)) is not None:
+        send(message)
+    dist.barrier()  # a rank that exits early would break collectives of the others
+    replica.close()
+    engine.close()
+    process.stop()
+    if end.kind == "refused":
+        raise ConfigError(end.text)
+    if end.kind not in ("stop", "left"):
+        raise CannotServe(end.text)
+    say(f"the replica has ended: {end.text}", process.rank() == 0)
+
+
+def _message(end: End) -> FromReplica | None:
+    """Return what the trainer has to know, if it does not know it."""
+    match end.kind:
+        case "left":
+            return Leaving(end.text)
+        case "away":
+            return ReplicaFailed("away", end.text)
+        case "error":
+            return ReplicaFailed("error", end.text)
+    return None
+
+
+@contextmanager
+def _first_rank(
+    config: Config, started: Started, name: str, engine: Engine, make_environment: Callable[[], Environment]
+) -> Iterator[FirstRank]:
+    """Connect to the trainer, and start the thread of the environments."""
+    activity, e = Activity(), config.environment
+    recording = journal.Journal(started.run, name)
+    dialer = Dialer(started.connection, MOST_BYTES, lambda: activity.counters)
+    try:
+        with EnvironmentHost(
+            make_environment,
+            concurrency=e.concurrency,
+            deadline=e.deadline,
+            tools=ToolWait(e.tool_wait),
+            answered=dialer.wake,
+        ) as host:
+            inbox = Inbox(dialer, host, config.serving.timeout, lambda: started.notice.reason, started.parent)
+            source = _source(config, started, inbox, dialer.send, recording)
+            dialer.send(_hello(config, name, engine))
+            yield FirstRank(source, dialer.send, host, activity)
+    finally:
+        dialer.close()
+        recording.close()
+
+
+def _source(
+    config: Config, started: Started, inbox: Inbox, send: Send, recording: journal.Journal
+) -> NewsSource:
+    if started.repeats is not None:
+        return Replayed(inbox, send, recording, started.repeats, PATIENCE * config.serving.timeout)
+    return Live(
+        inbox,
+        send,
+        recording,
+        drain=config.serving.update == "drain",
+        awaits_answers=not config.rollout.overlap_tools,
+    )
+
+
+def _hello(config: Config, name: str, engine: Engine) -> Hello:
+    return Hello(
+        name=name,
+        model=model_digest(config.model.path),
+        vocabulary=engine.vocabulary,
+        dtype=str(process.dtype(config)).removeprefix("torch."),
+        vllm=PINNED_VLLM,
+        tensor=config.engine_tensor,
+        capacity=config.serving.concurrency or config.rollout.max_sequences,
+        process=_this_process(),
+    )
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _default_name() -> str:
+    """Return the host and process id, with characters that a file's name may have."""
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in _this_process())
+    return name.lstrip(".")[-64:]
