@@ -47,7 +47,7 @@ class Attempt:
 
 
 class Ranks:
-    """Needs launch.prepare() and an import of megatron_stppo.loop and worker in this process, and no process group."""
+    """Needs launch.prepare() and imports of megatron_stppo.loop and worker in this process, and no groups."""
 
     def __init__(self, config: Path, name: str) -> None:
         self.config: Config = load(config, [*OVERRIDES, f"run.name={name}"])
