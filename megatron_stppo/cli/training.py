@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,8 +12,11 @@ from megatron_stppo.cli.open_run import importing, lock, open_config
 from megatron_stppo.cli.options import File, Overrides, command_group, examples
 from megatron_stppo.exits import is_first_rank, noting_the_end
 
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
 commands = command_group()
-Records = Literal["rollouts", "batches"]
+Records = Literal["rollouts", "batches", "journal"]
 
 
 @commands.command(
@@ -35,6 +39,11 @@ def train(
     if replay or source or start:
         return _replay_by_flags(config, overrides, resume, replay, source, start)
     settings = open_config(config, overrides, "train", resume)
+    _train(settings, resume)
+
+
+def _train(settings: Config, resume: bool = False, repeated: Path | None = None) -> None:
+    """Train. repeated: the folder of the asynchronous run to repeat."""
     lock(settings)
     from megatron_stppo.launch import process
     from megatron_stppo.resilience.preemption import PreemptionNotice
@@ -55,14 +64,27 @@ def train(
 
             assemble = colocated
         else:
+            from megatron_stppo.serving import recorded
             from megatron_stppo.serving.start import assemble as served
 
-            assemble = served
+            assemble = partial(served, recorded=recorded.read(repeated) if repeated else None)
     from megatron_stppo.resilience.deadlines import Watchdog
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
     with noting_the_end(settings), watchdog:
         loop.train(settings, resume, watchdog, notice, assemble)
+
+
+def _repeat(run: Path, overrides: list[str] | None, config: Path, start: str | None) -> None:
+    """Repeat an asynchronous run from its journal."""
+    from megatron_stppo.config import ConfigError
+
+    if start is not None:
+        raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
+    settings = open_config(config, overrides, "train")
+    if settings.serving.replicas is None:
+        raise ConfigError(f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal")
+    _train(settings, repeated=run)
 
 
 def _replay_by_flags(
@@ -90,6 +112,7 @@ def _replay_by_flags(
         "megatron-stppo replay runs/first run.name=again",
         "megatron-stppo replay runs/first run.name=again update.actor.lr=1e-5",
         "megatron-stppo replay runs/first run.name=one --records batches --start step_10 run.iterations=11",
+        "megatron-stppo replay runs/first run.name=again --records journal",
     )
 )
 def replay(
@@ -100,16 +123,21 @@ def replay(
     ] = None,
     records: Annotated[
         Records,
-        typer.Option(help="rollouts: score its trajectories and update; batches: update on its dumps"),
+        typer.Option(
+            help="rollouts: score its trajectories and update; batches: update on its dumps; journal: play "
+            "the episodes of an asynchronous run again, in the recorded order"
+        ),
     ] = "rollouts",
     start: Annotated[
         str | None,
         typer.Option(help="checkpoint of RUN_DIR to start from, step_N or latest; default: model.path"),
     ] = None,
 ) -> None:
-    """Train on the records of a run, without an engine, and write a new run."""
+    """Train on the records of a run, and write a new run."""
     from megatron_stppo.validation import sources
 
+    if records == "journal":
+        return _repeat(run, overrides, config or sources.config_of(run), start)
     settings = open_config(config or sources.config_of(run), overrides, "replay")
     from megatron_stppo.launch import process
 

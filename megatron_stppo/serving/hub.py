@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ class Hub:
         expected: Expected,
         timeout: float,
         local: LocalReplicas | None = None,
-        journal: dict[int, str] | None = None,
+        journal: Mapping[int, str] | None = None,
     ) -> None:
         """timeout: seconds of silence after which a replica is lost.
 
@@ -174,6 +174,10 @@ class Hub:
                 if (found := result()) is not None:
                     return found
                 self._changed.wait()
+
+    def taken(self) -> list[int]:
+        """Return the groups of the last batch."""
+        return self._ledger.taken
 
     def joined(self) -> int:
         """Return the number of replicas that serve."""
@@ -374,7 +378,7 @@ class Hub:
         for replica, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
             self._play(replica, [self._waiting.popleft() for _ in range(share)])
 
-    def _assign_as_recorded(self, journal: dict[int, str]) -> None:
+    def _assign_as_recorded(self, journal: Mapping[int, str]) -> None:
         """Give the waiting episodes to the replicas that played them in the recorded run."""
         for name, replica in sorted(self._replicas.items()):
             if replica.joined:

@@ -13,7 +13,8 @@ groups of one iteration, so none can pass another one that must not become older
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -60,15 +61,17 @@ class Ledger:
     1; after finish(1, b) batch() is None; after finish(0, a) it is [a].
     """
 
-    def __init__(self, cursor: TaskCursor, terms: Terms, first: int = 0) -> None:
-        """Continue with iteration `first`. `cursor` is at the task of its first group, and is moved."""
+    def __init__(self, cursor: TaskCursor, terms: Terms, recorded: Sequence[Sequence[int]] = ()) -> None:
+        """cursor: at its start; it is moved. recorded: the groups of each batch, to repeat a run."""
         self._cursor, self._terms = cursor, terms
         self._open: dict[int, _Group] = {}  # admitted and not trained, by number, ascending
-        self._next = first * terms.tasks  # the number of the next group
+        self._next = 0  # the number of the next group
         self._completed: list[int] = []  # open groups whose episodes have all finished, in that order
         # The cursor before the oldest open group, and the trained groups that follow that group.
         self._behind = cursor.state()
         self._ahead: set[int] = set()
+        self._recorded = deque(recorded)
+        self.taken: list[int] = []  # the groups of the last batch
         self.overtaken = 0  # open groups that were admitted before a group of the last batch
 
     def admit(self, iteration: int) -> list[Assignment]:
@@ -103,7 +106,9 @@ class Ledger:
             return None
         taken = [self._open.pop(number) for number in chosen]
         self._completed = [number for number in self._completed if number not in chosen]
-        self.overtaken = sum(number < max(chosen) for number in self._open)
+        self.taken, self.overtaken = chosen, sum(number < max(chosen) for number in self._open)
+        if self._recorded:
+            self._recorded.popleft()
         self._close(chosen)
         return [
             replace(trajectory, group=place)
@@ -168,6 +173,8 @@ class Ledger:
 
     def _chosen(self) -> list[int]:
         """Return the groups of the next batch, in the order of the batch."""
+        if self._recorded:
+            return list(self._recorded[0])
         wanted = self._terms.tasks
         if self._terms.order == "admission":
             return list(self._open)[:wanted]

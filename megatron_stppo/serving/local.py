@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,17 +38,17 @@ class Serving:
 
 
 class LocalReplicas:
-    """The replicas "replica-0", "replica-1", ... on this machine, each a process per tensor-parallel rank.
+    """The replicas of this machine, each a process per tensor-parallel rank.
 
     The output of a replica is in RUN_DIR/logs/NAME.log.
     """
 
-    def __init__(self, serving: Serving, count: int, budget: int) -> None:
-        """Start `count` replicas. budget: how many are started again, over the whole run."""
+    def __init__(self, serving: Serving, names: Sequence[str], budget: int) -> None:
+        """Start the replicas. budget: how many are started again, over the whole run."""
         self._serving, self._budget = serving, budget
         self.gave_up = ""  # why no further replica is started; empty if none is needed
         (serving.run / "logs").mkdir(parents=True, exist_ok=True)
-        self._processes = {f"replica-{i}": self._start(i) for i in range(count)}
+        self._processes = {name: self._start(i, name) for i, name in enumerate(names)}
 
     def ended(self) -> list[tuple[str, str]]:
         """Return (name, why) of the replicas that have ended since the last call, and start them again.
@@ -69,7 +70,7 @@ class LocalReplicas:
             found.append((name, f"its process ended with {code}: {last}"))
             if self._budget:
                 self._budget -= 1
-                self._processes[name] = self._start(index)
+                self._processes[name] = self._start(index, name)
             else:
                 del self._processes[name]
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
@@ -86,9 +87,8 @@ class LocalReplicas:
                     log.warning("a replica did not end within %g s and is killed", GRACE)
             _end(ranks)
 
-    def _start(self, index: int) -> list[subprocess.Popen[bytes]]:
+    def _start(self, index: int, name: str) -> list[subprocess.Popen[bytes]]:
         serving, port = self._serving, process.free_port()
-        name = f"replica-{index}"
         command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
         command += ["--parent", str(os.getpid()), *serving.arguments]
         kept = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}

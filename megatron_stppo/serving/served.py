@@ -24,6 +24,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
+from megatron_stppo.serving import recorded
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.measure import ServingMeter
@@ -101,7 +102,10 @@ class Served:
     def draw(self, iteration: int) -> Played:
         if self._hub is not None:
             self._hub.admit(iteration)
-        return self._collected(lambda hub: hub.batch())
+        played = self._collected(lambda hub: hub.batch())
+        if self._hub is not None:
+            recorded.write_batch(self.learner.config.run.folder, iteration, self._hub.taken())
+        return played
 
     def play(
         self,

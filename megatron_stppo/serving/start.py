@@ -27,6 +27,7 @@ from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import MOST_BYTES
+from megatron_stppo.serving.recorded import Recorded
 from megatron_stppo.serving.served import Served
 from megatron_stppo.serving.transport import Listener
 from megatron_stppo.sharding.hf_names import read_shape
@@ -34,16 +35,17 @@ from megatron_stppo.telemetry.console import timed
 from megatron_stppo.validation import model_layout
 
 
-def assemble(config: Config, resume: bool = False) -> Served:
+def assemble(config: Config, resume: bool = False, recorded: Recorded | None = None) -> Served:
     """Start the replicas, build the models, and return the rollouts of this rank. Collective.
 
-    resume: not used: a replica that cannot reach its tools ends, and is started again. Raises ConfigError.
+    resume: not used; a replica that cannot reach its tools reports it, and the run ends as a colocated one.
+    recorded: the run to repeat. Raises ConfigError.
     """
     shape = read_shape(config.model.path)
     model_layout.check_parallel(config, process.world_size())
     model_layout.check_engine(config, process.world_size())
     mesh, dtype = process.start(config), process.dtype(config)
-    first = _First.start(config, dtype) if mesh.rank == 0 else None
+    first = _First.start(config, dtype, recorded) if mesh.rank == 0 else None
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
     store, address = _store(config)
@@ -60,9 +62,10 @@ class _First:
     ledger: Ledger
     local: LocalReplicas | None
     expected: Expected
+    recorded: Recorded | None
 
     @classmethod
-    def start(cls, config: Config, dtype: torch.dtype) -> _First:
+    def start(cls, config: Config, dtype: torch.dtype, recorded: Recorded | None) -> _First:
         """Listen for replicas, and start those of this machine, which load while the models are built."""
         run, serving = config.run, config.serving
         assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
@@ -83,11 +86,13 @@ class _First:
         with replacing(run.folder / keys.FOLDER / keys.CONFIG) as scratch:
             scratch.write_text(config.dump(), encoding="utf-8")
         keys.write(run.folder, listener.connection)  # after the configuration: replicas wait for this file
-        local = _local(config) if serving.start else None
-        return cls(config, listener, Ledger(cursor, _terms(config)), local, expected)
+        local = _local(config, recorded) if serving.start or recorded else None
+        ledger = Ledger(cursor, _terms(config), recorded.batches if recorded else ())
+        return cls(config, listener, ledger, local, expected, recorded)
 
     def hub(self) -> Hub:
-        return Hub(self.listener, self.ledger, self.expected, self.config.serving.timeout, self.local)
+        played = self.recorded.played if self.recorded else None
+        return Hub(self.listener, self.ledger, self.expected, self.config.serving.timeout, self.local, played)
 
 
 def _terms(config: Config) -> Terms:
@@ -103,13 +108,15 @@ def _terms(config: Config) -> Terms:
     )
 
 
-def _local(config: Config) -> LocalReplicas:
-    count, tensor = config.serving.replicas or 0, config.engine_tensor
+def _local(config: Config, recorded: Recorded | None) -> LocalReplicas:
+    names = recorded.names if recorded else [f"replica-{i}" for i in range(config.serving.replicas or 0)]
+    count, tensor = len(names), config.engine_tensor
     trainer = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, (os.cpu_count() or 1) // (trainer + count * tensor))
     first_gpu = check_gpus(trainer, count, tensor)
-    serving = Serving(config.run.folder, tensor, (), threads, first_gpu)
-    return LocalReplicas(serving, count, config.rollout.engine_restarts)
+    arguments = ("--replay-from", str(recorded.run)) if recorded else ()
+    serving = Serving(config.run.folder, tensor, arguments, threads, first_gpu)
+    return LocalReplicas(serving, names, 0 if recorded else config.rollout.engine_restarts)
 
 
 def _address(config: Config) -> str:

@@ -18,12 +18,8 @@ TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
 ELSEWHERE = Task("other", (), ("no",), "train", 99)
 
 
-def ledger(
-    tasks: int = 2, samples: int = 1, staleness: int = 1, order: Order = "admission", first: int = 0
-) -> Ledger:
-    cursor = TaskCursor(TASKS, seed=0)
-    cursor.take(first * tasks)
-    return Ledger(cursor, Terms(tasks, samples, staleness, order), first)
+def ledger(tasks: int = 2, samples: int = 1, staleness: int = 1, order: Order = "admission") -> Ledger:
+    return Ledger(TaskCursor(TASKS, seed=0), Terms(tasks, samples, staleness, order))
 
 
 def played(number: int) -> Trajectory:
@@ -71,6 +67,15 @@ def test_in_order_of_completion_the_first_completed_groups_are_taken() -> None:
         book.finish(number, played(number))
     assert numbers(book.batch()) == [3, 1]
     assert book.overtaken == 2  # groups 0 and 2
+
+
+def test_a_repeated_run_takes_the_recorded_batches() -> None:
+    book = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, 1, "completion"), recorded=[[3, 0], [2, 1]])
+    book.admit(0)
+    for number in range(4):
+        book.finish(number, played(number))
+    assert (numbers(book.batch()), book.taken) == ([3, 0], [3, 0])
+    assert numbers(book.batch()) == [2, 1]
 
 
 def test_the_trajectory_keeps_the_task_that_was_assigned() -> None:
