@@ -28,7 +28,7 @@ def describe(trajectories: Sequence[Summary], batch: Batch, version: int) -> dic
 
     version: the policy version that is updated on the batch.
     """
-    return describe_rollouts(trajectories, version) | describe_batch(batch, version)
+    return describe_rollouts(trajectories, version) | describe_batch(batch)
 
 
 def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str, Any]:
@@ -76,11 +76,8 @@ def _token_staleness(runs: Versions, version: int) -> dict[str, float]:
     return {f"staleness/tokens_{n}": tokens[n] / total for n in range(max(tokens, default=0) + 1)}
 
 
-def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
-    """Return the metrics of a scored batch that do not need its trajectories.
-
-    version: the policy version that is updated on the batch.
-    """
+def describe_batch(batch: Batch) -> dict[str, Any]:
+    """Return the metrics of a scored batch that do not need its trajectories."""
     live_T = batch.live_T
     assert batch.old_logprob_T is not None
     mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
@@ -89,7 +86,6 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
         "rollout/tokens": batch.tokens,
         "mismatch/mean_abs": _mean(mismatch_T.abs()),
         "mismatch/mean_ratio": _mean(mismatch_T.exp()),
-        "mismatch/current_mean_abs": _mean(mismatch_T[batch.version_T[live_T] == version].abs()),
     }
     if batch.reference_logprob_T is not None:
         given = batch.old_logprob_T[live_T], batch.reference_logprob_T[live_T]
@@ -101,6 +97,18 @@ def describe_batch(batch: Batch, version: int) -> dict[str, Any]:
         row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
         row["critic/explained_variance"] = _explained(batch.value_T[live_T], batch.return_T[live_T])
     return row
+
+
+def current_mismatch(batch: Batch, logprob_T: Tensor, known_T: Tensor, version: int) -> dict[str, float]:
+    """Return how far engine and trainer differ on the tokens of one policy version.
+
+    version: that of the trainer's log-probs logprob_T, of which those of known_T are used.
+    Example: versions (3, 4) with log-probs (-1, -1) by the engine and (-3, -1.25) by version 4 of the trainer
+    give 0.25 at version 4.
+    """
+    chosen_T = known_T & batch.live_T & (batch.version_T == version)
+    difference_T = (logprob_T - batch.rollout_logprob_T)[chosen_T]
+    return {"mismatch/current_mean_abs": _mean(difference_T.abs())}
 
 
 def _mean(x: Tensor) -> float:

@@ -202,9 +202,9 @@ def _check(config: Config, row: dict[str, Any]) -> None:
     """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
 
     Only tokens of the version that was updated are compared: older versions have other log-probs. The row is
-    equal on all ranks, so all ranks raise together.
+    equal on all ranks, so all ranks raise together. A refused update has compared nothing.
     """
-    difference, limit = row["mismatch/current_mean_abs"], config.rollout.max_mismatch
+    difference, limit = row.get("mismatch/current_mean_abs", 0.0), config.rollout.max_mismatch
     if difference > limit:  # NaN passes: the update has skipped and counted it
         raise ReshardError(
             f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
-from megatron_stppo.describe import mean_of
+from megatron_stppo.describe import current_mismatch, mean_of
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.routing import Record, recording, routed_layers
 from megatron_stppo.parallel.collectives import any_rank
@@ -41,13 +42,13 @@ def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
 
 
 def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
-    """Return the batch with the log-probs of actor and reference and the critic's values filled. Collective.
+    """Return the batch with the old and reference log-probs and the critic's values filled. Collective.
 
-    Log-probs of the reference and values are computed only if the learner has these models. Those of the
-    actor are left to `update` unless config.scores_actor.
+    Log-probs of the reference and values are computed only if the learner has these models. The old log-probs
+    are left to `update` if config.old_logprob_source is "update".
     """
     reference, given = learner.reference, (learner.packer, _minibatches(learner, batch, iteration, epoch=0))
-    scored = _with_old(learner, batch, iteration) if learner.config.scores_actor else batch
+    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch, iteration)
     if reference is not None:
         reference_T = logprobs(reference, learner.head(reference), batch, *given)
         scored = replace(scored, reference_logprob_T=reference_T)
@@ -72,6 +73,20 @@ def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
         old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, first_epoch)
         routes_P = _routes(learner, record, batch, iteration) if record else batch.routes_P
     return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
+
+
+def with_behaviour(batch: Batch) -> Batch:
+    """Return the batch with the engine's log-probs as old_logprob_T: a copy, because a dump refuses tensors
+    that share memory."""
+    return replace(batch, old_logprob_T=batch.rollout_logprob_T.clone())
+
+
+# config.old_logprob_source: what `score` does about the old log-probs
+_OLD_LOGPROBS: dict[str, Callable[[Learner, Batch, int], Batch]] = {
+    "score": _with_old,
+    "update": lambda learner, batch, iteration: batch,
+    "behaviour": lambda learner, batch, iteration: with_behaviour(batch),
+}
 
 
 def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> Tensor:
@@ -105,6 +120,7 @@ def update(
     metrics and ratios are equal on every rank. The ratios of a minibatch are computed before the step on it.
     If the batch has no old log-probs, they are those of the first step, which must be on all trajectories.
 
+    iteration: the policy version that is updated.
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
     whose rewards carry no signal.
     If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
@@ -133,9 +149,19 @@ def update(
             steps.append(row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row)
     if a.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
-    # not 0 only if scoring and update compute different log-probs
+    # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
     first = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
-    return mean_of(steps) | ratios.row() | first, ratios.last, batch
+    agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
+    return mean_of(steps) | ratios.row() | first | agreement, ratios.last, batch
+
+
+def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:
+    """Return (logprob_T, known_T): log-probs of the trainer's policy at the iteration's start, and for which
+    tokens they are known: for those of the first step if the old log-probs are not the trainer's."""
+    assert batch.old_logprob_T is not None and ratios.first is not None
+    if source == "behaviour":
+        return ratios.first.logprob_T, ratios.first.chosen_T
+    return batch.old_logprob_T, torch.ones_like(batch.live_T)
 
 
 def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.describe import describe, describe_batch, describe_rollouts
+from megatron_stppo.describe import current_mismatch, describe, describe_batch, describe_rollouts
 from megatron_stppo.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
@@ -124,7 +124,7 @@ def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
         value_T=torch.tensor([0.0, 1.0, 9.0, 9.0]),
         return_T=torch.tensor([1.0, 1.0, 9.0, 9.0]),
     )
-    row = describe_batch(batch, version=0)
+    row = describe_batch(batch)
     expected = {
         "kl/reference": 0.5,
         "kl/reference_k3": math.exp(-1) / 2,  # exp(-1) - 1 + 1 and 0
@@ -136,17 +136,18 @@ def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     varied = replace(batch, return_T=torch.tensor([0.0, 2.0, 9.0, 9.0]))  # errors 0 and 1: 1 - 0.5 / 2
-    assert describe_batch(varied, version=0)["critic/explained_variance"] == pytest.approx(0.75)
+    assert describe_batch(varied)["critic/explained_variance"] == pytest.approx(0.75)
 
 
 def test_the_engine_is_compared_with_the_trainer_on_tokens_of_the_current_version() -> None:
     """The trainer's log-probs are -1, -1.25 and -3, the engine's -1: by versions 0, 1 and 2."""
     turn = Turn((5, 6, 7), (-1.0,) * 3, (), 0.0, ((0, 1), (1, 1), (2, 1)))
     batch = to_batch([Trajectory(TASK, (1,), (turn,), "ok"), trajectory("timeout")])
-    batch = replace(batch, old_logprob_T=torch.tensor([-1.0, -1.25, -3.0, 9.0, 9.0]))
-    found = {version: describe_batch(batch, version) for version in (0, 1, 2, 3)}
-    assert [row["mismatch/current_mean_abs"] for row in found.values()] == [0.0, 0.25, 2.0, 0.0]
-    assert {row["mismatch/mean_abs"] for row in found.values()} == {0.75}
+    logprob_T, known_T = torch.tensor([-1.0, -1.25, -3.0, 9.0, 9.0]), torch.ones(5, dtype=torch.bool)
+    found = [current_mismatch(batch, logprob_T, known_T, version) for version in range(4)]
+    assert [row["mismatch/current_mean_abs"] for row in found] == [0.0, 0.25, 2.0, 0.0]
+    unknown_T = torch.tensor([True, True, False, True, True])
+    assert current_mismatch(batch, logprob_T, unknown_T, 2) == {"mismatch/current_mean_abs": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.resilience import dumps
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.stages import score, update
+from megatron_stppo.stages import score, update, with_behaviour
 from megatron_stppo.telemetry import trajectory_files, trajectory_log
 from megatron_stppo.telemetry.console import RowLines, say, timed
 from megatron_stppo.telemetry.metrics import Metrics, progress
@@ -84,7 +84,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N)
             row, _, batch = update(learner, batch, number - 1, hold)
-            row |= describe_batch(batch, number - 1) | numbers
+            row |= describe_batch(batch) | numbers
             row |= guard.look(number, row, batch, group_N)
         metrics.log(number, row)
     learner.load_for("checkpoint")
@@ -124,6 +124,8 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
                 f"RUN_DIR={run}: the batch of iteration {iteration} has no {column}; set the section "
                 "algorithm as in that run, or replay its rollouts"
             )
+    if learner.config.old_logprob_source == "behaviour":  # also if the run had another old policy
+        batch = with_behaviour(batch)
     return batch, group_N, {}
 
 

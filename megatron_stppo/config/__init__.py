@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, Field
 
+from megatron_stppo.config import old_logprob
 from megatron_stppo.config.algorithm import AlgorithmConfig
 from megatron_stppo.config.model import ModelConfig, ParallelConfig
-from megatron_stppo.config.old_logprob import early_use
 from megatron_stppo.config.rollout import (
     DataConfig,
     EnvironmentConfig,
@@ -117,9 +117,14 @@ class Config(Section):
         return self.algorithm.routing_replay == "rollout"
 
     @property
+    def old_logprob_source(self) -> old_logprob.Source:
+        """Where the old policy's log-probs come from; see old_logprob.py."""
+        return old_logprob.source(self.update, self.algorithm)
+
+    @property
     def scores_actor(self) -> bool:
         """Whether the old log-probs are computed before the update, in a forward pass of their own."""
-        return self.update.old_logprob == "score" or early_use(self.update, self.algorithm) is not None
+        return self.old_logprob_source == "score"
 
     def dump(self) -> str:
         """Return the resolved configuration as YAML; loading it gives an equal Config."""

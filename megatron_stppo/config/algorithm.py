@@ -81,8 +81,15 @@ class AlgorithmConfig(Section):
         "reward", description="whether the KL divergence is subtracted from rewards or added to the loss"
     )
     entropy_coefficient: float = Field(0.001, ge=0, description="weight of the entropy bonus")
+    old_policy: Literal["score", "behaviour"] = Field(
+        "score",
+        description="denominator of the importance ratios: the trainer's policy at the iteration's start, or "
+        "the engine's policies that generated the tokens",
+    )
     mismatch: Literal["off", "truncate", "mask"] = Field(
-        "off", description="correction of the train/serve mismatch: truncate (TIS), mask (MIS) or off"
+        "off",
+        description="correction of what lies between the engine's policy and the old policy: truncate (TIS), "
+        "mask (MIS) or off",
     )
     mismatch_level: Literal["token", "turn", "sequence"] = Field(
         "token", description="tokens that the mismatch weight is averaged over"

@@ -57,6 +57,7 @@ class StepRatios:
 class Ratios:
     """Accumulator of ratio statistics: call `add` for every optimizer step of an iteration, then `row`.
 
+    first: those of the first step, whose policy is that at the iteration's start; None before it.
     last: the ratios of the last step on each trajectory; None before the first step.
 
     Example: one trajectory has turns 1 and 2, another only turn 1, with one token per turn. If turn 2 of the
@@ -66,6 +67,7 @@ class Ratios:
     def __init__(self, batch: Batch, algorithm: AlgorithmConfig) -> None:
         self._offsets = segment_offsets(algorithm.segments, batch.turn_offsets, batch.action_offsets)
         self._turn_T, self._is_last_T = _turns(batch)
+        self.first: StepRatios | None = None
         self.last: StepRatios | None = None
         self._ratios: list[Tensor] = []
         turns = int(self._turn_T.max()) + 1 if len(self._turn_T) else 0
@@ -74,6 +76,7 @@ class Ratios:
 
     def add(self, step: StepRatios) -> None:
         """Add one optimizer step."""
+        self.first = step if self.first is None else self.first
         self.last = step if self.last is None else self._updated(self.last, step)
         self._ratios.append(step.ratio_S[self._holds(step.live_T)])
         for kind, of_T in enumerate((step.clipped_T, step.live_T)):

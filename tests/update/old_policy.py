@@ -79,7 +79,7 @@ def _iterations(
         scored.append(given.old_logprob_T is not None)
         given = estimate(given, config.algorithm, group_N)
         row, last, given = update(learner, given, iteration)
-        rows.append(row | describe_batch(given, version=0))
+        rows.append(row | describe_batch(given))
         records.append((list(turns(given, last, config.algorithm)), given.old_logprob_T.tolist()))
     weights = [
         p.detach().flatten().tolist()

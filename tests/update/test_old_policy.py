@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from megatron_stppo.config import Config
 from megatron_stppo.config.old_logprob import refusal
 from tests.ranks import run_ranks
-from tests.update import layouts, old_policy
+from tests.update import lagging, layouts, old_policy
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process": (1, {}, {}),
@@ -44,6 +45,52 @@ def test_both_sources_of_old_log_probs_train_the_same_bit_for_bit(
         assert repr(scored) == repr(updated)  # NaN equals NaN, 0.0 is not -0.0
         assert updated["rows"][0]["actor/first_kl_to_old"] == 0
         assert updated["rows"][1]["actor/kl_to_old"] > 0  # of the second epoch
+
+
+@pytest.fixture(scope="module")
+def lagged(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of 16 turns in 8 trajectories, the version before wrote the first 8, of one its first half."""
+    folder = str(tmp_path_factory.mktemp("lagging"))
+    return run_ranks(lagging.updates, 1, model, folder)[0]  # type: ignore[no-any-return]
+
+
+def test_the_old_policy_is_that_of_the_iterations_start_or_that_of_the_engine(lagged: dict[str, Any]) -> None:
+    """Every log-prob has risen by 0.1 since the version before: ratios of e^0.1, and of e^0.05 if half of the
+    turn is older."""
+    ratios, row = lagged["score"]
+    assert ratios == [1.0] * 16
+    assert row["actor/first_kl_to_old"] == 0
+    assert row["mismatch/mean_abs"] == pytest.approx(0.1 * 27 / 50, abs=1e-5)  # 50 of 60 tokens are live
+    ratios, row = lagged["behaviour"]
+    before = [math.exp(0.1)] * 5 + [math.exp(0.05)] + [math.exp(0.1)] * 2
+    assert ratios == pytest.approx(before + [1.0] * 8, abs=1e-5)
+    assert row["mismatch/mean_abs"] == 0
+    assert row["actor/first_kl_to_old"] > 0
+
+
+@pytest.mark.parametrize("source", ["score", "behaviour"])
+def test_engine_and_trainer_are_compared_with_either_old_policy(lagged: dict[str, Any], source: str) -> None:
+    found = [lagged[name + source][1]["mismatch/current_mean_abs"] for name in ("", "broken ")]
+    assert found == pytest.approx([0.0, 0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("update", "algorithm", "setting"),
+    [
+        ({"old_logprob": "score"}, {}, "update.old_logprob=score"),
+        ({}, {"mismatch": "truncate"}, "algorithm.mismatch=truncate"),
+        ({}, {"preset": "mini_rl"}, "algorithm.mismatch=truncate"),
+        ({}, {"routing_replay": "old_policy"}, "algorithm.routing_replay=old_policy"),
+    ],
+)
+def test_the_engines_policy_as_old_policy_excludes_what_needs_a_score(
+    update: dict[str, Any], algorithm: dict[str, Any], setting: str
+) -> None:
+    asked = config(update, algorithm | {"old_policy": "behaviour"})
+    refused = refusal(asked.update, asked.algorithm)
+    assert refused is not None and refused.startswith(f"algorithm.old_policy=behaviour: {setting}: ")
+    kept = config({}, {"old_policy": "behaviour", "routing_replay": "rollout"})
+    assert refusal(kept.update, kept.algorithm) is None and not kept.scores_actor
 
 
 def config(update: dict[str, Any], algorithm: dict[str, Any]) -> Config:

@@ -161,6 +161,31 @@ def test_a_masked_token_leaves_the_loss_and_its_turn_at_turn_level() -> None:
     assert weights["turn"] == weights["sequence"] == pytest.approx([1, 1])
 
 
+@pytest.mark.parametrize(
+    ("kind", "level", "factors"),
+    [
+        ("truncate", "token", [3, 1, 1, 1, 1]),
+        ("truncate", "turn", [3, 3, 1, 1, 1]),
+        ("truncate", "sequence", [2, 2, 2, 2, 1]),
+        ("mask", "token", [0, 1, 1, 1, 1]),
+        ("mask", "turn", [0, 0, 1, 1, 1]),
+        ("mask", "sequence", [2, 2, 2, 2, 1]),
+    ],
+)
+def test_a_stale_token_is_weighed_alone_or_with_its_turn_or_trajectory(
+    kind: str, level: str, factors: list[float]
+) -> None:
+    """The bound is 3. In a trajectory with two turns of 2 tokens, an older policy wrote the first token.
+
+    It is 16 times as likely now: 16 alone, sqrt(16) = 4 in its turn, 16^(1/4) = 2 in its trajectory. The one
+    token of another trajectory is current.
+    """
+    given = replace(batch((2, 2), (1,)), rollout_logprob_T=torch.tensor([-math.log(16), 0, 0, 0, 0]))
+    settings = {"preset": "ppo", "mismatch": kind, "mismatch_level": level, "mismatch_bound": 3.0}
+    weight_T = minibatch_weights(given, [0, 1], AlgorithmConfig.model_validate(settings))
+    assert weight_T.tolist() == pytest.approx([factor / 5 for factor in factors])
+
+
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
 @pytest.mark.parametrize("kind", ["off", "truncate", "mask"])
 def test_a_failed_trajectory_may_be_nan_with_a_mismatch_weight(kind: str, level: str) -> None:
