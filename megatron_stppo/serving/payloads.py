@@ -1,4 +1,7 @@
-"""The payloads of the transport: messages in msgpack, decoded into the unions of messages.py."""
+"""The payloads of the transport: messages in msgpack, decoded into the unions of messages.py.
+
+A Done is sent as a PackedDone.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,29 @@ from dataclasses import dataclass
 import msgspec
 
 from megatron_stppo.messages import one_line
-from megatron_stppo.serving.messages import Alive, FromReplica, FromTrainer
+from megatron_stppo.serving.messages import (
+    Alive,
+    Done,
+    FromReplica,
+    FromTrainer,
+    Hello,
+    Leaving,
+    Ready,
+    ReplicaFailed,
+)
+from megatron_stppo.serving.packed_done import PackedDone, packed
 
 BEAT = 2.0  # seconds between signs of life
 INBOX = 256 * 2**20  # bytes that were received and not taken; then the socket is not read, and senders wait
-TAKEN = 16 * 2**20  # bytes that one call of `take` decodes, or one message: objects take up to 60 times more
+TAKEN = 2**20  # bytes that one call of `take` decodes, or one message. Objects take up to 60 times more
 CURVE_OVERHEAD = 64  # bytes; encryption adds 33 to a message
 
 # What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
 _FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError
 _encoder = msgspec.msgpack.Encoder()
-_from_replica = msgspec.msgpack.Decoder(FromReplica, strict=True)
+_from_replica = msgspec.msgpack.Decoder(
+    Hello | Ready | PackedDone | Alive | ReplicaFailed | Leaving, strict=True
+)
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer, strict=True)
 
 EXPELLED = b""  # the last payload that a peer gets, if it is expelled
@@ -37,7 +52,7 @@ class Unreadable:
 def message_limit(max_context: int, routes_bytes: int = 0) -> int:
     """Return a bound of a message in bytes, for trajectories of max_context tokens.
 
-    A token takes at most 5 bytes for its id, 9 for its log-prob and 12 for its own version. routes_bytes:
+    A token takes at most 4 bytes for its id, 8 for its log-prob and 12 for its own version. routes_bytes:
     of one token's recorded experts. The rest is for the text of the tasks that are sent together.
     Example: message_limit(32_768) is 5,242,880.
     """
@@ -46,7 +61,7 @@ def message_limit(max_context: int, routes_bytes: int = 0) -> int:
 
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
     """Return the payload of a message. Raises ValueError if it exceeds max_bytes: nobody would accept it."""
-    payload = _encoder.encode(message)
+    payload = _encoder.encode(packed(message) if isinstance(message, Done) else message)
     if len(payload) > max_bytes:
         name = type(message).__name__
         raise ValueError(f"a message {name} of {len(payload)} bytes exceeds the limit of {max_bytes}")
@@ -58,7 +73,8 @@ def unpack_from_replica(payload: bytes, max_bytes: int) -> FromReplica | Unreada
     if len(payload) > max_bytes:
         return Unreadable(f"{len(payload)} bytes exceed the limit of {max_bytes}")
     try:
-        return _from_replica.decode(payload)
+        found = _from_replica.decode(payload)
+        return found.unpack() if isinstance(found, PackedDone) else found
     except _FAILURES as error:
         return Unreadable(one_line(str(error)))
 

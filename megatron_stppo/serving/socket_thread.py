@@ -30,7 +30,8 @@ class SocketThread:
         self.failure: BaseException | None = None
         self._name, self._thread = name, threading.Thread()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._open = threading.Lock()  # guards _wakeup: its number may be reused after close()
+        self._signalled = False  # saves most of the system calls when much is sent
+        self._lock = threading.Lock()  # guards the two above; the number _wakeup may be reused after close()
         self.poller.register(self._wakeup, zmq.POLLIN)
 
     def start(self, run: Callable[[], None], ended: Callable[[], None]) -> None:
@@ -43,15 +44,18 @@ class SocketThread:
 
     def signal(self) -> None:
         """Wake the thread. May be called by any thread at any time."""
-        with self._open:
-            if self._wakeup >= 0:
+        with self._lock:
+            if self._wakeup >= 0 and not self._signalled:
+                self._signalled = True
                 os.eventfd_write(self._wakeup, 1)
 
     def wait(self, seconds: float) -> dict[object, int]:
         """Return what is ready, as Poller.poll does, after at most `seconds`. Only for the thread itself."""
         ready = dict(self.poller.poll(max(0, int(seconds * 1000) + 1)))
         if ready.pop(self._wakeup, None):
-            os.eventfd_read(self._wakeup)
+            with self._lock:  # the caller looks at its queues after this, never before
+                os.eventfd_read(self._wakeup)
+                self._signalled = False
         return ready
 
     def check(self) -> None:
@@ -68,7 +72,7 @@ class SocketThread:
         if self._thread.is_alive():
             log.warning("%s: did not close in %g s; it ends with the process", self._name, 2 * LINGER)
             return
-        with self._open:
+        with self._lock:
             if self._wakeup >= 0:
                 os.close(self._wakeup)
             self._wakeup = -1

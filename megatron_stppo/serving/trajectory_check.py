@@ -1,8 +1,9 @@
 """Whether a trajectory that a replica has sent can be true. A replica may be broken, or hostile.
 
-This is about one message alone. Whether the episode was assigned to the replica, and is not sent twice, is
-for the ledger of episodes; the trainer uses its own copy of the task. Numbers that are not finite pass: the
-update refuses them, in every mode (data/finite.py).
+This is about one message alone, after it was decoded, which refuses negative token ids and log-probs above 0
+(packed_done.py). Whether the episode was assigned to the replica, and is not sent twice, is for the ledger of
+episodes; the trainer uses its own copy of the task. Numbers that are not finite pass: the update refuses
+them, in every mode (data/finite.py).
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import numpy as np
 from megatron_stppo.data.routes import dtype_of, unknown
 from megatron_stppo.serving.messages import Done
 from megatron_stppo.types import FAILED, Trajectory, Turn
-
-# A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.
-LARGEST_LOGPROB = 1e-3
 
 
 def fault(
@@ -70,8 +68,6 @@ def _turn_fault(turn: Turn, vocabulary: int) -> str:
         return "no tokens"
     if len(turn.rollout_logprob) != tokens:
         return f"{len(turn.rollout_logprob)} log-probs of {tokens} tokens"
-    if any(map(LARGEST_LOGPROB.__lt__, turn.rollout_logprob)):  # False for NaN
-        return "a positive log-prob"
     if sum(count for _, count in turn.versions) != tokens:
         return f"versions of another number of tokens than {tokens}"
     return _ids_fault("turn", turn.token_ids, vocabulary) or _ids_fault(
@@ -80,8 +76,8 @@ def _turn_fault(turn: Turn, vocabulary: int) -> str:
 
 
 def _ids_fault(where: str, ids: tuple[int, ...], vocabulary: int) -> str:
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        return f"{where}: a token id outside 0 to {vocabulary - 1}"
+    if ids and max(ids) >= vocabulary:
+        return f"{where}: a token id above {vocabulary - 1}"
     return ""
 
 

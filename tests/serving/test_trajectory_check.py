@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from megatron_stppo.serving.trajectory_check import fault
 from megatron_stppo.serving.transport import Unreadable
 from megatron_stppo.types import Task, Trajectory, Turn
 
+MAX = 2**20
 # 2 prompt tokens, 3 + 1 + 2 tokens: 8 together; versions 3 and 4
 FIRST = Turn((5, 9, 0), (-0.5, 0.0, -2.0), (7,), 0.0, ((3, 1), (4, 2)))
 LAST = Turn((1, 2), (-0.1, -0.1), (), 1.0, ((4, 2),))
@@ -38,25 +41,46 @@ def test_a_replica_cannot_claim_a_version_that_it_does_not_have() -> None:
 def test_versions_do_not_decrease_and_are_those_of_all_tokens() -> None:
     assert found(with_last(replace(LAST, versions=((3, 2),)))) == "turn 1: version 3 after version 4"
     for versions in ([[4, 1]], [[4, 3]], [[4, 1], [3, 1]], [[4, 2], [5, 0]], [[-1, 2]], []):
-        payload = pack(Done(7, with_last(LAST)), 2**20)
-        at = payload.rindex(b"\xa8versions") + 9
-        assert payload[at:].startswith(b"\x91\x92\x04\x02")  # [[4, 2]]
-        pairs = b"".join(bytes([0x92, a % 256, b]) for a, b in versions)
-        changed = payload[:at] + bytes([0x90 + len(versions)]) + pairs + payload[at + 4 :]
-        assert isinstance(unpack_from_replica(changed, 2**20), Unreadable)
+        why = sent({"versions": versions})
+        assert isinstance(why, Unreadable) and "must be runs (version, tokens)" in why.why
+
+
+def test_a_message_arrives_unchanged_to_the_last_bit() -> None:
+    special = (-0.0, -5e-324, -math.inf, -0.1, -1.7976931348623157e308)
+    turn = Turn((2**32 - 1, 0, 1, 2, 3), special, (4,), -0.0, ((4, 5),))
+    done = Done(-7, replace(TRUE, turns=(FIRST, turn), routes=b"\x00\xff", group=3, detail="é", tool_calls=5))
+    found = unpack_from_replica(pack(done, MAX), MAX)
+    assert found == done and repr(found) == repr(done)  # -0.0 == 0.0
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"token_ids": (1, 10)}, "turn 1: turn: a token id outside 0 to 9"),
-        ({"token_ids": (-1, 1)}, "turn 1: turn: a token id outside 0 to 9"),
-        ({"observation_ids": (2**63,)}, "turn 1: observation: a token id outside 0 to 9"),
+        ({"rollout_logprob": struct.pack("<2d", -0.1, 0.01)}, "a log-prob above 0"),
+        ({"rollout_logprob": struct.pack("<2d", math.nan, math.inf)}, "a log-prob above 0"),
+        ({"rollout_logprob": b"x" * 15}, "buffer size must be a multiple of element size"),
+        ({"token_ids": b"x" * 7}, "buffer size must be a multiple of element size"),
+        ({"token_ids": b""}, "must be runs (version, tokens)"),
+        ({"token_ids": [1, 2]}, "Expected `bytes`, got `array` - at `$.turns[1][0]`"),
+    ],
+)
+def test_turns_that_are_refused_while_they_are_decoded(change: dict[str, Any], why: str) -> None:
+    found = sent(change)
+    assert isinstance(found, Unreadable) and why in found.why
+
+
+def test_log_probs_that_are_not_finite_or_0_up_to_rounding_are_decoded() -> None:
+    """The update refuses the batch, as it does without replicas."""
+    for values in ((math.nan, -math.inf), (1e-6, 0.0)):
+        assert isinstance(sent({"rollout_logprob": struct.pack("<2d", *values)}), Done)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"token_ids": (1, 10)}, "turn 1: turn: a token id above 9"),
+        ({"observation_ids": (2**32 - 1,)}, "turn 1: observation: a token id above 9"),
         ({"rollout_logprob": (-0.1,)}, "turn 1: 1 log-probs of 2 tokens"),
-        ({"rollout_logprob": (-0.1, 0.01)}, "turn 1: a positive log-prob"),
-        ({"rollout_logprob": (math.nan, math.inf)}, "turn 1: a positive log-prob"),
-        ({"rollout_logprob": (math.nan, -math.inf)}, ""),  # the update refuses them
-        ({"rollout_logprob": (1e-6, -1.0)}, ""),  # rounding
         ({"observation_ids": (0,) * 2}, ""),
         ({"observation_ids": (0,) * 3}, "11 tokens exceed rollout.max_context=10"),
     ],
@@ -68,7 +92,7 @@ def test_impossible_turns(change: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"prompt_ids": (8, 10)}, "prompt: a token id outside 0 to 9"),
+        ({"prompt_ids": (8, 10)}, "prompt: a token id above 9"),
         ({"prompt_ids": (8,) * 5}, "11 tokens exceed rollout.max_context=10"),
         ({"turns": ()}, "no turns, but the outcome ok"),
         ({"valid_actions": 3}, "3 valid actions in 2 turns"),
@@ -106,6 +130,15 @@ def test_the_time_is_linear_in_the_number_of_turns_and_tokens() -> None:
 
 def with_last(turn: Turn) -> Trajectory:
     return replace(TRUE, turns=(FIRST, turn))
+
+
+def sent(change: dict[str, Any]) -> object:
+    """Return what arrives if a replica changes fields of the last turn of a message."""
+    fields = ["token_ids", "rollout_logprob", "observation_ids", "reward", "versions"]
+    message = msgspec.msgpack.decode(pack(Done(7, TRUE), MAX))
+    turn = dict(zip(fields, message["turns"][-1], strict=True))
+    message["turns"][-1] = list({**turn, **change}.values())
+    return unpack_from_replica(msgspec.msgpack.encode(message), MAX)
 
 
 def found(trajectory: Trajectory, **given: Any) -> str:
