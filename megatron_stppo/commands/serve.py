@@ -14,14 +14,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config
 from megatron_stppo.environments.base import Environment
 from megatron_stppo.launch import process
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
-from megatron_stppo.messages import one_line
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.resilience.deadlines import Watchdog
-from megatron_stppo.resilience.faults import CannotServe
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.environment_host import EnvironmentHost
@@ -30,11 +28,12 @@ from megatron_stppo.rollouts import rollout_settings
 from megatron_stppo.serving import journal
 from megatron_stppo.serving.activity import Activity
 from megatron_stppo.serving.digest import model_digest
+from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
 from megatron_stppo.serving.keys import FOLDER, Connection
 from megatron_stppo.serving.live import Live
-from megatron_stppo.serving.messages import MOST_BYTES, FromReplica, Hello, Leaving, ReplicaFailed
-from megatron_stppo.serving.news import End, NewsSource, Send
+from megatron_stppo.serving.messages import MOST_BYTES, Hello
+from megatron_stppo.serving.news import NewsSource, Send
 from megatron_stppo.serving.replayed import Replayed
 from megatron_stppo.serving.replica import FirstRank, Replica
 from megatron_stppo.serving.transport import Dialer
@@ -88,48 +87,22 @@ def serve(config: Config, started: Started) -> None:
         )
         if rank:
             return _serve(build(None), engine, lambda message: None)
-        with _first_rank(config, started, name, engine, make_environment) as first:
+        with first_rank(config, started, name, engine, make_environment) as first:
             _serve(build(first), engine, first.send)
 
 
 def _serve(replica: Replica, engine: Engine, send: Send) -> None:
-    """Run the replica to its end, and send the trainer the reason."""
-    try:
-        end = replica.run()
-    except ConfigError as error:
-        send(ReplicaFailed("misuse", str(error)))
-        raise
-    except Exception as error:
-        said = str(error) if isinstance(error, CannotServe) else f"{type(error).__name__}: {error}"
-        send(ReplicaFailed("error", one_line(said)))
-        raise
-    if (message := _message(end)) is not None:
-        send(message)
+    end = play_to_the_end(replica, send)
     dist.barrier()  # a rank that exits early would break collectives of the others
     replica.close()
     engine.close()
     process.stop()
-    if end.kind == "refused":
-        raise ConfigError(end.text)
-    if end.kind not in ("stop", "left"):
-        raise CannotServe(end.text)
+    raise_failure(end)
     say(f"the replica has ended: {end.text}", process.rank() == 0)
 
 
-def _message(end: End) -> FromReplica | None:
-    """Return what the trainer has to know, if it does not know it."""
-    match end.kind:
-        case "left":
-            return Leaving(end.text)
-        case "away":
-            return ReplicaFailed("away", end.text)
-        case "error":
-            return ReplicaFailed("error", end.text)
-    return None
-
-
 @contextmanager
-def _first_rank(
+def first_rank(
     config: Config, started: Started, name: str, engine: Engine, make_environment: Callable[[], Environment]
 ) -> Iterator[FirstRank]:
     """Connect to the trainer, and start the thread of the environments."""

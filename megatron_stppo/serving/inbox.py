@@ -61,13 +61,14 @@ class Inbox:
     def look(self, timeout: float) -> None:
         """Wait up to `timeout` seconds until something arrives, and receive all that has arrived.
 
-        Raises RolloutError and ToolsStayAway as EnvironmentHost.take does, and msgspec.MsgspecError as
+        Raises RolloutError and ToolsStayAway as EnvironmentHost.check does, and msgspec.MsgspecError as
         Dialer.take does.
         """
         messages = self._dialer.take(timeout)
         for message in messages:
             self._receive(message)
         self._answers |= {answer.index: answer for answer in self._host.take(0)}
+        self._host.check()
         if self.end is None:
             self.end = self._reason_to_end(bool(messages))
 

@@ -1,0 +1,330 @@
+"""Replicas with a real engine, a real transport and a trainer that follows a script, each in its process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.serving import journal, keys
+from megatron_stppo.serving.local import LocalReplicas, Serving
+from megatron_stppo.serving.messages import Counters, Hello, Leaving, NotAccepted, ReplicaFailed
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.types import Trajectory
+from tests.ranks import run_ranks
+from tests.rollout.tiny import CONTEXT, Game, build_model, task
+from tests.serving.games import Dice
+from tests.serving.scripted import Scripted
+
+SEED, TASKS = 11, [task(index) for index in range(6)]
+NUMBERS = range(70, 76)
+
+
+def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
+    sections: dict[str, Any] = {
+        "model": {"path": model},
+        "run": {"root": run.parent, "name": run.name},
+        "rollout": {"max_prompt_tokens": 60, "max_turn_tokens": 40, "max_context": CONTEXT},
+        "environment": {"kind": "tests.serving.games:factory", "max_observation_tokens": 30, "deadline": 5},
+        "serving": {"replicas": 1, "timeout": 20.0},
+    }
+    return Config(**{name: fields | changes.get(name, {}) for name, fields in sections.items()})
+
+
+# The trainer's side: one script per replica, in the same order as below.
+
+
+def train(model: Path, run: Path) -> dict[str, Any]:
+    trainer, seen = Scripted(run, model), {}
+    for script in (together, recompute, repeat, drain, misuse, short, differ, refuse):
+        seen[script.__name__] = script(trainer)
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.listener.close()  # the replica is left alone
+    return seen
+
+
+def together(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    return play_all(trainer)
+
+
+def recompute(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.wait_for(1)
+    trainer.update(4)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)
+    trainer.wait_for(4)
+    trainer.update(5)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return played
+
+
+def repeat(trainer: Scripted) -> dict[int, Trajectory]:
+    """Everything that `recompute` sent comes at once."""
+    trainer.join(3)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.update(4)
+    trainer.update(5)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return played
+
+
+def drain(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.wait_for(1)
+    trainer.update(4)
+    played = trainer.wait_for(6)
+    trainer.stop()
+    return played
+
+
+def misuse(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play([1], [task(0, "return nothing")], SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def short(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def differ(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play(NUMBERS[1:], TASKS[1:], SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def refuse(trainer: Scripted) -> Hello:
+    hello = trainer.expect(Hello)
+    trainer.send(NotAccepted("dtype=float32: the trainer has bfloat16; start it with the same model.dtype"))
+    return hello
+
+
+def play_all(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.play(NUMBERS, TASKS, SEED)
+    played = trainer.wait_for(6)
+    trainer.stop()
+    return played
+
+
+# The replicas' side: one process and one engine, which serves one replica after another.
+
+
+def serve(model: Path, run: Path) -> dict[str, Any]:
+    from megatron_stppo.commands import serve as stage
+    from megatron_stppo.rollout.collect import collect
+    from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.rollouts import rollout_settings
+
+    engine = Engine(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    given, waiting = config(model, run), config(model, run, rollout={"overlap_tools": False})
+    draining, seen = config(model, run, serving={"update": "drain"}), {}
+
+    def collected() -> list[Trajectory]:
+        settings = rollout_settings(waiting)
+        return collect(engine, engine.tokenizer, TASKS, Game, settings, SEED, engine.group)
+
+    seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
+    seen["recompute"] = once(engine, given, run, "recompute", Dice)
+    lines = list(journal.read(run, "recompute"))
+    seen["repeat"] = once(engine, given, run / "again", "recompute", Dice, iter(lines))
+    seen["drain"] = once(engine, draining, run, "drain", Dice)
+    seen["misuse"] = once(engine, given, run, "misuse", Game)
+    stage.PATIENCE = 0.05  # type: ignore[assignment]  # times 20 s
+    seen["short"] = once(engine, given, run, "short", Dice, iter(lines[:3]))
+    seen["differ"] = once(engine, given, run, "differ", Dice, iter(lines))
+    seen["refuse"] = once(engine, given, run, "refuse", Game)
+    seen["alone"] = once(engine, given, run, "alone", Game)
+    return seen
+
+
+def once(
+    engine: Any,
+    given: Config,
+    folder: Path,
+    name: str,
+    environment: Callable[[], Any],
+    repeats: Iterator[journal.Line] | None = None,
+    then: Callable[[], Any] = lambda: None,
+) -> tuple[str, Counters, Any]:
+    """Serve as replica `name`. Return (how it ended, its counters, then())."""
+    from megatron_stppo.commands import serve as stage
+    from megatron_stppo.serving.ending import play_to_the_end
+    from megatron_stppo.serving.replica import Replica
+    from megatron_stppo.serving.weights import Link
+
+    shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
+    connection, notice = keys.read(given.run.folder, 60), SimpleNamespace(reason="")
+    started: Any = stage.Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
+    with stage.first_rank(given, started, name, engine, environment) as first:
+        replica = Replica(
+            engine,
+            rollout_limits(given),
+            lambda offer: Link.from_replica(engine, shape, offer, timeout),
+            lambda phase: contextlib.nullcontext(),
+            first,
+        )
+        try:
+            end = play_to_the_end(replica, first.send)
+            said = f"{end.kind}: {end.text}"
+        except ConfigError as error:
+            said = f"ConfigError: {error}"
+        found = then()
+    engine.abort_all()
+    replica.close()
+    return said, first.activity.counters, found
+
+
+def rollout_limits(given: Config) -> Limits:
+    from megatron_stppo.rollouts import rollout_settings
+
+    return rollout_settings(given).limits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served_model")
+    build_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "served"
+
+
+@pytest.fixture(scope="module")
+def seen(model: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the trainer and the replicas saw."""
+    with ThreadPoolExecutor(2) as both:
+        trainer = both.submit(run_ranks, train, 1, model, run)
+        replicas = both.submit(run_ranks, serve, 1, model, run, engine=True)
+        return trainer.result()[0], replicas.result()[0]
+
+
+def versions(trajectory: Trajectory) -> list[list[int]]:
+    """Return the versions of each turn."""
+    return [[version for version, _ in turn.versions] for turn in trajectory.turns]
+
+
+def recorded(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"serving/journal/{name}.jsonl").open()]
+
+
+def test_a_replica_that_waits_for_its_tools_plays_what_the_trainer_would_play_itself(seen: Any) -> None:
+    played, (_, _, collected) = seen[0]["together"], seen[1]["together"]
+    assert [played[n].turns for n in NUMBERS] == [t.turns for t in collected]
+    assert [played[n].outcome for n in NUMBERS] == [t.outcome for t in collected]
+    assert [played[n].group for n in NUMBERS] == list(NUMBERS)
+
+
+def test_turns_go_on_at_a_new_version_after_their_cache_is_computed_again(seen: Any) -> None:
+    played, (end, counters, _) = seen[0]["recompute"], seen[1]["recompute"]
+    assert end == "stop: the script has ended"
+    turns = [turn for t in played.values() for turn in versions(t)]
+    assert [3, 4] in turns and all(turn == sorted(turn) for turn in turns)
+    assert all(
+        sum(n for _, n in turn.versions) == len(turn.token_ids) for t in played.values() for turn in t.turns
+    )
+    assert (counters.updates, counters.episodes) == (2, 8)
+    assert counters.tokens == sum(turn.tokens for t in played.values() for turn in t.summary.turns)
+    assert counters.recomputed > 0 and 0 < counters.longest_pause <= counters.pause_seconds
+
+
+def test_a_journal_repeats_a_replica_bit_for_bit_whenever_messages_and_answers_arrive(
+    seen: Any, run: Path
+) -> None:
+    assert seen[0]["repeat"] == seen[0]["recompute"]
+    assert recorded(run / "again", "recompute") == recorded(run, "recompute")
+    assert seen[1]["repeat"][1].steps == seen[1]["recompute"][1].steps
+
+
+def test_the_journal_names_what_was_applied_before_each_step(run: Path) -> None:
+    first, second, *rest = recorded(run, "recompute")
+    nothing = {"assigned": [], "answers": [], "version": None, "hold": False}
+    assert first == nothing | {"step": 0, "version": 3}
+    assert second == nothing | {"step": 0, "assigned": list(NUMBERS)}
+    assert [line["version"] for line in rest if line["version"]] == [4, 5]
+    steps = [line["step"] for line in rest]
+    assert steps == sorted(steps)
+
+
+def test_with_drain_each_turn_has_one_version(seen: Any, run: Path) -> None:
+    played, (_, counters, _) = seen[0]["drain"], seen[1]["drain"]
+    turns = [turn for t in played.values() for turn in versions(t)]
+    assert {tuple(turn) for turn in turns} == {(3,), (4,)}
+    assert (counters.updates, counters.recomputed) == (1, 0)
+    hold, update = (line for line in recorded(run, "drain")[1:] if line["hold"] or line["version"])
+    assert (hold["hold"], update["version"]) == (True, 4) and hold["step"] <= update["step"]
+
+
+def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
+    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
+    assert told["misuse"].kind == "misuse" and told["misuse"].text.startswith("Game.step(): returned None")
+    assert ends["misuse"] == f"ConfigError: {told['misuse'].text}"
+    assert ends["refuse"].startswith("refused: dtype=float32: the trainer has bfloat16")
+    assert ends["alone"].startswith("lost: tcp://127.0.0.1:")
+
+
+def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:
+    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
+    assert told["short"].kind == told["differ"].kind == "error"
+    assert told["short"].text.startswith("the journal ends after engine step ")
+    assert "episodes are left, such as 70; this run differs from the recorded one" in told["short"].text
+    assert told["differ"].text.startswith("the journal has episodes (70, 71, 72, 73, 74, 75) before engine")
+    assert ends["short"] == f"error: {told['short'].text}"
+
+
+# Two ranks, started as `train` starts them.
+
+
+def train_pair(model: Path, run: Path) -> dict[str, Any]:
+    trainer = Scripted(run, model)
+    given = config(model, run, rollout={"engine_tensor": 2, "kv_cache_gib": 0.05})
+    (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    local = LocalReplicas(Serving(run, 2, (), 1, None), 1, 0)
+    ranks = local._processes["replica-0"]
+    seen: dict[str, Any] = {"hello": trainer.join(3)}
+    trainer.play([0, 1, 2], TASKS[:3], SEED)
+    trainer.wait_for(1)
+    trainer.update(4)
+    seen["played"] = trainer.wait_for(3)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    seen["leaving"] = trainer.expect(Leaving)
+    seen["codes"] = [rank.wait(30) for rank in ranks]
+    return seen
+
+
+def test_two_ranks_play_as_one_replica_and_leave_together_after_a_signal(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "pair"
+    (seen,) = run_ranks(train_pair, 1, model, run)
+    assert (seen["hello"].tensor, seen["hello"].name) == (2, "replica-0")
+    assert {v for t in seen["played"].values() for turn in versions(t) for v in turn} == {3, 4}
+    assert (seen["leaving"], seen["codes"]) == (Leaving("SIGTERM"), [0, 0])
+    log = (run / "logs" / "replica-0.log").read_text()
+    assert log.rstrip().endswith("megatron-stppo: the replica has ended: SIGTERM"), log
+    assert sorted(path.name for path in (run / "logs").glob("*rank*")) == [
+        "replica-0-rank-0.log",
+        "replica-0-rank-1.log",
+    ]

@@ -1,0 +1,108 @@
+"""Errors of `megatron-stppo serve` before an engine is built, and the digest of a model's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import Config
+from megatron_stppo.serving import keys
+from megatron_stppo.serving.digest import model_digest
+from tests.rollout.tiny import build_model
+from tests.serving.test_keys import CONNECTION
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digested")
+    build_model(folder)
+    return folder
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Path:
+    keys.write(tmp_path, CONNECTION)
+    configure(tmp_path, model, replicas=1)
+    return tmp_path
+
+
+def configure(run: Path, model: Path, replicas: int | None) -> None:
+    rollout = {"max_prompt_tokens": 60, "max_turn_tokens": 40, "max_context": 256}
+    environment = {"kind": "tests.serving.games:factory"}
+    given = Config(
+        model={"path": model},  # type: ignore[arg-type]
+        rollout=rollout,  # type: ignore[arg-type]
+        environment=environment,  # type: ignore[arg-type]
+        serving={"replicas": replicas},  # type: ignore[arg-type]
+    )
+    (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
+
+
+def refused(run: Path, *arguments: str) -> str:
+    """Return the one line with which the command ends."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_stppo", "serve", str(run), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr.rstrip().removeprefix("megatron-stppo: ")
+
+
+def test_only_fields_of_the_replica_itself_can_be_overridden(run: Path) -> None:
+    said = refused(run, "rollout.kv_cache_gib=4", "rollout.temperature=0.5")
+    assert said.startswith("rollout.temperature: a replica takes it from the run; only rollout.kv_cache_gib,")
+
+
+def test_the_number_of_ranks_must_be_the_engines_tensor_parallel_size(run: Path) -> None:
+    said = refused(run, "rollout.engine_tensor=2")
+    assert said == (
+        "rollout.engine_tensor=2: a replica has that many ranks, and 1 were started; start 2, or give "
+        "rollout.engine_tensor=1"
+    )
+
+
+def test_a_run_that_serves_itself_needs_no_replica(run: Path, model: Path) -> None:
+    configure(run, model, replicas=None)
+    assert refused(run).startswith("serving.replicas=null: the run's own ranks serve")
+
+
+def test_names_that_are_no_file_names_are_refused(run: Path) -> None:
+    assert refused(run, "--name", "../other").startswith("--name=../other: give up to 64 letters, digits")
+    assert "--name" in refused(run, "--replay-from", "runs/first")
+
+
+def test_a_trainer_that_does_not_start_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    waits, ends = refused(tmp_path, "--wait", "0.1").splitlines()
+    assert waits == f"waiting up to 0.1 s for the trainer of {tmp_path}"
+    assert "connection.json" in ends
+
+
+def test_the_digest_depends_on_shape_tokenizer_and_end_of_text_but_not_on_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    def changed(name: str, **fields: object) -> str:
+        folder = tmp_path / name
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        return model_digest(folder)
+
+    own = model_digest(model)
+    assert len(own) == 64
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
+    assert model_digest(copy) == own
+    assert changed("config.json", transformers_version="0") == own
+    assert changed("config.json", transformers_version="0", eos_token_id=[2, 0]) != own
+    assert changed("config.json", eos_token_id=2, rope_theta=123.0) != own
+    assert changed("tokenizer.json", version="2") != own
