@@ -302,7 +302,7 @@ def train_pair(model: Path, run: Path) -> dict[str, Any]:
     given = config(model, run, rollout={"engine_tensor": 2, "kv_cache_gib": 0.05})
     (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    local = LocalReplicas(Serving(run, 2, (), 1, None), 1, 0)
+    local = LocalReplicas(Serving(run, 2, (), 1, None), ["replica-0"], 0)
     ranks = local._processes["replica-0"]
     seen: dict[str, Any] = {"hello": trainer.join(3)}
     trainer.play([0, 1, 2], TASKS[:3], SEED)
