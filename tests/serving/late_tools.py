@@ -52,11 +52,11 @@ def _keep_stale_blocks() -> None:
 
     refresh = Engine.refresh
 
-    def stale(engine: Engine, recompute: bool = False) -> int:
+    def stale(engine: Engine, *, recompute: bool = False) -> int:
         scheduler = engine._core.engine_core.scheduler
         kept, scheduler.reset_prefix_cache = scheduler.reset_prefix_cache, lambda **_: True
         try:
-            return refresh(engine, recompute)
+            return refresh(engine, recompute=recompute)
         finally:
             scheduler.reset_prefix_cache = kept
 
@@ -88,8 +88,8 @@ def _name_the_version_before() -> None:
 
     refresh = Engine.refresh
 
-    def wrong(engine: Engine, recompute: bool = False) -> int:
-        version = refresh(engine, recompute)
+    def wrong(engine: Engine, *, recompute: bool = False) -> int:
+        version = refresh(engine, recompute=recompute)
         published, engine.published = engine.published, lambda: max(0, published() - 1)
         engine._version = max(0, version - 1)
         return version
