@@ -79,7 +79,7 @@ def audit(
         float | None,
         typer.Option(
             min=0,
-            help="largest difference of a token's log-prob, in nats; default: 5e-7 in float32; in bfloat16 "
+            help="largest difference of a token's log-prob, in nats; default: 1e-5 in float32; in bfloat16 "
             "the mean of each version must be within rollout.max_mismatch",
         ),
     ] = None,

@@ -51,4 +51,5 @@ class ServingMeter:
             "weights_gb": sent / 1e9,
             **hub.queues(),
         }
-        return {f"serving/{name}": value for name, value in row.items()}
+        speed = {"rollout/tokens_per_second": since("tokens") / seconds}
+        return {f"serving/{name}": value for name, value in row.items()} | speed

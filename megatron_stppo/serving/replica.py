@@ -19,7 +19,7 @@ from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.play import InProgress, Player
 from megatron_stppo.serving.activity import Activity
-from megatron_stppo.serving.messages import Assignment, Done, Offer
+from megatron_stppo.serving.messages import Alive, Assignment, Done, Offer
 from megatron_stppo.serving.news import End, News, NewsSource, Send
 
 if TYPE_CHECKING:
@@ -141,9 +141,10 @@ class Replica:
     def _report(self, ended: Sequence[InProgress]) -> None:
         """Send the trajectories of episodes that have ended."""
         self._activity.played(self._player.tokens, len(ended))
-        if self._first:
+        if self._first and ended:
             for playing in ended:
                 self._first.send(Done(playing.index, playing.episode.trajectory()))
+            self._first.send(Alive(self._activity.counters))  # so that metrics are of this moment
 
 
 def _next(source: NewsSource, player: Player) -> News:

@@ -24,7 +24,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
-from megatron_stppo.serving import recorded
+from megatron_stppo.serving import keys, recorded
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.measure import ServingMeter
@@ -151,6 +151,7 @@ class Served:
             link.close()
         if self._hub is not None:
             self._hub.close("the run has ended")
+            keys.remove(self.learner.config.run.folder)
         dist.barrier()
         dist.destroy_process_group()
 

@@ -54,7 +54,7 @@ def _keep_stale_blocks() -> None:
 
     def stale(engine: Engine, *, recompute: bool = False) -> int:
         scheduler = engine._core.engine_core.scheduler
-        kept, scheduler.reset_prefix_cache = scheduler.reset_prefix_cache, lambda **_: True
+        kept, scheduler.reset_prefix_cache = scheduler.reset_prefix_cache, lambda *_, **__: True
         try:
             return refresh(engine, recompute=recompute)
         finally:

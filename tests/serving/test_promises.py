@@ -23,6 +23,13 @@ COMMON = (
     "environment.kind=tests.serving.late_tools:factory",
 )
 SERVED = ("serving.replicas=1", "serving.timeout=30")
+# Two episodes at a time and long turns: the trainer waits for the replica, and every update interrupts turns.
+BUSY = (
+    "serving.max_staleness=2",
+    "serving.concurrency=2",
+    "rollout.max_turn_tokens=48",
+    "rollout.overlap_tools=true",
+)
 Run = Callable[..., Path]
 
 
@@ -79,8 +86,7 @@ def trajectories(folder: Path, iteration: int) -> str:
 @pytest.fixture(scope="module")
 def asynchronous(run: Run) -> Path:
     """Five iterations with a bound of 2, in which tools answer at times that no other run has."""
-    bound = ("serving.max_staleness=2", "run.iterations=5", "rollout.overlap_tools=true")
-    return run("bound2", *SERVED, *bound, "rollout.max_turn_tokens=24", LATE="0.05")
+    return run("bound2", *SERVED, *BUSY, "run.iterations=5", LATE="0.05")
 
 
 def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
@@ -118,7 +124,7 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit_from_its_journal(asynchrono
 
 def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous: Path) -> None:
     said = start(["audit", str(asynchronous)])
-    assert "passed: each token within 5e-07 nats" in said
+    assert "passed: each token within 1e-05 nats" in said
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,5 @@ def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous
     ["stale", pytest.param("lost", marks=pytest.mark.long), pytest.param("version", marks=pytest.mark.long)],
 )
 def test_the_audit_finds_a_planted_fault(run: Run, fault: str) -> None:
-    bound = ("serving.max_staleness=2", "run.iterations=4", "rollout.max_turn_tokens=24")
-    planted = run(fault, *SERVED, *bound, "rollout.overlap_tools=true", LATE="0.05", PLANT=fault)
-    assert "FAILED: each token within 5e-07 nats" in start(["audit", str(planted)], status=1)
+    planted = run(fault, *SERVED, *BUSY, "run.iterations=4", LATE="0.05", PLANT=fault)
+    assert "FAILED: each token within 1e-05 nats" in start(["audit", str(planted)], status=1)
