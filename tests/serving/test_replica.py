@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,8 +16,7 @@ import pytest
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.serving import journal, keys
-from megatron_stppo.serving.local import LocalReplicas, Serving
-from megatron_stppo.serving.messages import Counters, Hello, Leaving, NotAccepted, ReplicaFailed
+from megatron_stppo.serving.messages import Counters, Hello, NotAccepted, ReplicaFailed
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.types import Trajectory
 from tests.ranks import run_ranks
@@ -292,39 +289,3 @@ def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:
     assert "episodes are left, such as 70; this run differs from the recorded one" in told["short"].text
     assert told["differ"].text.startswith("the journal has episodes (70, 71, 72, 73, 74, 75) before engine")
     assert ends["short"] == f"error: {told['short'].text}"
-
-
-# Two ranks, started as `train` starts them.
-
-
-def train_pair(model: Path, run: Path) -> dict[str, Any]:
-    trainer = Scripted(run, model)
-    given = config(model, run, rollout={"engine_tensor": 2, "kv_cache_gib": 0.05})
-    (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    local = LocalReplicas(Serving(run, 2, (), 1, None), ["replica-0"], 0)
-    ranks = local._processes["replica-0"]
-    seen: dict[str, Any] = {"hello": trainer.join(3)}
-    trainer.play([0, 1, 2], TASKS[:3], SEED)
-    trainer.wait_for(1)
-    trainer.update(4)
-    seen["played"] = trainer.wait_for(3)
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    seen["leaving"] = trainer.expect(Leaving)
-    seen["codes"] = [rank.wait(30) for rank in ranks]
-    return seen
-
-
-def test_two_ranks_play_as_one_replica_and_leave_together_after_a_signal(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "pair"
-    (seen,) = run_ranks(train_pair, 1, model, run)
-    assert (seen["hello"].tensor, seen["hello"].name) == (2, "replica-0")
-    assert {v for t in seen["played"].values() for turn in versions(t) for v in turn} == {3, 4}
-    assert (seen["leaving"], seen["codes"]) == (Leaving("SIGTERM"), [0, 0])
-    log = (run / "logs" / "replica-0.log").read_text()
-    assert log.rstrip().endswith("megatron-stppo: the replica has ended: SIGTERM"), log
-    assert sorted(path.name for path in (run / "logs").glob("*rank*")) == [
-        "replica-0-rank-0.log",
-        "replica-0-rank-1.log",
-    ]

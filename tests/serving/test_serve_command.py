@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_stppo.config import Config
+from megatron_stppo.cli.serving import serve
+from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.serving import keys
 from megatron_stppo.serving.digest import model_digest
 from tests.rollout.tiny import build_model
@@ -23,6 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digested")
     build_model(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -44,28 +49,20 @@ def configure(run: Path, model: Path, replicas: int | None) -> None:
     (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
 
 
-def refused(run: Path, *arguments: str) -> str:
-    """Return the one line with which the command ends."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_stppo", "serve", str(run), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    return done.stderr.rstrip().removeprefix("megatron-stppo: ")
+def refused(run: Path, *overrides: str, **options: Any) -> str:
+    """Return the error with which the command ends, without starting a process."""
+    with pytest.raises(ConfigError) as found:
+        serve(run, list(overrides), **options)
+    return str(found.value)
 
 
 def test_only_fields_of_the_replica_itself_can_be_overridden(run: Path) -> None:
-    said = refused(run, "rollout.kv_cache_gib=4", "rollout.temperature=0.5")
+    said = refused(run, "rollout.kv_cache_gib=4", "environment.deadline=5", "rollout.temperature=0.5")
     assert said.startswith("rollout.temperature: a replica takes it from the run; only rollout.kv_cache_gib,")
 
 
 def test_the_number_of_ranks_must_be_the_engines_tensor_parallel_size(run: Path) -> None:
-    said = refused(run, "rollout.engine_tensor=2")
-    assert said == (
+    assert refused(run, "rollout.engine_tensor=2") == (
         "rollout.engine_tensor=2: a replica has that many ranks, and 1 were started; start 2, or give "
         "rollout.engine_tensor=1"
     )
@@ -77,14 +74,16 @@ def test_a_run_that_serves_itself_needs_no_replica(run: Path, model: Path) -> No
 
 
 def test_names_that_are_no_file_names_are_refused(run: Path) -> None:
-    assert refused(run, "--name", "../other").startswith("--name=../other: give up to 64 letters, digits")
-    assert "--name" in refused(run, "--replay-from", "runs/first")
+    assert refused(run, name="../other").startswith("--name=../other: give up to 64 letters, digits")
+    said = refused(run, replay_from=Path("runs/first"))
+    assert said.startswith("--replay-from=runs/first: give --name too")
 
 
-def test_a_trainer_that_does_not_start_is_waited_for_and_then_named(tmp_path: Path) -> None:
-    waits, ends = refused(tmp_path, "--wait", "0.1").splitlines()
-    assert waits == f"waiting up to 0.1 s for the trainer of {tmp_path}"
-    assert "connection.json" in ends
+def test_a_trainer_that_does_not_start_is_waited_for_and_then_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "connection.json" in refused(tmp_path, wait=0.1)
+    assert capsys.readouterr().err.endswith(f"waiting up to 0.1 s for the trainer of {tmp_path}\n")
 
 
 def test_the_digest_depends_on_shape_tokenizer_and_end_of_text_but_not_on_weights(

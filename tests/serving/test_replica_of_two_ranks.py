@@ -1,0 +1,50 @@
+"""A replica of two tensor-parallel ranks, started as `train` starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.serving import keys
+from megatron_stppo.serving.local import LocalReplicas, Serving
+from megatron_stppo.serving.messages import Leaving
+from tests.ranks import run_ranks
+from tests.rollout.tiny import build_model
+from tests.serving.scripted import Scripted
+from tests.serving.test_replica import SEED, TASKS, config, versions
+
+
+def train_pair(model: Path, run: Path) -> dict[str, Any]:
+    trainer = Scripted(run, model)
+    given = config(model, run, rollout={"engine_tensor": 2, "kv_cache_gib": 0.05})
+    (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    local = LocalReplicas(Serving(run, 2, (), 1, None), ["replica-0"], 0)
+    ranks = local._processes["replica-0"]
+    seen: dict[str, Any] = {"hello": trainer.join(3)}
+    trainer.play([0, 1, 2], TASKS[:3], SEED)
+    trainer.wait_for(1)
+    trainer.update(4)
+    seen["played"] = trainer.wait_for(3)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    seen["leaving"] = trainer.expect(Leaving)
+    seen["codes"] = [rank.wait(30) for rank in ranks]
+    return seen
+
+
+def test_two_ranks_play_as_one_replica_and_leave_together_after_a_signal(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "pair"
+    build_model(model)
+    (seen,) = run_ranks(train_pair, 1, model, run)
+    assert (seen["hello"].tensor, seen["hello"].name) == (2, "replica-0")
+    assert {v for t in seen["played"].values() for turn in versions(t) for v in turn} == {3, 4}
+    assert (seen["leaving"], seen["codes"]) == (Leaving("SIGTERM"), [0, 0])
+    log = (run / "logs" / "replica-0.log").read_text()
+    assert log.rstrip().endswith("megatron-stppo: the replica has ended: SIGTERM"), log
+    assert sorted(path.name for path in (run / "logs").glob("*rank*")) == [
+        "replica-0-rank-0.log",
+        "replica-0-rank-1.log",
+    ]
