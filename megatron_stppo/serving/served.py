@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import Played
+from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
@@ -152,8 +153,7 @@ class Served:
         if self._hub is not None:
             self._hub.close("the run has ended")
             keys.remove(self.learner.config.run.folder)
-        dist.barrier()
-        dist.destroy_process_group()
+        process.stop()
 
     def _start(self) -> None:
         """Wait until the configured replicas have joined, then assign what a checkpoint left open."""
