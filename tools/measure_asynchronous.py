@@ -54,9 +54,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path("runs/measured"))
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     given = parser.parse_args()
-    print(
-        "| training | tool | s per iteration | tokens/s | trainer idle | replica idle | mean staleness (max) |"
-    )
+    print("| training | tool | s per iteration | tokens/s | trainer idle | replica idle | staleness (max) |")
     print("|---|---|---|---|---|---|---|")
     for case in CASES:
         for tool, kind in (("no wait", ()), ("long tail", (SLOW,))):

@@ -45,10 +45,10 @@ class LocalReplicas:
 
     def __init__(self, serving: Serving, names: Sequence[str], budget: int) -> None:
         """Start the replicas. budget: how many are started again, over the whole run."""
-        self._serving, self._budget = serving, budget
+        self._serving, self._names, self._budget = serving, names, budget
         self.gave_up = ""  # why no further replica is started; empty if none is needed
         (serving.run / "logs").mkdir(parents=True, exist_ok=True)
-        self._processes = {name: self._start(i, name) for i, name in enumerate(names)}
+        self._processes = {name: self._start(name) for name in names}
 
     def ended(self) -> list[tuple[str, str]]:
         """Return (name, why) of the replicas that have ended since the last call, and start them again.
@@ -56,7 +56,7 @@ class LocalReplicas:
         Raises ConfigError if a replica ended because of its configuration: a new one would end too.
         """
         found = []
-        for index, (name, ranks) in enumerate(list(self._processes.items())):
+        for name, ranks in list(self._processes.items()):
             codes = [rank.poll() for rank in ranks]
             if all(code is None for code in codes):
                 continue
@@ -70,7 +70,7 @@ class LocalReplicas:
             found.append((name, f"its process ended with {code}: {last}"))
             if self._budget:
                 self._budget -= 1
-                self._processes[name] = self._start(index, name)
+                self._processes[name] = self._start(name)
             else:
                 del self._processes[name]
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
@@ -87,7 +87,7 @@ class LocalReplicas:
                     log.warning("a replica did not end within %g s and is killed", GRACE)
             _end(ranks)
 
-    def _start(self, index: int, name: str) -> list[subprocess.Popen[bytes]]:
+    def _start(self, name: str) -> list[subprocess.Popen[bytes]]:
         serving, port = self._serving, process.free_port()
         command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
         command += ["--parent", str(os.getpid()), *serving.arguments]
@@ -105,7 +105,7 @@ class LocalReplicas:
                     "OMP_NUM_THREADS": str(serving.threads),
                 }
                 if serving.first_gpu is not None:
-                    first = serving.first_gpu + index * serving.tensor
+                    first = serving.first_gpu + self._names.index(name) * serving.tensor
                     own["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + serving.tensor])
                 ranks.append(
                     subprocess.Popen(

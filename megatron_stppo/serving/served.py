@@ -94,7 +94,7 @@ class Served:
         self.learner.load_for("reshard")
         first, self._version = self._version < 0, version
         if first:
-            self._start()
+            return self._start()
         if self._hub is not None:
             self._hub.announce(version)
         while (step := self._next(self._update)).kind != "done":
