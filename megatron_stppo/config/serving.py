@@ -43,7 +43,7 @@ class ServingConfig(Section):
     address: str | None = Field(
         None,
         description="address of the network interface that replicas connect to; default: loopback if "
-        "train starts them, otherwise that of MASTER_ADDR",
+        "train starts them, otherwise that of MASTER_ADDR, or under Slurm of the first rank's node",
     )
     timeout: float = Field(
         60.0, gt=0, description="seconds without a sign of life after which a replica or the trainer is lost"

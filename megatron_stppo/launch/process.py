@@ -132,20 +132,26 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def start(config: Config) -> MeshRank:
-    """Join the default process group, build megatron's groups, and return this rank's place in them."""
+def start(config: Config, is_alone: bool = True) -> MeshRank:
+    """Join the default process group, build megatron's groups, and return this rank's place in them.
+
+    is_alone: see `meeting` in launch/rendezvous.py.
+    """
     from megatron_stppo.parallel import groups
 
     check(config)
-    join(config.timeout)
+    join(config.timeout, is_alone)
     mesh = groups.initialize(config.parallel, config.timeout)
     if mesh.rank == 0:
         print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
     return mesh
 
 
-def join(timeout: timedelta) -> None:
-    """Join the default process group. A process without a launcher becomes a world of one rank."""
+def join(timeout: timedelta, is_alone: bool = True) -> None:
+    """Join the default process group. A process without a launcher becomes a world of one rank.
+
+    is_alone: see `meeting` in launch/rendezvous.py.
+    """
     import torch
     import torch.distributed as dist
 
@@ -165,7 +171,7 @@ def join(timeout: timedelta) -> None:
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
     # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backends, **meeting(timeout))
+    dist.init_process_group(backends, **meeting(timeout, is_alone=is_alone))
 
 
 def _opening(config: Config, mesh: MeshRank) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_stppo.config import ConfigError
 
 LOOPBACK = "lo"  # its name on Linux
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO_INTERFACE, NCCL_INTERFACE = INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LAZY = "TORCH_GLOO_LAZY_INIT"  # if 1, gloo connects two ranks when they first exchange data
 CONNECT = 10.0  # seconds until a connection must be open
 OTHER_FILES = 1024  # open files of a rank besides its connections to other ranks: libraries, logs, tools
@@ -34,20 +34,22 @@ def open_store(timeout: timedelta) -> dist.Store:
     return given["store"] if "store" in given else next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
-def meeting(timeout: timedelta, wait: bool = True) -> dict[str, Any]:
+def meeting(timeout: timedelta, wait: bool = True, is_alone: bool = True) -> dict[str, Any]:
     """Return arguments of init_process_group with which the store listens only on MASTER_ADDR's interface.
 
-    wait: whether the first rank waits until all others are connected to the store.
+    wait: whether the first rank waits until all others are connected to the store. is_alone: no program on
+    another host will share a group of NCCL with these ranks.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single rank opens no port. If all ranks are on this
-    host, gloo and NCCL also use the loopback interface only, unless the user has set an interface. Gloo opens
-    a connection when it is first used, unless the user has set TORCH_GLOO_LAZY_INIT.
+    host, gloo and NCCL also use the loopback interface only, unless the user has set an interface, or, for
+    NCCL, the program is not alone. Gloo opens a connection when it is first used, unless the user has set
+    TORCH_GLOO_LAZY_INIT.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.setdefault(LAZY, "1")
     is_local = world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if is_local:
-        for name in INTERFACES:
+        for name in INTERFACES if is_alone else (GLOO_INTERFACE,):
             os.environ.setdefault(name, LOOPBACK)
     given: dict[str, Any] = {"timeout": timeout, "rank": rank, "world_size": world}
     if world == 1:
@@ -90,9 +92,9 @@ def address_towards(host: str, port: int) -> str:
 def check_nccl_interface(address: str) -> None:
     """Raise ConfigError if NCCL would use the loopback interface, but this host's address is another one.
 
-    `meeting` sets the interface of a program whose ranks are all on this host. NCCL reads it once.
+    `meeting` sets the interface of a program that is alone on this host. NCCL reads it once.
     """
-    name = os.environ.get("NCCL_SOCKET_IFNAME")
+    name = os.environ.get(NCCL_INTERFACE)
     if torch.cuda.is_available() and name == LOOPBACK and not ipaddress.ip_address(address).is_loopback:
         raise ConfigError(
             f"NCCL_SOCKET_IFNAME={name}: the ranks of the other program connect to {address}; set it to the "

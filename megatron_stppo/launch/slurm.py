@@ -13,6 +13,9 @@ from megatron_stppo.config import ConfigError
 
 # Below the range of ports that Linux uses for outgoing connections.
 FIRST_PORT, PORTS = 20_000, 10_000
+STEPS_APART = (
+    997  # ports between two steps of a job, so that they are rarely those of another job on the node
+)
 LOOPBACK = "127.0.0.1"  # address of the store when all ranks are on one node
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The only variables that a log may contain: the environment also holds secrets.
@@ -44,9 +47,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
             f"SLURM_PROCID={rank} with SLURM_LOCALID={local} and SLURM_NTASKS={world}: no rank has these "
             "numbers; unset them, or start with srun"
         )
-    job, nodes = _number(environment, "SLURM_JOB_ID"), "SLURM_STEP_NODELIST"
-    nodes = nodes if nodes in environment else "SLURM_JOB_NODELIST"
-    first = first_host(nodes, _given(environment, nodes))
+    first = first_ranks_host(environment)
     here = environment.get("SLURM_GTIDS", "").split(",")  # the ranks of this node
     found = {
         "RANK": str(rank),
@@ -54,7 +55,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(len(here)),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or (LOOPBACK if len(here) == world else first),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_port(environment)),
     }
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if environment.get(name, found[name]) != found[name]:
@@ -63,6 +64,21 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
                 "together with RANK"
             )
     return found
+
+
+def first_ranks_host(environment: Mapping[str, str]) -> str:
+    """Return the host of this step's first rank. Raises ConfigError.
+
+    Example: {"SLURM_JOB_NODELIST": "gpu[01-08]", "SLURM_STEP_NODELIST": "gpu[07-08]"} gives "gpu07".
+    """
+    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environment else "SLURM_JOB_NODELIST"
+    return first_host(nodes, _given(environment, nodes))
+
+
+def is_part_of_the_job(environment: Mapping[str, str]) -> bool:
+    """Return whether this is a step on some of its job's nodes. Other steps may run on the others."""
+    job, step = (environment.get(f"SLURM_{x}_NUM_NODES", "1") for x in ("JOB", "STEP"))
+    return started_by_srun(environment) and job != step
 
 
 def first_host(name: str, nodes: str) -> str:
@@ -113,6 +129,13 @@ def _check_torchrun(environment: Mapping[str, str]) -> None:
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world}; start with torchrun, or unset both")
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Return the port of this step's store. Steps of a job that share a node have different ones."""
+    job = _number(environment, "SLURM_JOB_ID")
+    step = _number(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
+    return FIRST_PORT + (job + STEPS_APART * step) % PORTS
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

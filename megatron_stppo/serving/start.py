@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.atomic_replace import replacing
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.launch import process
@@ -20,7 +18,7 @@ from megatron_stppo.launch.rendezvous import connect_store, host_store
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.learner import build_learner
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
-from megatron_stppo.serving import keys
+from megatron_stppo.serving import address, keys
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.hub import Expected, Hub
 from megatron_stppo.serving.ledger import Ledger, Terms
@@ -44,13 +42,14 @@ def assemble(config: Config, resume: bool = False, recorded: Recorded | None = N
     shape = read_shape(config.model.path)
     model_layout.check_parallel(config, process.world_size())
     model_layout.check_engine(config, process.world_size())
-    mesh, dtype = process.start(config), process.dtype(config)
+    mesh = process.start(config, is_alone=address.is_loopback(_address(config)))
+    dtype = process.dtype(config)
     first = _First.start(config, dtype, recorded) if mesh.rank == 0 else None
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
-    store, address = _store(config)
+    store, at = _store(config)
     hub = first.hub() if first else None
-    return Served(learner, store, address, hub, first.ledger if first else None, ServingMeter())
+    return Served(learner, store, at, hub, first.ledger if first else None, ServingMeter())
 
 
 @dataclass(frozen=True)
@@ -120,35 +119,17 @@ def _local(config: Config, recorded: Recorded | None) -> LocalReplicas:
 
 
 def _address(config: Config) -> str:
-    """Return the IP address of the interface that replicas connect to.
-
-    Raises ConfigError if it is a loopback address, but ranks or replicas are on other machines.
-    """
-    is_local = process.world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    here = config.serving.start and is_local
-    name = config.serving.address or ("127.0.0.1" if here else os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    try:
-        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(
-            f"serving.address={name}: is not known ({error.strerror}); give an address"
-        ) from None
-    if ipaddress.ip_address(found).is_loopback and not is_local:
-        raise ConfigError(
-            f"serving.address={name}: is a loopback address, which ranks on other machines cannot reach; "
-            "give the address of an interface that connects them"
-        )
-    return found
+    return address.find(config.serving.address, config.serving.start, os.environ)
 
 
 def _store(config: Config) -> tuple[dist.Store, tuple[str, int]]:
     """Return the store of the groups for weights, with its host and port. Collective."""
     timeout = timedelta(seconds=config.serving.timeout)
     store: dist.Store | None = None
-    address = ("", 0)
+    at = ("", 0)
     if dist.get_rank() == 0:
         host = _address(config)
         store, port = host_store(host, timeout)
-        address = (host, port)
-    address = decode(broadcast_bytes(encode(address), 0), tuple[str, int])
-    return store or connect_store(address[0], address[1], timeout), address
+        at = (host, port)
+    at = decode(broadcast_bytes(encode(at), 0), tuple[str, int])
+    return store or connect_store(at[0], at[1], timeout), at

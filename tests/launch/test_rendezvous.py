@@ -112,6 +112,9 @@ def test_ranks_of_one_host_use_the_loopback_by_default(
     among(monkeypatch, 1, 2, LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0", **agent)
     assert meeting(SOON) == {"timeout": SOON}, "torchrun has already opened a store"
     assert [os.environ[name] for name in INTERFACES] == ["ib0", "lo"]
+    among(monkeypatch, 1, 2, LOCAL_WORLD_SIZE="2", **agent)
+    meeting(SOON, is_alone=False)
+    assert [os.environ.get(name) for name in INTERFACES] == ["lo", None], "NCCL reads it once, for all groups"
     among(monkeypatch, 1, 4, LOCAL_WORLD_SIZE="2", **agent)
     meeting(SOON)
     assert not set(INTERFACES) & set(os.environ), (

@@ -51,6 +51,12 @@ def test_the_port_is_below_the_ports_of_outgoing_connections() -> None:
     assert [torchrun_variables(job)["MASTER_PORT"] for job in jobs] == ["20001", "28863"]
 
 
+def test_steps_of_a_job_have_different_ports() -> None:
+    ports = {torchrun_variables(TASK | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(1000)}
+    assert len(ports) == 1000
+    assert torchrun_variables(TASK | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] == "25708"  # 24711 + 997
+
+
 def test_variables_set_by_torchrun_or_the_user_are_kept() -> None:
     assert torchrun_variables(TASK | TORCHRUN) == {}
     found = torchrun_variables(TASK | {"MASTER_ADDR": "ib0", "MASTER_PORT": "29500"})

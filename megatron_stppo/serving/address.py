@@ -1,0 +1,50 @@
+"""The address at which a trainer listens for its replicas."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch import slurm
+from megatron_stppo.launch.slurm import LOOPBACK
+
+
+def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> str:
+    """Return the IP address of the interface that replicas and the trainer's other ranks connect to.
+
+    given: serving.address. starts_replicas: the trainer starts its replicas, on its own machine. environment:
+    with torchrun's variables, which srun's tasks get from `discover` (launch/process.py).
+    Raises ConfigError if the address is not known, or is a loopback address although ranks or replicas are on
+    other machines.
+    """
+    is_local = environment.get("WORLD_SIZE", "1") == environment.get("LOCAL_WORLD_SIZE", "1")
+    name = given or (LOOPBACK if is_local and starts_replicas else _host(environment))
+    try:
+        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"serving.address={name}: is not known ({error.strerror}); give an address"
+        ) from None
+    elsewhere = not is_local or (not starts_replicas and slurm.is_part_of_the_job(environment))
+    if is_loopback(found) and elsewhere:
+        raise ConfigError(
+            f"serving.address={name}: is a loopback address, which ranks and replicas on other machines "
+            "cannot reach; give the address of an interface that connects them"
+        )
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _host(environment: Mapping[str, str]) -> str:
+    """Return the name or address of the first rank's host, for programs on other hosts."""
+    given = environment.get("MASTER_ADDR", LOOPBACK)
+    if given == LOOPBACK and slurm.started_by_srun(environment):
+        # The ranks of a step on one node connect over its loopback interface. The replicas are other steps,
+        # which may be on other nodes.
+        return slurm.first_ranks_host(environment)
+    return given
