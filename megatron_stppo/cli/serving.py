@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,12 +71,16 @@ def serve(
     process.discover()
     if is_first_rank() and not keys.path_of(run).exists():
         typer.echo(f"megatron-stppo: waiting up to {wait:g} s for the trainer of {run}", err=True)
-    connection = keys.read(run, wait)
+    # Slurm sends it to all steps of a job some time before the end. The trainer then completes its iteration,
+    # for which it needs the replicas, and ends them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    connection = keys.find(run, wait)
     settings = _open(run, overrides)
-    from megatron_stppo.resilience.preemption import PreemptionNotice
+    from megatron_stppo.resilience.preemption import OF_A_TERMINAL, PreemptionNotice
 
     # before the imports, which take long: without a handler a signal would end the process
-    notice = PreemptionNotice(0, "leaving the run after this engine step")
+    leave = (signal.SIGTERM, *OF_A_TERMINAL)
+    notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
     with importing():
         process.prepare()
         from megatron_stppo.commands import serve as stage

@@ -27,6 +27,7 @@ from megatron_stppo.rollout.tool_wait import ToolWait, open_environment
 from megatron_stppo.rollouts import rollout_settings
 from megatron_stppo.serving import journal
 from megatron_stppo.serving.activity import Activity
+from megatron_stppo.serving.address import is_loopback
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
@@ -67,7 +68,7 @@ def serve(config: Config, started: Started) -> None:
     Raises ConfigError if the trainer does not accept the replica, or for an environment that is used wrongly;
     CannotServe and EngineFailure if the replica cannot go on.
     """
-    process.join(config.timeout)
+    process.join(config.timeout, is_alone=is_loopback(started.connection.host))
     rank, run = dist.get_rank(), started.run
     name = broadcast_bytes((started.name or _default_name()).encode() if rank == 0 else None, 0).decode()
     process.log_to(run, rank, f"{name}-")

@@ -7,7 +7,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megatron_stppo.config import ConfigError
@@ -35,16 +35,19 @@ class PreemptionNotice:
     """
 
     def __init__(
-        self, margin: float, then: str = "writing a checkpoint after this iteration, then ending"
+        self,
+        margin: float,
+        then: str = "writing a checkpoint after this iteration, then ending",
+        signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
-        """Install the handlers of SIGNALS. then: what the process does after a signal, for the message.
+        """Install the handlers of `signals`. then: what the process does after a signal, for the message.
 
         Raises ConfigError if SLURM_JOB_END_TIME is not a number.
         """
         self.reason, self._then = "", then
         self._end = _end_of_allocation()
         self._margin, self._asked = margin, time.time()
-        for number in SIGNALS:
+        for number in signals:
             if number in OF_A_SCHEDULER or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ FOLDER, FILE = "serving", "connection.json"
 CONFIG = "config.yaml"  # in the same folder: the configuration of this attempt, for the replicas
 MOST_BYTES = 4096
 LOOK = 0.2  # seconds between two looks for the file
+CONNECT = 10.0  # seconds until a connection must be open
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # 32 bytes in Z85
 
 
@@ -40,6 +42,15 @@ class Connection:
     client_key: Key  # public
     client_secret: Key = field(repr=False)
     attempt: Annotated[str, Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]  # of the trainer; never used twice
+
+    @property
+    def host(self) -> str:
+        """The IP address. Example: "127.0.0.1"."""
+        return self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
 
 def path_of(folder: Path) -> Path:
@@ -89,6 +100,26 @@ def read(folder: Path, deadline_seconds: float, other_than: str = "") -> Connect
         if left <= 0:
             raise ConfigError(_missing(folder, deadline_seconds, other_than))
         time.sleep(min(LOOK, left))
+
+
+def find(folder: Path, deadline_seconds: float) -> Connection:
+    """Return the connection of a run, as soon as its trainer listens there.
+
+    A trainer that was killed leaves its file, which is ignored. Raises ConfigError as `read`.
+    """
+    ends = time.monotonic() + deadline_seconds
+    found = read(folder, deadline_seconds)
+    while not _listens(found):
+        found = read(folder, max(0.0, round(ends - time.monotonic(), 1)), found.attempt)
+    return found
+
+
+def _listens(connection: Connection) -> bool:
+    try:
+        with socket.create_connection((connection.host, connection.port), timeout=CONNECT):
+            return True
+    except OSError:
+        return False
 
 
 def _parse(path: Path) -> Connection:

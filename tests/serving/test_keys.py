@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 import time
@@ -51,6 +52,27 @@ def test_a_replica_waits_for_another_attempt_than_the_one_that_it_could_not_reac
     with pytest.raises(ConfigError, match="is of a trainer that has ended"):
         keys.read(tmp_path, 0.0, other_than=CONNECTION.attempt)
     assert keys.read(tmp_path, 0.0, other_than="of another") == CONNECTION
+
+
+def test_the_file_of_a_killed_trainer_is_ignored_until_a_new_one_listens(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("127.0.0.1", 0)) as killed:
+        old, new = (
+            replace(CONNECTION, address=f"tcp://127.0.0.1:{server.getsockname()[1]}", attempt=attempt)
+            for server, attempt in ((killed, "00000000"), (alive, "11111111"))
+        )
+        killed.close()
+        keys.write(tmp_path, old)
+        with pytest.raises(ConfigError, match="is of a trainer that has ended"):
+            keys.find(tmp_path, 0.0)
+        later = threading.Timer(0.1, keys.write, (tmp_path, new))
+        later.start()
+        assert keys.find(tmp_path, 10.0) == new
+        later.join()
+
+
+def test_a_connection_names_its_host_and_port() -> None:
+    assert (CONNECTION.host, CONNECTION.port) == ("127.0.0.1", 41234)
+    assert replace(CONNECTION, address="tcp://[fe80::1%eth0]:7").host == "fe80::1%eth0"
 
 
 def test_without_a_trainer_the_error_names_the_file_and_the_command(tmp_path: Path) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)  # a replica ignores it
 
 
 @pytest.fixture
-def run(model: Path, tmp_path: Path) -> Path:
-    keys.write(tmp_path, CONNECTION)
-    configure(tmp_path, model, replicas=1)
-    return tmp_path
+def run(model: Path, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run whose trainer listens."""
+    with socket.create_server(("127.0.0.1", 0)) as trainer:
+        keys.write(tmp_path, replace(CONNECTION, address=f"tcp://127.0.0.1:{trainer.getsockname()[1]}"))
+        configure(tmp_path, model, replicas=1)
+        yield tmp_path
 
 
 def configure(run: Path, model: Path, replicas: int | None) -> None:
