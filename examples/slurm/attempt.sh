@@ -12,10 +12,12 @@
 #
 # The same NAME continues that run (with --resume, if its folder has one). Another NAME starts a new run.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
+# With REPLICAS=n the last nodes of the job serve (asynchronous training): see replicas.sh.
 set -euo pipefail
 
 # The environment or the image, and the folder of the runs: see the top of that file.
 source examples/slurm/settings.sh
+source examples/slurm/replicas.sh
 
 name=$1 config=$2
 shift 2
@@ -54,8 +56,10 @@ say "step $(newest), on $SLURM_JOB_NODELIST"
 code=0 resume=()
 [[ ! -e $ROOT/$name/config.yaml && ! -e $checkpoints ]] || resume=(--resume)
 rm -f "$ROOT/$name/exit.json"
-"${launch[@]}" --output="$attempts/$attempt/rank-%t.log" \
-    "${python[@]}" -m megatron_stppo train "$config" run.name="$name" run.root="$ROOT" "$@" "${resume[@]}" || code=$?
+start_replicas "$ROOT/$name" "$attempts/$attempt"
+"${launch[@]}" "${training[@]}" --output="$attempts/$attempt/rank-%t.log" "${python[@]}" -m megatron_stppo train "$config" \
+    run.name="$name" run.root="$ROOT" "${asynchronous[@]}" "$@" "${resume[@]}" || code=$?
+stop_replicas
 judged=$(verdict)
 code=${judged:-$code}
 say "exit code $code, step $(newest)"

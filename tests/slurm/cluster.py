@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -28,7 +29,8 @@ class Job:
         """Kill all processes of the job that still run."""
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             self.process.kill()
             self.process.wait()
 

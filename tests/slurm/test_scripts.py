@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config_file import load
+from megatron_stppo.validation import checks
 from tests.plan.test_plans import PLANNED
 from tests.ranks import free_port
 from tests.slurm import cluster
 
 CHECK = cluster.SCRIPTS / "preflight.sbatch"
 BATCH = sorted(set(cluster.SCRIPTS.glob("*.sbatch")) - {CHECK})
-SHARED = (cluster.SCRIPTS / "attempt.sh", cluster.SCRIPTS / "settings.sh")
+SHARED = tuple(cluster.SCRIPTS / f"{name}.sh" for name in ("attempt", "settings", "replicas"))
+ASYNCHRONOUS = "-async"  # ends the names of scripts whose last nodes serve; without it, the name of the plan
 
 
 def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
@@ -139,18 +141,43 @@ def test_without_an_image_no_option_of_a_container_is_given(tmp_path: Path) -> N
 def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     text = script.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[script.stem]
+    plan = script.stem.removesuffix(ASYNCHRONOUS)
+    serve = {name: int(default) for name, default in re.findall(r"\b(REPLICA\w+)=\$\{\1:-(\d+)}", text)}
+    serving = serve["REPLICAS"] * serve["REPLICA_GPUS"] if plan != script.stem else 0
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[plan] + serving
     assert options["gpus-per-node"] == options["ntasks-per-node"]
     assert {"exclusive": "", "mem": "0", "requeue": "", "open-mode": "append"}.items() <= options.items()
     assert options["dependency"] == "singleton", "two jobs of one name would write one folder"
     assert options["signal"] == "USR1@600"
     (config,) = re.findall(r"\S+\.yaml", text)
-    assert load(cluster.ROOT / config).run.name == options["job-name"] == script.stem
+    assert load(cluster.ROOT / config).run.name == plan
+    assert options["job-name"] == script.stem
     assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, *SHARED))
 
 
 def test_every_plan_has_a_script() -> None:
-    assert {path.stem for path in BATCH} == set(PLANNED) - {"qwen2.5-72b"}
+    colocated = {path.stem for path in BATCH if not path.stem.endswith(ASYNCHRONOUS)}
+    assert colocated == set(PLANNED) - {"qwen2.5-72b"}
+
+
+@pytest.mark.parametrize(
+    "script", [path for path in BATCH if path.stem.endswith(ASYNCHRONOUS)], ids=lambda path: path.stem
+)
+def test_the_fields_that_an_asynchronous_script_sets_fit_the_model_and_the_ranks(
+    script: Path, tmp_path: Path
+) -> None:
+    options = ("--job-name=job",)
+    variables = {"PYTHON": "echo", "ROOT": str(tmp_path), "MODEL": "MODEL"}
+    with cluster.submit(tmp_path / "slurm", script, *options, **variables) as job:
+        job.process.wait(60)
+    log = tmp_path / "job/attempts/latest/rank-0.log"
+    _, _, _, path, *overrides = log.read_text().split()
+    given = [field for field in overrides if "=" in field and not field.startswith("model.path=")]
+    config = load(cluster.ROOT / path, given)
+    assert (config.serving.replicas, config.engine_tensor, config.serving.start) == (8, 4, False)
+    trains = len(list((tmp_path / "job/attempts/latest").glob("rank-*.log")))
+    assert trains == PLANNED[script.stem.removesuffix(ASYNCHRONOUS)]
+    checks.check(config, trains, "plan")
 
 
 def test_the_check_of_the_nodes_runs_on_two_ranks_and_the_job_ends_with_its_code(tmp_path: Path) -> None:
