@@ -3,11 +3,15 @@
 A thread takes the replicas' messages, also while the trainer's ranks score and update: it stores finished
 episodes in the ledger, assigns waiting ones, and finds replicas that are lost. The main thread calls the
 methods of Hub. A lost replica's episodes are assigned again, with the same seeds.
+
+Outside this file a replica is named by its group, the process group for its weights, whose name is used once.
+Its own name is used again by the replica that replaces it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -81,11 +85,12 @@ class Expected:
 
 @dataclass
 class _Replica:
+    group: str
     peer: bytes
     hello: Hello
     joined: bool = False
     playing: dict[int, Assignment] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)  # versions that were sent to it
+    held: set[int] = field(default_factory=set)  # versions that it may have received
     ready: int = -1  # the version it can be updated to
     counters: Counters = field(default_factory=Counters)
 
@@ -109,7 +114,8 @@ class Hub:
         """
         self._listener, self._ledger, self._expected = listener, ledger, expected
         self._timeout, self._local, self._journal = timeout, local, journal
-        self._replicas: dict[str, _Replica] = {}  # by name
+        self._replicas: dict[str, _Replica] = {}  # by group
+        self._groups = 0  # that were named
         self._waiting: deque[Assignment] = deque()
         self._results: dict[int, Trajectory] = {}  # of evaluations
         self._updating: set[str] = set()
@@ -160,7 +166,7 @@ class Hub:
         return self._ledger.batch()
 
     def wait(self, result: Callable[[], T | None]) -> T | str:
-        """Wait until result() is not None, and return it; or the name of a replica that can join.
+        """Wait until result() is not None, and return it; or the group of a replica that can join.
 
         Raises ConfigError and ToolsStayAway if a replica reports them, EngineLost if there is no replica and
         none comes.
@@ -169,7 +175,7 @@ class Hub:
             while True:
                 if self._trouble is not None:
                     raise self._trouble
-                if joining := next((n for n, r in sorted(self._replicas.items()) if not r.joined), None):
+                if joining := next((r.group for r in self._by_name() if not r.joined), None):
                     return joining
                 if (found := result()) is not None:
                     return found
@@ -183,32 +189,40 @@ class Hub:
         """Return the number of replicas that serve."""
         return sum(replica.joined for replica in self._replicas.values())
 
-    def tensor(self, name: str) -> int:
-        return self._replicas[name].hello.tensor
+    def groups(self) -> set[str]:
+        """Return the groups of the replicas that are not lost."""
+        with self._changed:
+            return set(self._replicas)
 
-    def offer(self, name: str, offer: Offer) -> None:
+    def tensor(self, group: str) -> int:
+        """Return the number of ranks of the replica; 0 if it is lost."""
+        with self._changed:
+            replica = self._replicas.get(group)
+            return replica.hello.tensor if replica is not None else 0
+
+    def offer(self, offer: Offer) -> None:
         """Send the offer. The trainer's ranks build the group next."""
         with self._changed:
-            if name in self._replicas:
-                self._listener.send(self._replicas[name].peer, offer)
+            if (replica := self._replicas.get(offer.group)) is not None:
+                replica.held.add(offer.version)
+                self._listener.send(replica.peer, offer)
 
-    def has(self, name: str, version: int) -> None:
-        """Record that the replica holds the version. If it has just joined, it gets episodes."""
+    def joined_now(self, group: str) -> None:
+        """Record that the replica has the offered version. It gets episodes."""
         with self._changed:
-            if (replica := self._replicas.get(name)) is not None:
+            if (replica := self._replicas.get(group)) is not None:
                 replica.joined = True
-                replica.held.add(version)
                 self._assign()
 
     def announce(self, version: int) -> None:
         """Announce an update to all replicas that have joined."""
         with self._changed:
-            self._updating = {name for name, replica in self._replicas.items() if replica.joined}
-            for name in self._updating:
-                self._listener.send(self._replicas[name].peer, Announce(version))
+            self._updating = {group for group, replica in self._replicas.items() if replica.joined}
+            for group in self._updating:
+                self._listener.send(self._replicas[group].peer, Announce(version))
 
     def next_update(self, version: int) -> str:
-        """Wait until an announced replica is ready, tell it to enter the update, and return its name.
+        """Wait until an announced replica is ready, tell it to enter the update, and return its group.
 
         Returns "" if none is left. Raises as `wait`.
         """
@@ -219,22 +233,23 @@ class Hub:
                 self._updating &= set(self._replicas)
                 if not self._updating:
                     return ""
-                able = sorted(name for name in self._updating if self._replicas[name].ready == version)
+                able = [r for r in self._by_name() if r.group in self._updating and r.ready == version]
                 if able:
-                    self._updating.remove(able[0])
-                    self._listener.send(self._replicas[able[0]].peer, Go(version))
-                    return able[0]
+                    self._updating.remove(able[0].group)
+                    able[0].held.add(version)
+                    self._listener.send(able[0].peer, Go(version))
+                    return able[0].group
                 self._changed.wait()
 
-    def lose(self, name: str, why: str) -> None:
-        """Remove a replica. Its episodes are assigned again."""
+    def lose(self, group: str, why: str) -> None:
+        """Remove a replica, and end it if it still runs. Its episodes are assigned again."""
         with self._changed:
-            self._lose(name, why)
+            self._expel(group, why)
 
     def counters(self) -> dict[str, Counters]:
-        """Return the newest counters of each replica that has joined."""
+        """Return the newest counters of each replica that has joined, by group."""
         with self._changed:
-            return {name: r.counters for name, r in self._replicas.items() if r.joined}
+            return {group: r.counters for group, r in self._replicas.items() if r.joined}
 
     def queues(self) -> dict[str, int]:
         """Return the numbers of episodes: waiting for a replica, played, finished and not trained."""
@@ -247,12 +262,13 @@ class Hub:
         with self._changed:
             for replica in self._replicas.values():
                 self._listener.send(replica.peer, Stop(reason))
+            asked = {replica.hello.name for replica in self._replicas.values()}
             self._ended = True
         self._listener.wake()
         self._thread.join()
         self._listener.close()
         if self._local is not None:
-            self._local.close()
+            self._local.close(asked)
 
     # the hub's thread; all of this holds self._changed
 
@@ -261,6 +277,8 @@ class Hub:
             try:
                 messages = self._listener.take(TICK)
                 with self._changed:
+                    if self._ended:  # else replicas that have ended would be started again
+                        return
                     for peer, message in messages:
                         self._take(peer, message)
                     self._look_for_lost()
@@ -277,10 +295,9 @@ class Hub:
             return self._greet(peer, message)
         if replica is None:
             return
-        name = replica.hello.name
         if isinstance(message, Unreadable | Hello):
             why = message.why if isinstance(message, Unreadable) else "a second Hello"
-            self._expel(name, f"it sent what a replica does not send: {why}")
+            self._expel(replica.group, f"it sent what a replica does not send: {why}")
         elif isinstance(message, Alive):
             replica.counters = message.counters or replica.counters
         elif isinstance(message, Ready):
@@ -288,24 +305,25 @@ class Hub:
         elif isinstance(message, Done):
             self._done(replica, message)
         elif isinstance(message, Leaving):
-            self._lose(name, f"it was asked to end: {one_line(message.reason)}")
+            self._lose(replica.group, f"it was asked to end: {one_line(message.reason)}")
         elif isinstance(message, ReplicaFailed):
-            self._failed(name, message)
+            self._failed(replica.group, message)
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         why = self._expected.refusal(hello)
-        if hello.name in self._replicas:
+        if any(replica.hello.name == hello.name for replica in self._replicas.values()):
             why = f"--name={hello.name}: a replica of this name serves already; choose another"
         if why:
             log.warning("a replica is refused: %s", one_line(why))
             self._listener.send(peer, NotAccepted(why))
             return
-        self._replicas[hello.name] = _Replica(peer, hello)
+        self._groups += 1
+        group = f"weights-{self._groups}"
+        self._replicas[group] = _Replica(group, peer, hello)
 
     def _done(self, replica: _Replica, done: Done) -> None:
-        name = replica.hello.name
         if done.number not in replica.playing:
-            return self._expel(name, f"it returned episode {done.number}, which it was not given")
+            return self._expel(replica.group, f"it returned episode {done.number}, which it was not given")
         expected = self._expected
         why = fault(
             done,
@@ -316,7 +334,7 @@ class Hub:
             routes_per_token=expected.routes_per_token,
         )
         if why:
-            return self._expel(name, f"episode {done.number}: {why}")
+            return self._expel(replica.group, f"episode {done.number}: {why}")
         del replica.playing[done.number]
         if done.number < 0:
             self._results[done.number] = done.trajectory
@@ -324,26 +342,32 @@ class Hub:
             self._ledger.finish(done.number, done.trajectory)
         self._assign()
 
-    def _failed(self, name: str, failure: ReplicaFailed) -> None:
+    def _failed(self, group: str, failure: ReplicaFailed) -> None:
         text = one_line(failure.text)
         if failure.kind == "misuse":
             self._trouble = ConfigError(text)
         elif failure.kind == "away":
             self._trouble = ToolsStayAway(text)
         else:
-            self._lose(name, text)
+            self._lose(group, text)
 
-    def _expel(self, name: str, why: str) -> None:
-        self._listener.expel(self._replicas[name].peer)
-        self._lose(name, why)
+    def _expel(self, group: str, why: str) -> None:
+        """Lose a replica that may not know it: one that is left running would never be replaced."""
+        if (replica := self._replicas.get(group)) is not None:
+            self._listener.expel(replica.peer)
+            if self._local is not None:
+                self._local.kill(replica.hello.name)
+            self._lose(group, why)
 
     def _look_for_lost(self) -> None:
-        for name, replica in list(self._replicas.items()):
-            if (silent := self._listener.silence(replica.peer)) > self._timeout:
-                self._lose(name, f"no sign of life for {silent:.0f} s (serving.timeout={self._timeout:g})")
         for name, why in self._local.ended() if self._local is not None else ():
-            if name in self._replicas:
-                self._lose(name, why)
+            for group in [r.group for r in self._replicas.values() if r.hello.name == name]:
+                self._lose(group, why)
+        for group, replica in list(self._replicas.items()):
+            if (silent := self._listener.silence(replica.peer)) > self._timeout:
+                limit = f"(serving.timeout={self._timeout:g})"
+                why = f"no sign of life for {silent:.0f} s {limit}"
+                self._expel(group, why if silent < math.inf else "its connection has ended")
         now = time.monotonic()
         if self._replicas:
             self._alone_since = now
@@ -355,12 +379,11 @@ class Hub:
                 "`megatron-stppo serve RUN_DIR`"
             )
 
-    def _lose(self, name: str, why: str) -> None:
-        replica = self._replicas.pop(name, None)
-        if replica is None:
-            return
+    def _lose(self, group: str, why: str) -> None:
+        replica = self._replicas.pop(group)
         self.lost, self.again = self.lost + 1, self.again + len(replica.playing)
-        log.warning("replica %s is lost: %s; %d episodes are played again", name, why, len(replica.playing))
+        said, name = "replica %s is lost: %s; %d episodes are played again", replica.hello.name
+        log.warning(said, name, why, len(replica.playing))
         self._waiting.extendleft(reversed(replica.playing.values()))
         self._assign()
 
@@ -372,7 +395,7 @@ class Hub:
         """Give waiting episodes to the replicas that have joined."""
         if self._journal is not None:
             return self._assign_as_recorded(self._journal)
-        serving = [replica for _, replica in sorted(self._replicas.items()) if replica.joined]
+        serving = [replica for replica in self._by_name() if replica.joined]
         playing = [len(replica.playing) for replica in serving]
         capacity = [replica.hello.capacity for replica in serving]
         for replica, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
@@ -380,11 +403,15 @@ class Hub:
 
     def _assign_as_recorded(self, journal: Mapping[int, str]) -> None:
         """Give the waiting episodes to the replicas that played them in the recorded run."""
-        for name, replica in sorted(self._replicas.items()):
+        for replica in self._by_name():
             if replica.joined:
+                name = replica.hello.name
                 own = [episode for episode in self._waiting if journal.get(episode.number) == name]
                 self._waiting = deque(e for e in self._waiting if journal.get(e.number) != name)
                 self._play(replica, own)
+
+    def _by_name(self) -> list[_Replica]:
+        return sorted(self._replicas.values(), key=lambda replica: replica.hello.name)
 
     def _play(self, replica: _Replica, episodes: list[Assignment]) -> None:
         if episodes:

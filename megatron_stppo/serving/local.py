@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +76,17 @@ class LocalReplicas:
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
         return found
 
-    def close(self) -> None:
-        """Wait until the replicas have ended, and kill those that do not end."""
+    def kill(self, name: str) -> None:
+        """Kill a replica, which `ended` then starts again. Nothing happens if the name is unknown."""
+        for rank in self._processes.get(name, ()):
+            rank.kill()
+
+    def close(self, asked: Collection[str]) -> None:
+        """Wait until the replicas that were `asked` to end have ended. Kill the others, and those that do not
+        end: one that is still starting cannot be asked."""
         deadline = time.monotonic() + GRACE
-        for ranks in self._processes.values():
-            for rank in ranks:
+        for name, ranks in self._processes.items():
+            for rank in ranks if name in asked else ():
                 try:
                     rank.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:

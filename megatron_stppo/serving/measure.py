@@ -25,7 +25,7 @@ class ServingMeter:
         """
         now, counters = time.perf_counter(), hub.counters()
         seconds, self._since = now - self._since, now
-        earlier = [self._before.get(name, Counters()) for name in counters]
+        earlier = [self._before.get(group, Counters()) for group in counters]
         self._before = counters
 
         def since(field: str) -> float:

@@ -40,14 +40,15 @@ class Step(msgspec.Struct, frozen=True):
     """What all ranks of the trainer do next.
 
     join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
-    version to a replica. done: go on. The others: raise the error with `text`.
+    version to the replica of `group`. done: go on. The others: raise the error with `text`.
     """
 
     kind: Literal["join", "update", "done", "misuse", "away", "lost"]
-    name: str = ""  # of the replica
+    group: str = ""
     tensor: int = 0
     offer: Offer | None = None
     text: str = ""
+    closed: tuple[str, ...] = ()  # groups of replicas that are lost: close their links
 
 
 RAISED: dict[type[Exception], Literal["misuse", "away", "lost"]] = {
@@ -81,10 +82,9 @@ class Served:
             config.model.path, trust_remote_code=False
         )
         self._failures = FailureLimit(config.environment.max_failure_rate)
-        self._links: dict[str, Link] = {}  # by the replica's name
+        self._links: dict[str, Link] = {}  # by group
         self._timeout = timedelta(seconds=config.serving.timeout)
         self._version = -1
-        self._groups = 0  # that were offered
         self._evaluated = 0  # episodes of evaluations
 
     def publish(self, version: int) -> None:
@@ -98,7 +98,7 @@ class Served:
         if self._hub is not None:
             self._hub.announce(version)
         while (step := self._next(self._update)).kind != "done":
-            self._send(step.name)
+            self._send(step.group)
 
     def draw(self, iteration: int) -> Played:
         if self._hub is not None:
@@ -174,9 +174,9 @@ class Served:
         found: list[T] = []
 
         def decide(hub: Hub) -> Step:
-            answer = hub.wait(lambda: result(hub))
-            if isinstance(answer, str):
-                return self._offer(hub, answer)
+            while isinstance(answer := hub.wait(lambda: result(hub)), str):
+                if tensor := hub.tensor(answer):  # else it was lost in the meantime
+                    return self._offer(answer, tensor)
             found.append(answer)
             return Step("done")
 
@@ -185,7 +185,10 @@ class Served:
         return found[0] if found else None
 
     def _next(self, decide: Callable[[Hub], Step]) -> Step:
-        """Return the first rank's decision on all ranks, or raise its error on all. Collective."""
+        """Return the first rank's decision on all ranks, or raise its error on all. Collective.
+
+        Links of replicas that the hub has lost are closed.
+        """
         step = Step("done")
         if self._hub is not None:
             try:
@@ -193,46 +196,49 @@ class Served:
             except tuple(RAISED) as error:
                 kind = next(kind for cls, kind in RAISED.items() if isinstance(error, cls))
                 step = Step(kind, text=str(error))
+            lost = set(self._links) - self._hub.groups() - {step.group}
+            step = msgspec.structs.replace(step, closed=tuple(sorted(lost)))
         step = decode(broadcast_bytes(encode(step), 0), Step)
+        for group in step.closed:
+            self._links.pop(group).close()
         if step.kind in ERRORS:
             raise ERRORS[step.kind](step.text)
         return step
 
     def _update(self, hub: Hub) -> Step:
-        name = hub.next_update(self._version)
-        return Step("update", name) if name else Step("done")
+        group = hub.next_update(self._version)
+        return Step("update", group) if group else Step("done")
 
-    def _offer(self, hub: Hub, name: str) -> Step:
-        self._groups += 1
+    def _offer(self, group: str, tensor: int) -> Step:
         host, port = self._address
         config, layout = self.learner.config, self.learner.mesh.layout
-        offer = Offer(f"weights-{self._groups}", host, port, layout, layer_spec(config), self._version)
-        return Step("join", name, hub.tensor(name), offer)
+        offer = Offer(group, host, port, layout, layer_spec(config), self._version)
+        return Step("join", group, tensor, offer)
 
     def _join(self, step: Step) -> None:
         """Build the group with a replica, and send the version that is served."""
         assert step.offer is not None
         self.learner.load_for("reshard")
         if self._hub is not None:
-            self._hub.offer(step.name, step.offer)
+            self._hub.offer(step.offer)
         try:
             link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
         except ReplicaLost as error:
-            return self._lose(step.name, str(error))
-        self._links[step.name] = link
-        self._send(step.name)
-
-    def _send(self, name: str) -> None:
-        try:
-            report = self._links[name].sync(self._version)
-        except ReplicaLost as error:
-            return self._lose(name, str(error))
-        self._meter.sent += report.bytes_moved
+            return self._lose(step.group, str(error))
+        self._links[step.group] = link
+        self._send(step.group)
         if self._hub is not None:
-            self._hub.has(name, self._version)
+            self._hub.joined_now(step.group)
 
-    def _lose(self, name: str, why: str) -> None:
-        if (link := self._links.pop(name, None)) is not None:
+    def _send(self, group: str) -> None:
+        try:
+            report = self._links[group].sync(self._version)
+        except ReplicaLost as error:
+            return self._lose(group, str(error))
+        self._meter.sent += report.bytes_moved
+
+    def _lose(self, group: str, why: str) -> None:
+        if (link := self._links.pop(group, None)) is not None:
             link.close()
         if self._hub is not None:
-            self._hub.lose(name, why)
+            self._hub.lose(group, why)

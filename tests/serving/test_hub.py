@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from megatron_stppo.config import ConfigError
@@ -88,12 +89,15 @@ class Trainer:
     ledger: Ledger
     listener: Listener
 
-    def join(self, replica: Replica, name: str, version: int = 0, **changed: object) -> None:
+    def join(self, replica: Replica, name: str, **changed: object) -> str:
+        """Let the replica join, and return its group."""
         replica.dialer.send(hello(name, **changed))
-        assert self.hub.wait(lambda: None) == name
-        self.hub.offer(name, OFFER)
+        group = self.hub.wait(lambda: None)
+        assert isinstance(group, str)
+        self.hub.offer(msgspec.structs.replace(OFFER, group=group))
         replica.next(Offer)
-        self.hub.has(name, version)
+        self.hub.joined_now(group)
+        return group
 
 
 @contextmanager
@@ -240,14 +244,54 @@ def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:
     with trainer() as (t, connect):
         a, b = connect(), connect()
         t.join(a, "a")
-        t.join(b, "b")
+        group = t.join(b, "b")
         t.hub.announce(1)
         assert (a.next(Announce).version, b.next(Announce).version) == (1, 1)
         b.dialer.send(Ready(1))
-        assert t.hub.next_update(1) == "b" and b.next(Go).version == 1
-        t.hub.has("b", 1)
+        assert t.hub.next_update(1) == group and b.next(Go).version == 1
         a.dialer.close()
         assert t.hub.next_update(1) == ""
+
+
+def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_has_left_the_update() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        a.given()
+        t.hub.announce(1)
+        a.dialer.send(Ready(1))
+        assert t.hub.next_update(1)
+        for number in (0, 1):
+            a.finish(number, turns=played(number, version=1).turns)
+        assert t.hub.wait(t.hub.batch) is not None and t.hub.lost == 0
+
+
+def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_its_name() -> None:
+    with trainer() as (t, connect):
+        a, again = connect(), connect()
+        old = t.join(a, "a")
+        t.hub.admit(0)
+        t.hub.announce(1)
+        a.dialer.close()
+        until(lambda: t.hub.lost == 1)
+        again.dialer.send(hello("a"))
+        new = t.hub.wait(lambda: None)
+        assert isinstance(new, str) and new != old
+        assert t.hub.next_update(1) == "", "the new one was not announced the update"
+        t.hub.lose(old, "weights could not be sent to it")
+        t.hub.joined_now(old)
+        assert (t.hub.groups(), t.hub.joined(), t.hub.lost) == ({new}, 0, 1)
+        assert (t.hub.tensor(old), t.hub.tensor(new)) == (0, 1)
+
+
+def test_a_silent_replica_that_wakes_up_learns_that_it_was_lost() -> None:
+    with trainer(timeout=0.3) as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        until(lambda: t.hub.lost == 1)
+        until(lambda: a.dialer.take(0.05) == [] and a.dialer.ended != "")
+        assert "does not accept more messages" in a.dialer.ended
 
 
 def test_an_evaluation_comes_before_waiting_episodes_and_is_not_trained() -> None:

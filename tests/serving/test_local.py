@@ -1,0 +1,50 @@
+"""Replicas of this machine: started, started again, ended with the trainer. None of them builds an engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.serving import parent
+from megatron_stppo.serving.local import LocalReplicas, Serving
+from tests.serving.peers import seconds, until
+
+
+def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(tmp_path: Path) -> None:
+    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=1)  # wait for a trainer
+    first = local._processes["replica-0"][0].pid
+    found: list[tuple[str, str]] = []
+    for number in (1, 2):
+        local.kill("replica-0")
+        local.kill("replica-9")  # of another machine
+        until(lambda: found.extend(local.ended()) or len(found) == number)  # noqa: B023
+        assert found[-1][0] == "replica-0" and found[-1][1].startswith("its process ended with -9")
+        if number == 1:
+            assert local._processes["replica-0"][0].pid != first and not local.gave_up
+    assert "rollout.engine_restarts is used up" in local.gave_up
+
+
+def test_a_replica_that_could_not_be_asked_to_end_is_not_waited_for(tmp_path: Path) -> None:
+    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0", "replica-1"], budget=0)
+    assert seconds(lambda: local.close(asked=())) < 5
+    assert all(rank.returncode == -9 for ranks in local._processes.values() for rank in ranks)
+
+
+def test_a_process_ends_soon_after_the_one_that_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "LOOK", 0.01)
+    monkeypatch.setattr(parent, "GRACE", 0.1)
+    assert not parent.has_ended(None) and not parent.has_ended(os.getppid())
+    reads, writes = os.pipe()
+    if (trainer := os.fork()) == 0:
+        starter = os.getpid()
+        if os.fork() == 0:
+            parent.watch(starter)
+            time.sleep(60)
+        os._exit(0)
+    os.waitpid(trainer, 0)
+    os.close(writes)  # the last writing end is that of the process, which must end
+    assert seconds(lambda: os.read(reads, 1)) < 30
+    os.close(reads)
