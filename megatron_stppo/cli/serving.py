@@ -59,8 +59,12 @@ def serve(
     from megatron_stppo.config import ConfigError
     from megatron_stppo.config.run import NAME
     from megatron_stppo.launch import process
+    from megatron_stppo.resilience.faults import CannotServe
     from megatron_stppo.serving import keys
+    from megatron_stppo.serving.parent import has_ended, watch
 
+    if parent is not None:
+        watch(parent)
     _check_overrides(overrides or [])
     if name and not re.fullmatch(NAME, name):
         raise ConfigError(
@@ -75,6 +79,8 @@ def serve(
     # for which it needs the replicas, and ends them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     connection = keys.find(run, wait)
+    if has_ended(parent):  # or the file may be of the next attempt, which starts its own replicas
+        raise CannotServe(f"the trainer, process {parent}, has ended")
     settings = _open(run, overrides)
     from megatron_stppo.resilience.preemption import OF_A_TERMINAL, PreemptionNotice
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable
 
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
@@ -17,6 +16,7 @@ from megatron_stppo.serving.messages import (
     Stop,
 )
 from megatron_stppo.serving.news import End
+from megatron_stppo.serving.parent import has_ended
 from megatron_stppo.serving.transport import Dialer
 
 
@@ -106,6 +106,6 @@ class Inbox:
             return End(
                 "lost", f"the trainer has been silent for {silence:.0f} s (serving.timeout={self._timeout:g})"
             )
-        if self._parent is not None and os.getppid() != self._parent:
+        if has_ended(self._parent):
             return End("lost", f"the trainer, process {self._parent}, has ended")
         return None
