@@ -6,6 +6,7 @@ else a crash.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated
 
@@ -61,6 +62,9 @@ def main() -> None:
             raise
         say(error)
         sys.exit(code)
+    finally:
+        # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -17,16 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.messages import one_line
+from megatron_stppo.parallel.collectives import encode
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
-from megatron_stppo.serving.dispatch import shares
+from megatron_stppo.serving.dispatch import parts, shares
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.messages import (
+    MOST_BYTES,
     Alive,
     Announce,
     Assignment,
@@ -316,6 +318,7 @@ class Hub:
         if why:
             log.warning("a replica is refused: %s", one_line(why))
             self._listener.send(peer, NotAccepted(why))
+            self._listener.expel(peer)
             return
         self._groups += 1
         group = f"weights-{self._groups}"
@@ -335,11 +338,13 @@ class Hub:
         )
         if why:
             return self._expel(replica.group, f"episode {done.number}: {why}")
-        del replica.playing[done.number]
+        assigned = replica.playing.pop(done.number)
+        # The task is ours: the replica might return another one.
+        played = replace(done.trajectory, task=assigned.task, group=assigned.group)
         if done.number < 0:
-            self._results[done.number] = done.trajectory
+            self._results[done.number] = played
         else:
-            self._ledger.finish(done.number, done.trajectory)
+            self._ledger.finish(done.number, played)
         self._assign()
 
     def _failed(self, group: str, failure: ReplicaFailed) -> None:
@@ -414,6 +419,6 @@ class Hub:
         return sorted(self._replicas.values(), key=lambda replica: replica.hello.name)
 
     def _play(self, replica: _Replica, episodes: list[Assignment]) -> None:
-        if episodes:
-            replica.playing |= {episode.number: episode for episode in episodes}
-            self._listener.send(replica.peer, Play(tuple(episodes)))
+        replica.playing |= {episode.number: episode for episode in episodes}
+        for part in parts(episodes, [len(encode(episode)) for episode in episodes], MOST_BYTES // 2):
+            self._listener.send(replica.peer, Play(part))
