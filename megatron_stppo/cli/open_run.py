@@ -62,8 +62,8 @@ def _keep_order(config: Config) -> None:
 def importing() -> Iterator[None]:
     """Time the imports that take seconds: torch, megatron-core, vLLM.
 
-    They create over a million objects that stay. Without garbage collection they take a quarter less processor
-    time. Later collections leave these objects out.
+    They create over a million objects that stay. Without garbage collection they take a quarter less
+    processor time. Later collections leave these objects out.
     """
     from megatron_stppo.telemetry.console import timed
 
