@@ -108,14 +108,17 @@ class Hub:
         timeout: float,
         local: LocalReplicas | None = None,
         journal: Mapping[int, str] | None = None,
+        tell_lost: Callable[[str, str], None] = lambda group, why: None,
     ) -> None:
         """timeout: seconds of silence after which a replica is lost.
 
         local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
-        must play it}, to repeat a run.
+        must play it}, to repeat a run. tell_lost: called with the group for weights of a lost replica, and
+        the reason, so that no rank waits for it (losses.py).
         """
         self._listener, self._ledger, self._expected = listener, ledger, expected
         self._timeout, self._local, self._journal = timeout, local, journal
+        self._tell_lost = tell_lost
         self._replicas: dict[str, _Replica] = {}  # by group
         self._groups = 0  # that were named
         self._waiting: deque[Assignment] = deque()
@@ -389,6 +392,7 @@ class Hub:
         self.lost, self.again = self.lost + 1, self.again + len(replica.playing)
         said, name = "replica %s is lost: %s; %d episodes are played again", replica.hello.name
         log.warning(said, name, why, len(replica.playing))
+        self._tell_lost(group, why)
         self._waiting.extendleft(reversed(replica.playing.values()))
         self._assign()
 

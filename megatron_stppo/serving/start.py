@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.hub import Expected, Hub
 from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
+from megatron_stppo.serving.losses import tell_lost
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import MOST_BYTES
 from megatron_stppo.serving.recorded import Recorded
@@ -48,7 +50,7 @@ def assemble(config: Config, resume: bool = False, recorded: Recorded | None = N
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
     store, at = _store(config)
-    hub = first.hub() if first else None
+    hub = first.hub(store) if first else None
     return Served(learner, store, at, hub, first.ledger if first else None, ServingMeter())
 
 
@@ -89,9 +91,18 @@ class _First:
         ledger = Ledger(cursor, _terms(config), recorded.batches if recorded else ())
         return cls(config, listener, ledger, local, expected, recorded)
 
-    def hub(self) -> Hub:
-        played = self.recorded.played if self.recorded else None
-        return Hub(self.listener, self.ledger, self.expected, self.config.serving.timeout, self.local, played)
+    def hub(self, store: dist.Store) -> Hub:
+        """store: of the groups for weights."""
+        return Hub(
+            self.listener,
+            self.ledger,
+            self.expected,
+            self.config.serving.timeout,
+            self.local,
+            self.recorded.played if self.recorded else None,
+            # a connection of the hub's thread
+            partial(tell_lost, store.clone()),  # type: ignore[attr-defined]  # missing in torch's stubs
+        )
 
 
 def _terms(config: Config) -> Terms:

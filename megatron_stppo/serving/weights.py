@@ -3,10 +3,10 @@
 Each replica has a group of its own, so if it dies only this group's collectives fail. The rows are planned,
 sent and compared as between ranks of one program (reshard/); both sides compute the same plan.
 
-A failed rank must not leave another one waiting. A trainer rank may be in a collective whose next message
-comes from another trainer rank, which has raised because its connection to the replica broke. So a rank that
-raises first leaves the group, which closes its connections; this makes the others raise, one after another.
-Then the trainer's ranks agree on the failure over their default group.
+A failed rank must not leave another one waiting, which may be in a collective with it, or with the dead one
+without being told so (parallel/abandon.py). So the rank that fails first writes the reason to the store,
+where all ranks look for it while they wait, and leaves the group. Then the trainer's ranks agree on the
+failure over their default group.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from megatron_stppo.learner import Learner
 from megatron_stppo.messages import printable
 from megatron_stppo.model import build
 from megatron_stppo.parallel import bridge
+from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.resharder import Resharder, SyncReport, nothing
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.serving.losses import tell_lost, why_lost
 from megatron_stppo.serving.messages import Offer
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
@@ -82,29 +84,38 @@ class Link:
         rank of this program's first rank. settle: called with the group's name and this rank's error after
         each step; raises if a rank of this program has an error.
         """
-        self.name, self._settle = offer.group, settle
+        self.name, self._store, self._settle = offer.group, store, settle
         self._group: dist.ProcessGroup | None = None
         self._reshard: Resharder | None = None
-        self._why = "no weights were sent"
+        self._closed = ""  # why
 
-        def connect() -> None:
+        def connect() -> Resharder:
             address = address_towards(offer.host, offer.port)
             check_nccl_interface(address)
-            size = sum(map(len, layouts))
-            self._group = bridge.join(
-                store, offer.group, first=first, size=size, address=address, timeout=timeout
+            group = bridge.join(
+                # a connection of its own, because no other call gets through while this one waits
+                store.clone(),  # type: ignore[attr-defined]  # missing in torch's stubs
+                offer.group,
+                first=first,
+                size=sum(map(len, layouts)),
+                address=address,
+                timeout=timeout,
             )
-            self._reshard = Resharder(
+            self._group = group
+            if self._closed:  # given up while the ranks were joining
+                self._leave(self._closed)
+                raise GivenUp(self._closed)
+            return Resharder(
                 source,
                 target,
                 *layouts,
                 row_widths(shape),
-                group=self._group,
+                group=group,
                 ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
                 on_bucket=on_bucket,
             )
 
-        self._attempt(connect, "the link was not made")
+        self._reshard = self._attempt(connect, "the link was not made")
 
     @classmethod
     def from_trainer(
@@ -184,7 +195,7 @@ class Link:
         Raises ReshardError unless the last sync succeeded on all ranks and the link is open.
         """
         if self._reshard is None:
-            raise ReshardError(f"the link to the trainer is closed: {self._why}")
+            raise ReshardError(f"the link to the trainer is closed: {self._closed}")
         return self._reshard.published()
 
     def sync(self, version: int) -> SyncReport:
@@ -195,15 +206,16 @@ class Link:
         version, it fails on all ranks of both, with ReshardError on the replica.
         """
         if self._reshard is None:
-            raise RuntimeError(f"link {self.name} is closed ({self._why}); make a new one")
+            raise RuntimeError(f"link {self.name} is closed ({self._closed}); make a new one")
         return self._attempt(lambda: self._send(version), f"sync to version {version} failed")
 
     def _send(self, version: int) -> SyncReport:
-        assert self._reshard is not None
+        reshard = self._reshard
+        assert reshard is not None
         named = [of_rank[0] for of_rank in gather_records([version], int, self._group)]
         if len(set(named)) > 1:
             raise ReshardError(f"the ranks of link {self.name} sync to different versions: {named}")
-        return self._reshard.sync(version)
+        return reshard.sync(version)
 
     def close(self) -> None:
         """Leave the group, without waiting for the other ranks. The default group is not affected."""
@@ -213,13 +225,19 @@ class Link:
         """Return step(). If it fails on a rank of this program, leave the group and raise."""
         error: RuntimeError | None = None
         try:
-            result = step()
+            result = call_unless(
+                step,
+                lambda: why_lost(self._store, self.name),
+                lambda why: self._leave(f"{what}: {why}"),
+            )
         except OWN_ERRORS:
             raise
-        except RuntimeError as caught:  # of a connection, or a ReshardError
+        except RuntimeError as caught:  # of a connection, GivenUp, or a ReshardError
             # without its traceback, whose frames refer to the group: see bridge.leave
             error = caught.with_traceback(None)
         if error is not None:
+            if not isinstance(error, ReshardError | GivenUp):  # the others have one too
+                tell_lost(self._store, self.name, f"{type(error).__name__}: {error}")
             self._leave(f"{what}: {error}")
         try:
             self._settle(self.name, error)
@@ -230,8 +248,8 @@ class Link:
 
     def _leave(self, why: str) -> None:
         group, self._group, self._reshard = self._group, None, None
+        self._closed = self._closed or why
         if group is not None:
-            self._why = why
             bridge.leave(group)
 
 

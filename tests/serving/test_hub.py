@@ -88,6 +88,7 @@ class Trainer:
     hub: Hub
     ledger: Ledger
     listener: Listener
+    told: list[tuple[str, str]]  # groups for weights that are lost, and why
 
     def join(self, replica: Replica, name: str, **changed: object) -> str:
         """Let the replica join, and return its group."""
@@ -105,14 +106,16 @@ def trainer(timeout: float = 30.0, staleness: int = 1) -> Iterator[tuple[Trainer
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness))
     listener = Listener("127.0.0.1", SIZE)
-    hub, dialers = Hub(listener, ledger, EXPECTED, timeout), []
+    told: list[tuple[str, str]] = []
+    hub = Hub(listener, ledger, EXPECTED, timeout, tell_lost=lambda *notice: told.append(notice))
+    dialers = []
 
     def connect() -> Replica:
         dialers.append(Dialer(listener.connection, SIZE))
         return Replica(dialers[-1])
 
     try:
-        yield Trainer(hub, ledger, listener), connect
+        yield Trainer(hub, ledger, listener, told), connect
     finally:
         hub.close("done")
         for dialer in dialers:
@@ -172,6 +175,18 @@ def test_a_silent_replica_is_lost() -> None:
         a = connect()
         t.join(a, "a")  # its dialer sends a sign of life every 2 s, which is too rare for this timeout
         until(lambda: t.hub.lost == 1)
+
+
+def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        first = t.join(a, "a")
+        a.dialer.send(Leaving("SIGTERM"))
+        until(lambda: t.told == [(first, "it was asked to end: SIGTERM")])
+        b.dialer.send(hello("b"))
+        second = t.hub.wait(lambda: None)  # it is not offered the group yet
+        b.dialer.send(Leaving("SIGTERM"))
+        until(lambda: t.told[1:] == [(second, "it was asked to end: SIGTERM")])
 
 
 def test_a_replica_that_was_asked_to_end_is_replaced_without_waiting() -> None:
