@@ -1,0 +1,169 @@
+"""A replica in simulated time: its episodes, their calls of tools, and updates of the weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from megatron_stppo.plan.simulation.clock import Clock
+from megatron_stppo.plan.simulation.speeds import EngineSpeed
+from megatron_stppo.plan.simulation.steps import Generation, StepEngine
+from megatron_stppo.plan.simulation.workload import PlannedEpisode
+
+UpdateKind = Literal["recompute", "drain"]
+
+
+@dataclass
+class EpisodeInPlay:
+    """An episode in progress, or a complete one."""
+
+    number: int
+    plan: PlannedEpisode
+    admitted: int  # version of the trainer at that time
+    turn: int = 0  # turns that are complete
+    context: int = 0  # tokens so far
+    cached: int = 0  # of these, tokens whose keys and values the engine holds
+    weights: int = -1  # updates of the replica when they were computed
+    oldest: int | None = field(default=None)  # version of the first generated token
+    complete: bool = False
+
+
+class ReplicaModel:
+    """Plays episodes with one engine.
+
+    overlap: generate while tools are called. Otherwise no step begins before all calls are answered.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        speed: EngineSpeed,
+        calls: int,
+        ended: Callable[[EpisodeInPlay], None],
+        update: UpdateKind = "recompute",
+        overlap: bool = True,
+    ) -> None:
+        """calls: calls of tools in progress at a time. ended: called with every complete episode."""
+        self.engine = StepEngine(clock, speed)
+        self.version = 0
+        self.in_flight = 0  # episodes
+        self.paused = 0.0  # seconds without steps because of updates
+        self.recomputed = 0  # tokens computed again because of updates
+        self.waited = 0.0  # seconds that calls of tools waited for a place
+        self._clock, self._calls, self._ended, self._update = clock, calls, ended, update
+        self._overlap = overlap
+        self._updates = 0
+        self._calling = 0
+        self._asked: deque[tuple[float, float, Callable[[], None]]] = deque()  # calls that wait for a place
+        self._generating = 0  # turns in the engine
+        self._ready: Callable[[], None] | None = None  # with drain: called when no turn is in the engine
+        self._draining = False
+        self._held: list[EpisodeInPlay] = []  # with drain: turns that wait for the update
+        self._since = 0.0  # start of a pause
+
+    def admit(self, episode: EpisodeInPlay) -> None:
+        self.in_flight += 1
+        self._call(episode.plan.start, partial(self._turn, episode))
+
+    def announce(self, ready: Callable[[], None]) -> None:
+        """Prepare for an update. Call `ready` when it may begin: at once, or when running turns are over."""
+        if self._update == "recompute":
+            ready()
+            return
+        self._draining, self._ready = True, ready
+        self._look_whether_drained()
+
+    def pause(self, stopped: Callable[[], None]) -> None:
+        """Call `stopped` at the next end of a step. The engine does not step until `go_on`."""
+
+        def stop() -> None:
+            self._since = self._clock.now
+            stopped()
+
+        self.engine.stop(stop)
+
+    def go_on(self, version: int) -> None:
+        """Continue with new weights."""
+        self.paused += self._clock.now - self._since
+        self.version, self._updates = version, self._updates + 1
+        self.recomputed += self.engine.resume()
+        self._draining, held = False, self._held
+        self._held = []
+        for episode in held:
+            self._turn(episode)
+
+    def _turn(self, episode: EpisodeInPlay) -> None:
+        """Begin the next turn of an episode."""
+        if self._draining:
+            self._held.append(episode)
+            return
+        read, generated = episode.plan.sizes.turns[episode.turn]
+        if episode.weights != self._updates:
+            self.recomputed += episode.cached
+            episode.cached = 0
+        episode.context += read
+        fresh = episode.context - episode.cached
+        self._generating += 1
+        self.engine.add(
+            Generation(
+                episode.context,
+                fresh,
+                generated,
+                partial(self._finished, episode),
+                partial(self._begun, episode),
+            )
+        )
+
+    def _begun(self, episode: EpisodeInPlay) -> None:
+        if episode.oldest is None:
+            episode.oldest = self.version
+
+    def _finished(self, episode: EpisodeInPlay) -> None:
+        """Go on after a turn: call the tool, or end the episode."""
+        self._generating -= 1
+        _, generated = episode.plan.sizes.turns[episode.turn]
+        episode.context += generated
+        # the last token is read by the next turn
+        episode.cached, episode.weights = episode.context - 1, self._updates
+        seconds = episode.plan.waits[episode.turn]
+        episode.turn += 1
+        over = episode.turn == len(episode.plan.sizes.turns)
+        self._call(seconds, partial(self._end if over else self._turn, episode))
+        self._look_whether_drained()
+
+    def _end(self, episode: EpisodeInPlay) -> None:
+        self.in_flight -= 1
+        episode.complete = True
+        self._ended(episode)
+
+    def _look_whether_drained(self) -> None:
+        if self._draining and not self._generating and self._ready is not None:
+            ready, self._ready = self._ready, None
+            ready()
+
+    def _call(self, seconds: float, answer: Callable[[], None]) -> None:
+        """Call a tool that takes `seconds`, and `answer` when it is done."""
+        if seconds <= 0:
+            answer()
+            return
+        self._asked.append((self._clock.now, seconds, answer))
+        self.engine.blocked = not self._overlap
+        self._begin_calls()
+
+    def _begin_calls(self) -> None:
+        while self._asked and self._calling < self._calls:
+            asked, seconds, answer = self._asked.popleft()
+            self.waited += self._clock.now - asked
+            self._calling += 1
+            self._clock.at(self._clock.now + seconds, partial(self._answered, answer))
+
+    def _answered(self, answer: Callable[[], None]) -> None:
+        self._calling -= 1
+        self._begin_calls()
+        if not self._calling and self.engine.blocked:
+            self.engine.blocked = False
+            self.engine.wake()
+        answer()

@@ -1,0 +1,197 @@
+"""An engine in simulated time. It counts many steps as one event if nothing changes between them.
+
+The engine follows vLLM: prompts wait in order of arrival, a step computes all running sequences and as many
+tokens of prompts as fit, and a prompt that is complete gets its first token in the same step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_stppo.plan.simulation.clock import Clock
+from megatron_stppo.plan.simulation.speeds import EngineSpeed
+
+
+@dataclass
+class Generation:
+    """One turn of an episode in the engine."""
+
+    context: int  # tokens before it
+    fresh: int  # of these, tokens whose keys and values have to be computed
+    left: int  # tokens to generate, at least 1
+    finished: Callable[[], None]
+    begun: Callable[[], None]  # called when the first token is generated
+    last_step: int = field(default=0, init=False)  # number of the step that generates the last token
+
+
+@dataclass
+class EngineCounts:
+    """What an engine has done so far."""
+
+    steps: int = 0
+    generated: int = 0  # tokens; also the sum of running sequences over steps
+    prefilled: int = 0  # tokens
+    context: float = 0.0  # tokens of context, summed over sequences and steps
+    seconds: float = 0.0  # in steps
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Steps that are counted together: the same sequences run in all of them."""
+
+    begin: float  # seconds
+    steps: int
+    running: int
+    context: int  # before the first step
+    prefill: int
+
+    def end(self, speed: EngineSpeed, steps: int) -> float:
+        return self.begin + speed.elapsed(steps, self.running, self.context, self.prefill)
+
+
+class StepEngine:
+    """Runs generations on a Clock. `stop` and `resume` make room for an update of the weights."""
+
+    def __init__(self, clock: Clock, speed: EngineSpeed) -> None:
+        self.counts = EngineCounts()
+        self.blocked = False  # by a caller: no step begins until `wake`
+        self._clock, self._speed = clock, speed
+        self._waiting: deque[Generation] = deque()
+        self._running: list[tuple[int, int, Generation]] = []  # heap of (last step, order, generation)
+        self._order = self._step = self._context = 0
+        self._span: _Span | None = None
+        self._number = 0  # of spans; an end of an earlier span is out of date
+        self._kicked = False
+        self._stopped: Callable[[], None] | None = None  # a stop is due, or is in force
+        self._still = False
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds in steps so far."""
+        return self.counts.seconds + (self._clock.now - self._span.begin if self._span else 0.0)
+
+    def add(self, generation: Generation) -> None:
+        """Queue a generation. It enters at the next end of a step."""
+        self._waiting.append(generation)
+        if self._span is not None and len(self._running) < self._speed.most_sequences:
+            self._cut()
+        self.wake()
+
+    def wake(self) -> None:
+        """Begin to step after all other calls of this instant, if there is anything to do."""
+        if self._span is None and not self._kicked:
+            self._kicked = True
+            self._clock.at(self._clock.now, self._begin, last=True)
+
+    def stop(self, stopped: Callable[[], None]) -> None:
+        """Call `stopped` at the next end of a step; no step begins after it until `resume`."""
+        assert self._stopped is None
+        self._stopped = stopped
+        if self._span is None:
+            self._stand_still()
+        else:
+            self._cut()
+
+    def resume(self) -> int:
+        """Go on after an update: the keys and values of everything that runs are computed again.
+
+        Return the number of tokens that this takes.
+        """
+        assert self._still
+        self._stopped, self._still = None, False
+        again = [generation for _, _, generation in sorted(self._running, key=lambda entry: entry[1])]
+        for generation in again:
+            done = self._step + generation.left - generation.last_step
+            generation.context += done
+            generation.left -= done
+        lost = sum(one.context for one in again) + sum(one.context - one.fresh for one in self._waiting)
+        self._running.clear()
+        self._context = 0
+        self._waiting.extendleft(reversed(again))
+        for generation in self._waiting:
+            generation.fresh = generation.context
+        self.wake()
+        return lost
+
+    def _begin(self) -> None:
+        self._kicked = False
+        if self._span is not None or self._still or self.blocked or not self.unfinished:
+            return
+        prefill = self._enter()
+        steps = 1 if prefill or not self._running else self._running[0][0] - self._step
+        self._span = _Span(self._clock.now, steps, len(self._running), self._context, prefill)
+        self._schedule()
+
+    def _enter(self) -> int:
+        """Let waiting generations in. Return the tokens of prompts that the next step computes."""
+        room, prefill = self._speed.most_tokens - len(self._running), 0
+        while self._waiting and room > 0 and len(self._running) < self._speed.most_sequences:
+            one = self._waiting[0]
+            taken = min(room, one.fresh)
+            one.fresh -= taken
+            prefill, room = prefill + taken, room - taken
+            if one.fresh:
+                break
+            self._waiting.popleft()
+            one.begun()
+            one.last_step = self._step + one.left
+            self._order += 1
+            heapq.heappush(self._running, (one.last_step, self._order, one))
+            self._context += one.context
+        return prefill
+
+    def _cut(self) -> None:
+        """End the current span with the step that is being computed."""
+        span, now = self._span, self._clock.now
+        assert span is not None
+        low, high = 1, span.steps  # the first number of steps that does not end before now
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if span.end(self._speed, middle) >= now else (middle + 1, high)
+        if low < span.steps:
+            self._span = _Span(span.begin, low, span.running, span.context, span.prefill)
+            self._schedule()
+
+    def _schedule(self) -> None:
+        assert self._span is not None
+        self._number += 1
+        number = self._number
+        end = max(self._clock.now, self._span.end(self._speed, self._span.steps))
+        self._clock.at(end, lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        span = self._span
+        if span is None or number != self._number:
+            return
+        self._span = None
+        self._count(span)
+        self._step += span.steps
+        self._context += span.steps * len(self._running)
+        while self._running and self._running[0][0] <= self._step:
+            _, _, done = heapq.heappop(self._running)
+            self._context -= done.context + done.left
+            done.finished()
+        if self._stopped is None:
+            self.wake()
+        elif not self._still:  # otherwise one of the calls above has stopped the engine
+            self._stand_still()
+
+    def _count(self, span: _Span) -> None:
+        counts = self.counts
+        counts.steps += span.steps
+        counts.generated += span.steps * span.running
+        counts.prefilled += span.prefill
+        counts.context += span.steps * span.context + span.running * span.steps * (span.steps - 1) / 2
+        counts.seconds += self._speed.elapsed(span.steps, span.running, span.context, span.prefill)
+
+    def _stand_still(self) -> None:
+        assert self._stopped is not None
+        self._still = True
+        self._stopped()

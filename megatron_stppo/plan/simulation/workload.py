@@ -1,0 +1,153 @@
+"""The episodes that a simulation plays: lengths of prompts, turns and observations, and seconds of tools.
+
+Episode number n is drawn from a random generator of its own, which depends only on the seed and n. All splits
+of a plan, and the colocated run, therefore play the same episodes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+P99 = 2.3263478740408408  # 99 % of a standard normal distribution lies below it
+
+
+class Spread(Protocol):
+    """A distribution of numbers."""
+
+    def draw(self, chance: random.Random) -> float: ...
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """A log-normal distribution, given by its median and its 99 % quantile, and cut at `most`.
+
+    Example: LogNormal(0.2, 4.0) is 0.2 s or less half of the time, and above 4 s once in 100 draws.
+    LogNormal(5, 5) is always 5.
+    """
+
+    median: float  # > 0
+    p99: float  # >= median
+    most: float = math.inf
+
+    def draw(self, chance: random.Random) -> float:
+        sigma = math.log(self.p99 / self.median) / P99
+        return min(self.most, self.median * math.exp(sigma * chance.gauss(0.0, 1.0)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured numbers, each of them equally likely."""
+
+    values: tuple[float, ...]  # at least one
+
+    def draw(self, chance: random.Random) -> float:
+        return self.values[int(chance.random() * len(self.values))]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of an episode: of each turn, the tokens that the engine reads before it and those it generates.
+
+    Example: Sizes(((100, 20), (50, 30))) is a prompt of 100 tokens, a turn of 20, an observation of 50 and a
+    turn of 30; 200 tokens.
+    """
+
+    turns: tuple[tuple[int, int], ...]  # (read >= 1, generated >= 1), at least one
+
+    @property
+    def tokens(self) -> int:
+        return sum(read + generated for read, generated in self.turns)
+
+
+class EpisodeLengths(Protocol):
+    """A distribution of the sizes of episodes."""
+
+    def draw(self, number: int, chance: random.Random) -> Sizes: ...
+
+
+@dataclass(frozen=True)
+class DrawnLengths:
+    """Lengths whose parts are drawn independently. An episode ends when its context is full."""
+
+    prompt: Spread
+    turns: Spread  # number of turns
+    turn: Spread  # tokens
+    observation: Spread  # tokens
+    context: int  # most tokens of an episode
+
+    def draw(self, number: int, chance: random.Random) -> Sizes:
+        left, found = self.context, []
+        read = min(_count(self.prompt, chance), left - 1)
+        for _ in range(_count(self.turns, chance)):
+            generated = min(_count(self.turn, chance), left - read)
+            found.append((read, generated))
+            left -= read + generated
+            read = _count(self.observation, chance)
+            if read >= left:  # no room for an answer
+                break
+        return Sizes(tuple(found))
+
+
+@dataclass(frozen=True)
+class RecordedLengths:
+    """The lengths of recorded episodes.
+
+    in_order: episode n has the lengths of record n, and after the last record that of the first; otherwise
+    each record is equally likely.
+    """
+
+    records: tuple[Sizes, ...]
+    in_order: bool = False
+
+    def draw(self, number: int, chance: random.Random) -> Sizes:
+        count = len(self.records)
+        return self.records[number % count if self.in_order else int(chance.random() * count)]
+
+
+@dataclass(frozen=True)
+class ToolTimes:
+    """Seconds of the calls of an environment. None: no time.
+
+    between: after every turn but the last. start: before the first turn. end: after the last turn.
+    """
+
+    between: Spread | None = None
+    start: Spread | None = None
+    end: Spread | None = None
+    at_once: int = 64  # calls in progress at a time, per replica (environment.concurrency)
+
+
+@dataclass(frozen=True)
+class PlannedEpisode:
+    """An episode that is going to be played."""
+
+    sizes: Sizes
+    start: float  # seconds of the call before the first turn
+    waits: tuple[float, ...]  # seconds of the call after each turn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All episodes of a simulated run."""
+
+    lengths: EpisodeLengths
+    tools: ToolTimes
+    seed: int = 0
+
+    def episode(self, number: int) -> PlannedEpisode:
+        """Return episode `number`, counted from 0 in order of admission."""
+        chance = random.Random(f"{self.seed}/{number}")
+        sizes, tools = self.lengths.draw(number, chance), self.tools
+        between = [_seconds(tools.between, chance) for _ in sizes.turns[1:]]
+        return PlannedEpisode(sizes, _seconds(tools.start, chance), (*between, _seconds(tools.end, chance)))
+
+
+def _seconds(spread: Spread | None, chance: random.Random) -> float:
+    return 0.0 if spread is None else spread.draw(chance)
+
+
+def _count(spread: Spread, chance: random.Random) -> int:
+    return max(1, round(spread.draw(chance)))

@@ -1,0 +1,191 @@
+"""The simulation of asynchronous training against cases worked out by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from megatron_stppo.plan import colocated
+from megatron_stppo.plan.asynchronous import AsynchronousRun, AsynchronousSimulation, Window, simulate
+from megatron_stppo.plan.colocated import ColocatedRun
+from megatron_stppo.plan.simulation.buffer import BatchRule, Order
+from megatron_stppo.plan.simulation.replica import UpdateKind
+from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.workload import (
+    DrawnLengths,
+    LogNormal,
+    RecordedLengths,
+    Sizes,
+    Spread,
+    ToolTimes,
+    Workload,
+)
+
+STEP = EngineSpeed(0.01)
+# one turn of 100 steps, which take 1 s
+ONE_SECOND = Workload(RecordedLengths((Sizes(((10, 100),)),)), ToolTimes())
+
+
+def two_turns(between: Spread, at_once: int = 64) -> Workload:
+    """Two turns of 50 steps, which take 0.5 s each, with a call in between."""
+    return Workload(RecordedLengths((Sizes(((10, 50), (10, 50))),)), ToolTimes(between, at_once=at_once))
+
+
+def run(
+    work: Workload, staleness: int, train: float, batch: int = 4, order: Order = "admission"
+) -> AsynchronousRun:
+    """One replica with places for one batch."""
+    return AsynchronousRun(
+        work, BatchRule(batch, staleness, order), STEP, TrainerSpeed(train), concurrency=batch
+    )
+
+
+VARIED = Workload(
+    DrawnLengths(LogNormal(50, 200), LogNormal(3, 6), LogNormal(20, 100), LogNormal(50, 100), 1000),
+    ToolTimes(LogNormal(0.2, 4.0)),
+)
+
+
+@pytest.mark.parametrize("train", [0.5, 1.0, 3.0])
+def test_a_synchronous_iteration_takes_the_sum_of_rollout_and_training(train: float) -> None:
+    found = simulate(run(ONE_SECOND, 0, train))
+    assert found.iteration_seconds == pytest.approx(1.0 + train)
+    assert found.replica_idle == pytest.approx(train / (1.0 + train))
+    assert found.trainer_idle == pytest.approx(1.0 / (1.0 + train))
+    assert found.staleness == {0: 1.0}
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("train", [0.5, 1.0, 3.0])
+def test_an_asynchronous_iteration_takes_the_longer_of_rollout_and_training(
+    train: float, staleness: int
+) -> None:
+    found = simulate(run(ONE_SECOND, staleness, train))
+    assert found.iteration_seconds == pytest.approx(max(1.0, train))
+    assert found.tokens_per_second == pytest.approx(4 * 110 / max(1.0, train))
+
+
+def test_replicas_share_the_episodes_equally() -> None:
+    # 8 episodes, 2 replicas: 4 sequences in every step, 1 s for 100 steps
+    speed = EngineSpeed(0.0, sequence=0.0025)
+    found = simulate(replace(run(ONE_SECOND, 0, 1.0, batch=8), engine=speed, replicas=2))
+    assert (found.running, found.iteration_seconds) == (4.0, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("update", ["recompute", "drain"])
+@pytest.mark.parametrize("order", ["admission", "completion"])
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_nothing_is_lost_or_trained_twice_and_no_trajectory_exceeds_the_bound(
+    seed: int, update: UpdateKind, order: Order, staleness: int
+) -> None:
+    rule = BatchRule(24, staleness, order)
+    trainer = TrainerSpeed(0.1, 1e-5 if seed else 5e-4)  # seed 0: training takes longer than the rollout
+    work = replace(VARIED, seed=seed)
+    made = AsynchronousRun(work, rule, STEP, trainer, 2, 16, update, transfer=0.05, publish=0.01)
+    simulation = AsynchronousSimulation(made, Window(2, 10))
+    found = simulation.run()
+    assert max(found.staleness) <= staleness
+    trained = [one.number for one in chain.from_iterable(simulation.batches)]
+    assert len(trained) == len(set(trained)) == 12 * 24
+    assert sorted([*trained, *simulation.buffer.open]) == list(range(simulation.buffer.admitted))
+    assert order == "completion" or trained == list(range(12 * 24))
+    assert all(one.admitted > 11 - staleness for one in simulation.buffer.open.values())
+
+
+def test_a_tail_costs_nothing_at_bound_1_and_its_whole_length_at_bound_0() -> None:
+    """Training takes 3 s and a rollout 1 s. One call in 16 takes 2 s more."""
+    work = two_turns(Tail(seconds=2.0, of=16))
+    at_1 = simulate(replace(run(work, 1, 3.0, batch=64), concurrency=128))
+    without = simulate(run(ONE_SECOND, 1, 3.0, batch=64))
+    assert at_1.iteration_seconds < 1.02 * without.iteration_seconds == pytest.approx(3.06)
+    at_0 = simulate(run(work, 0, 3.0, batch=64), Window(0, 12))
+    together = colocated.simulate(ColocatedRun(work, 64, STEP, TrainerSpeed(3.0)), 12)
+    assert at_0.iteration_seconds == pytest.approx(together.iteration_seconds)
+    assert 5.9 < at_0.iteration_seconds < 6.1
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_a_slow_episode_lengthens_an_iteration_by_its_share_of_the_waits(staleness: int) -> None:
+    """Every batch has an episode of 10 s. Between its admission and its batch lie `staleness` trainings of
+    1 s and `staleness` + 1 waits, so an iteration takes (10 + 1) / (staleness + 1) seconds."""
+    lengths = RecordedLengths((Sizes(((10, 100),)),) * 7 + (Sizes(((10, 1000),)),), in_order=True)
+    made = run(Workload(lengths, ToolTimes()), staleness, 1.0, batch=8)
+    found = simulate(replace(made, concurrency=100))
+    assert found.iteration_seconds == pytest.approx(11 / (staleness + 1))
+
+
+def test_bound_0_with_one_replica_equals_the_colocated_run() -> None:
+    speed, trainer = EngineSpeed(0.01, 1e-3, 1e-5, 1e-6), TrainerSpeed(0.3, 1e-5)
+    apart = simulate(AsynchronousRun(VARIED, BatchRule(32, 0), speed, trainer), Window(0, 6))
+    together = colocated.simulate(ColocatedRun(VARIED, 32, speed, trainer), 6)
+    assert apart.iteration_seconds == pytest.approx(together.iteration_seconds, rel=1e-12)
+    assert apart.batch_tokens == together.batch_tokens
+    assert apart.waiting == pytest.approx(together.rollout)
+
+
+def test_recomputing_takes_the_tokens_of_what_runs() -> None:
+    """Bound 1. Training takes 0.5 s, a transfer 0.25 s and a turn 1 s.
+
+    At 0 s two batches begin, which are complete at 1 s. Batch 0 is trained on until 1.5 s and published until
+    1.75 s, when no episode runs. Then two batches begin: batch 2 runs while batch 1 is trained on until 2.25
+    s. 50 steps of it are over, so 4 x (10 + 50) tokens are computed again.
+    """
+    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, transfer=0.25)
+    simulation = AsynchronousSimulation(made, Window(0, 2))
+    found = simulation.run()
+    assert found.recomputed == 4 * 60 / 2
+    assert found.iteration_seconds == pytest.approx((1.75 + 0.75) / 2)
+    assert found.replica_paused == pytest.approx(0.5 / 2.5)
+
+
+def test_draining_ends_running_turns_before_the_update_and_recomputes_nothing() -> None:
+    """As above, but batch 2 runs from 1.75 s to 2.75 s, and is complete before the transfer."""
+    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, transfer=0.25, update="drain")
+    simulation = AsynchronousSimulation(made, Window(0, 2))
+    found = simulation.run()
+    assert found.recomputed == 0
+    assert found.iteration_seconds == pytest.approx((1.75 + 1.25) / 2)
+
+
+def test_weights_reach_replicas_one_after_the_other() -> None:
+    made = replace(run(ONE_SECOND, 0, 1.0, batch=8), replicas=4, transfer=0.5, publish=0.25)
+    found = simulate(made)
+    assert found.iteration_seconds == pytest.approx(1.0 + 1.0 + 4 * 0.5 + 0.25)
+    assert found.publishing == pytest.approx(2.25)
+    assert found.replica_paused == pytest.approx(0.5 / 4.25)
+
+
+def test_calls_wait_for_a_place() -> None:
+    """4 calls of 1 s, two at a time: turns end at 0.5 s, calls at 1.5 s and 2.5 s, episodes at 3 s."""
+    found = simulate(run(two_turns(LogNormal(1, 1), at_once=2), 0, 1.0))
+    assert found.iteration_seconds == pytest.approx(4.0)
+    assert found.calls_waiting == pytest.approx(2 * 1.0 / 4.0)
+
+
+def test_without_overlap_the_engine_waits_for_all_calls() -> None:
+    """Two episodes of 50 + 50 steps and of 60 steps: the call of 1 s after step 50 stops both."""
+    lengths = RecordedLengths((Sizes(((10, 50), (10, 50))), Sizes(((10, 60),))), in_order=True)
+    made = ColocatedRun(Workload(lengths, ToolTimes(LogNormal(1, 1))), 2, STEP, TrainerSpeed(0.0))
+    beside, alone = colocated.play(made, 0), colocated.play(replace(made, overlap=False), 0)
+    assert (beside.steps, alone.steps) == (110, 100)
+    assert beside.seconds == alone.seconds == pytest.approx(2.0)
+
+
+def test_a_forecast_does_not_depend_on_anything_but_its_arguments() -> None:
+    made = AsynchronousRun(VARIED, BatchRule(16, 2), STEP, TrainerSpeed(0.1), 2)
+    assert simulate(made) == simulate(made)
+    assert simulate(made) != simulate(replace(made, work=replace(VARIED, seed=1)))
+
+
+class Tail:
+    """No time, except for one call in `of`."""
+
+    def __init__(self, seconds: float, of: int) -> None:
+        self.seconds, self.of = seconds, of
+
+    def draw(self, chance: random.Random) -> float:
+        return self.seconds if chance.random() * self.of < 1 else 0.0
