@@ -38,8 +38,8 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Measured numbers, each of them equally likely."""
+class MeasuredSpread:
+    """MeasuredSpread numbers, each of them equally likely."""
 
     values: tuple[float, ...]  # at least one
 
