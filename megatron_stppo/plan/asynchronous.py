@@ -7,6 +7,7 @@ Admitted episodes are given to the replica with the fewest episodes in progress.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,7 @@ class AsynchronousSimulation:
         self._waiting = self._training = 0.0
         self._in_flight = self.buffered = self._counted = 0.0
         self.batches: list[tuple[EpisodeInPlay, ...]] = []
+        self._asks: list[float] = []  # when the measured iterations began, and when the last one ended
         self._first: _Totals | None = None
         self._last: _Totals | None = None
 
@@ -95,6 +97,8 @@ class AsynchronousSimulation:
         """Begin the next iteration: admit episodes, and ask for a batch."""
         self._version += 1
         self._look()
+        if self._version >= self._window.skipped:
+            self._asks.append(self._clock.now)
         if self._version == self._window.skipped:
             self._first = self._totals()
         elif self._version == self._window.skipped + self._window.count:
@@ -127,7 +131,7 @@ class AsynchronousSimulation:
         if self._asked_at is None:
             return
         self._look()
-        batch = self.buffer.take(self._version)
+        batch = self.buffer.take()
         if not batch:
             return
         self._waiting += self._clock.now - self._asked_at
@@ -202,5 +206,6 @@ class AsynchronousSimulation:
             calls_waiting=(last.calls_waiting - first.calls_waiting) / all_replicas,
             buffered=(last.buffered - first.buffered) / seconds,
             recomputed=(last.recomputed - first.recomputed) / count,
+            durations=tuple(later - earlier for earlier, later in itertools.pairwise(self._asks)),
             running=(last.generated - first.generated) / max(1, last.steps - first.steps),
         )

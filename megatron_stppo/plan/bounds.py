@@ -53,11 +53,7 @@ def bounds(
     played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
     share = work.tokens / microbatch_tokens * config.update.minibatches  # a rank's work, in micro-batches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
-    passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
-    scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
-    updated = max(
-        sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
-    )
+    scored, updated = microbatch_flop(config, stages)
     score, update = scored * share, updated * share * config.update.epochs
     whole = sum(one.models["actor"].score_flop for one in {s.stage: s for s in stages}.values())
     per_token = whole * layout.tensor / microbatch_tokens
@@ -69,6 +65,16 @@ def bounds(
         tokens=played * work.longest,
         flop_per_gpu=score + update,
     )
+
+
+def microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, int]:
+    """Return the FLOP of a micro-batch on one GPU of the stage with most of them: (score, update)."""
+    passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
+    scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
+    updated = max(
+        sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
+    )
+    return scored, updated
 
 
 def _rollout(

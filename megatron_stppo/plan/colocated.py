@@ -46,19 +46,27 @@ class ColocatedForecast:
     rollout: float
     training: float
     switch: float
+    durations: tuple[float, ...] = field(repr=False)  # seconds of each iteration
     rollout_idle: float  # share of the rollout that replicas have no sequence to run
-    rollouts: tuple[RolloutForecast, ...] = field(repr=False)
 
 
 def simulate(run: ColocatedRun, iterations: int = 12) -> ColocatedForecast:
     """Return the forecast of colocated training. Iterations are alike but for their episodes."""
-    rollouts = tuple(play(run, iteration) for iteration in range(iterations))
-    tokens = sum(one.tokens for one in rollouts) / iterations
-    rollout = sum(one.seconds for one in rollouts) / iterations
-    training = sum(run.trainer.seconds(one.tokens) for one in rollouts) / iterations
-    seconds = rollout + training + run.switch
-    idle = sum(one.idle * one.seconds for one in rollouts) / max(rollout * iterations, 1e-9)
-    return ColocatedForecast(seconds, tokens / seconds, tokens, rollout, training, run.switch, idle, rollouts)
+    rollouts = [play(run, iteration) for iteration in range(iterations)]
+    trainings = [run.trainer.seconds(one.tokens) for one in rollouts]
+    durations = [one.seconds + train + run.switch for one, train in zip(rollouts, trainings, strict=True)]
+    tokens, playing = sum(one.tokens for one in rollouts), sum(one.seconds for one in rollouts)
+    idle = sum(one.idle * one.seconds for one in rollouts)
+    return ColocatedForecast(
+        iteration_seconds=sum(durations) / iterations,
+        tokens_per_second=tokens / sum(durations),
+        batch_tokens=tokens / iterations,
+        rollout=playing / iterations,
+        training=sum(trainings) / iterations,
+        switch=run.switch,
+        durations=tuple(durations),
+        rollout_idle=idle / playing if playing else 0.0,
+    )
 
 
 def play(run: ColocatedRun, iteration: int) -> RolloutForecast:

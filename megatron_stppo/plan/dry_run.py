@@ -6,6 +6,7 @@ arithmetic (engine.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,44 +59,73 @@ class Plan:
         return self.engine, self.exchange.staging, self.config.update.offload
 
 
-def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
-    """Return the plan of a run on `gpus` GPUs.
+@dataclass(frozen=True)
+class TrainingUse:
+    """What the models take on the GPUs that train."""
 
-    Raises ConfigError for a configuration that cannot be built, PlanError for a reshard that would lose rows.
+    config: Config  # with megatron's settings for a plan
+    layout: Layout
+    layers: str
+    dtype: torch.dtype
+    spans: Mapping[int, Spans]  # by rank
+    work: Work
+    microbatch_tokens: int
+    stages: tuple[StageUse, ...]
+
+
+def training_use(config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100) -> TrainingUse:
+    """Build and measure one rank of each kind, of `gpus` GPUs that train.
+
+    Raises ConfigError for a configuration that cannot be built.
     """
-    shape = read_shape(config.model.path)
-    layout, dtype = Layout.of_world(gpus, config.parallel), _dtype(config)
-    spec, size = layer_spec(config), dtype.itemsize
+    layout, dtype = Layout.of_world(gpus, config.parallel), planned_dtype(config)
+    spec = layer_spec(config)
     # Kernels of other packages do not work on meta tensors, and may be missing on this machine.
     place = replace(fusions.Place.of(config, shape, gpu.is_cuda), gradient_kernel=False)
     settings = WITHOUT_VALUES | config.megatron | fusions.fields(place, config.megatron)
     config = config.model_copy(update={"megatron": settings})
-    training, widths = training_layouts(shape, layout, spec=spec), row_widths(shape)
-    serving = serving_layouts(shape, gpus, config.engine_tensor)
+    training = training_layouts(shape, layout, spec=spec)
     stages: list[StageUse] = []
     for kind in kinds(layout, training):
         with standing_at(kind.rank, gpus, config) as mesh:
             work, tokens, found = _of_kind(config, shape, mesh, dtype, kind, training[kind.rank], gpu)
             stages += found
     stages.sort(key=lambda one: one.stage)
+    return TrainingUse(config, layout, spec, dtype, training, work, tokens, tuple(stages))
+
+
+def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
+    """Return the plan of a run on `gpus` GPUs.
+
+    Raises ConfigError for a configuration that cannot be built, PlanError for a reshard that would lose rows.
+    """
+    shape = read_shape(config.model.path)
+    return plan_of(training_use(config, shape, gpus, gpu), shape, gpu)
+
+
+def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
+    """Return the plan of a run in which all GPUs of `use` train and serve. Raises PlanError."""
+    gpus = use.layout.world
+    config, layout, size, widths = use.config, use.layout, use.dtype.itemsize, row_widths(shape)
+    serving = serving_layouts(shape, gpus, config.engine_tensor)
     weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
     engine = EngineUse.of(config, shape, weights, size, gpu)
-    moves = exchange(training, serving, widths, layers_to_plan(shape, layout), size, gpu)
-    times = bounds(config, layout, stages, engine, work, tokens, moves.seconds, gpu)
+    moves = exchange(use.spans, serving, widths, layers_to_plan(shape, layout), size, gpu)
+    times = bounds(config, layout, use.stages, engine, use.work, use.microbatch_tokens, moves.seconds, gpu)
     return Plan(
         config=config,
         gpu=gpu,
         shape=shape,
         layout=layout,
-        layers=spec,
-        dtype=str(dtype).removeprefix("torch."),
-        work=work,
-        microbatch_tokens=tokens,
-        stages=tuple(stages),
+        layers=use.layers,
+        dtype=str(use.dtype).removeprefix("torch."),
+        work=use.work,
+        microbatch_tokens=use.microbatch_tokens,
+        stages=use.stages,
         engine=engine,
         exchange=moves,
         bounds=times,
-        broken=tuple(broken(config, layout, stages, engine, moves.staging, gpu)),
+        broken=tuple(broken(config, layout, use.stages, engine, moves.staging, gpu)),
     )
 
 
@@ -155,7 +185,7 @@ def _roles(config: Config) -> list[build.Role]:
     return [role for role, is_needed in wanted.items() if is_needed]
 
 
-def _dtype(config: Config) -> torch.dtype:
+def planned_dtype(config: Config) -> torch.dtype:
     """Return the type of the weights, as process.dtype chooses it on a GPU."""
     name = config.model.dtype
     return torch.bfloat16 if name == "auto" else getattr(torch, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +16,19 @@ Order = Literal["admission", "completion"]
 class BatchRule:
     """How many episodes are admitted, and which of them make a batch.
 
-    Example: with batches of 4 and a bound of 1, 8 episodes are admitted in iteration 0 and 12 in iteration 1.
+    Example: with batches of 4 tasks of 2 episodes and a bound of 1, 16 episodes are admitted in iteration 0
+    and 24 in iteration 1.
     """
 
-    batch: int  # episodes
+    tasks: int  # of a batch
     staleness: int  # serving.max_staleness
     order: Order = "admission"
+    samples: int = 1  # episodes of a task; a task is complete when all of them are
+
+    @property
+    def batch(self) -> int:
+        """Episodes of a batch."""
+        return self.tasks * self.samples
 
     def admitted(self, version: int) -> int:
         """Return the number of episodes that may be admitted before iteration `version` + 1 begins."""
@@ -31,46 +40,52 @@ class EpisodeBuffer:
 
     def __init__(self, rule: BatchRule) -> None:
         self.admitted = 0  # episodes so far
+        self.complete = 0  # episodes that are complete and wait for their batch
+        self.open: dict[int, list[EpisodeInPlay]] = {}  # by task, in order of admission
         self._rule = rule
-        self.open: dict[int, EpisodeInPlay] = {}  # by number, in order of admission
-        self._complete: dict[int, EpisodeInPlay] = {}  # those that are complete, in order of completion
-        self._choose = {"admission": self._first_admitted, "completion": self._first_completed}[rule.order]
-
-    @property
-    def complete(self) -> int:
-        """The number of complete episodes that wait for their batch."""
-        return len(self._complete)
+        self._left: dict[int, int] = {}  # by task: episodes that are not complete
+        self._done: dict[int, None] = {}  # complete tasks, in order of completion
 
     def may_admit(self, version: int) -> bool:
         return self.admitted < self._rule.admitted(version)
 
     def admit(self, episode: EpisodeInPlay) -> None:
+        """Note that an episode begins. Episodes begin in the order of their numbers."""
         assert episode.number == self.admitted
-        self.open[episode.number] = episode
         self.admitted += 1
+        self.open.setdefault(episode.number // self._rule.samples, []).append(episode)
+        self._left.setdefault(episode.number // self._rule.samples, self._rule.samples)
 
     def add(self, episode: EpisodeInPlay) -> None:
         """Note that an episode is complete."""
-        self._complete[episode.number] = episode
+        task = episode.number // self._rule.samples
+        self.complete += 1
+        self._left[task] -= 1
+        if not self._left[task]:
+            self._done[task] = None
 
-    def take(self, version: int) -> list[EpisodeInPlay]:
-        """Remove and return batch `version`, or return an empty list if it is not complete yet."""
-        if len(self._complete) < self._rule.batch:
+    def take(self) -> list[EpisodeInPlay]:
+        """Remove and return the next batch, or return an empty list if it is not complete yet."""
+        if len(self._done) < self._rule.tasks:
             return []
-        batch = self._choose(version)
-        if len(batch) < self._rule.batch or not all(one.complete for one in batch):
+        # a batch is complete if these are: the tasks admitted first, or those completed first
+        chosen = list(itertools.islice(CANDIDATES[self._rule.order](self), self._rule.tasks))
+        if any(self._left[task] for task in chosen):
             return []
-        for one in batch:
-            del self.open[one.number], self._complete[one.number]
+        batch = [one for task in chosen for one in self.open.pop(task)]
+        for task in chosen:
+            del self._done[task], self._left[task]
+        self.complete -= len(batch)
         return batch
 
-    def _first_admitted(self, version: int) -> list[EpisodeInPlay]:
-        return [one for one, _ in zip(self.open.values(), range(self._rule.batch), strict=False)]
+    def by_admission(self) -> Iterator[int]:
+        return iter(self.open)
 
-    def _first_completed(self, version: int) -> list[EpisodeInPlay]:
-        """Return those that would be too old for the next batch, and then those that were completed first."""
-        last = version - self._rule.staleness
-        due = [one for one in self.open.values() if one.admitted <= last]
-        assert len(due) <= self._rule.batch, (len(due), version)
-        others = (one for one in self._complete.values() if one.admitted > last)
-        return due + [one for one, _ in zip(others, range(self._rule.batch - len(due)), strict=False)]
+    def by_completion(self) -> Iterator[int]:
+        return iter(self._done)
+
+
+CANDIDATES: dict[Order, Callable[[EpisodeBuffer], Iterator[int]]] = {
+    "admission": EpisodeBuffer.by_admission,
+    "completion": EpisodeBuffer.by_completion,
+}

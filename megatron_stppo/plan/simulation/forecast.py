@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Forecast:
     buffered: float  # complete episodes that wait for their batch, mean over time
     recomputed: float  # tokens per iteration whose keys and values are computed again because of updates
     running: float  # sequences per engine step
+    durations: tuple[float, ...] = field(repr=False)  # seconds of each measured iteration
 
     @property
     def trainer_idle(self) -> float:

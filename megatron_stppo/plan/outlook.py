@@ -1,0 +1,175 @@
+"""Search for the best division of GPUs between training and serving, and compare it with colocated training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_stppo.config import Config
+from megatron_stppo.plan import asynchronous, colocated
+from megatron_stppo.plan.dry_run import TrainingUse, plan_of, planned_dtype, training_use
+from megatron_stppo.plan.engine import EngineUse
+from megatron_stppo.plan.exchange import shard_bytes
+from megatron_stppo.plan.hardware import GIB, H100, Gpu
+from megatron_stppo.plan.machine import engine_speed, trainer_speed, transfer_seconds
+from megatron_stppo.plan.simulation.buffer import BatchRule
+from megatron_stppo.plan.simulation.forecast import Forecast
+from megatron_stppo.plan.simulation.workload import Workload
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.sharding.spans import row_widths, serving_spans
+
+ITERATIONS = 8  # simulated and measured
+NO_ENGINE = EngineUse(0, 0, 0, 1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of GPUs. Example: Split(16, 6, 8) is a trainer of 16 GPUs and 6 replicas of 8."""
+
+    trainer: int
+    replicas: int
+    tensor: int  # GPUs of a replica
+
+    @property
+    def gpus(self) -> int:
+        return self.trainer + self.replicas * self.tensor
+
+
+@dataclass(frozen=True)
+class SplitForecast:
+    split: Split
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Forecasts for a number of GPUs."""
+
+    gpus: int
+    splits: tuple[SplitForecast, ...]  # fewest GPUs for training first
+    together: colocated.ColocatedForecast | None
+    left_out: tuple[str, ...]  # what is not possible, and why
+
+    @property
+    def best(self) -> SplitForecast | None:
+        """The split with most tokens per second."""
+        return max(self.splits, key=lambda one: one.forecast.tokens_per_second, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second of the best split / those of colocated training; None unless both are possible."""
+        if self.best is None or self.together is None:
+            return None
+        return self.best.forecast.tokens_per_second / self.together.tokens_per_second
+
+
+class Planner:
+    """Makes outlooks for one configuration. What several numbers of GPUs share is computed once."""
+
+    def __init__(self, config: Config, work: Workload, given: Mapping[str, float], gpu: Gpu = H100) -> None:
+        """given: the assumptions, by name."""
+        self.config, self.work, self.given, self.gpu = config, work, given, gpu
+        self.shape: ModelShape = read_shape(config.model.path)
+        self._uses: dict[int, TrainingUse] = {}
+
+    @cached_property
+    def tokens(self) -> float:
+        """Mean tokens of an episode."""
+        drawn = [self.work.episode(number).sizes.tokens for number in range(512)]
+        return sum(drawn) / len(drawn)
+
+    def outlook(self, gpus: int, trainers: Sequence[int], refusals: Sequence[str]) -> Outlook:
+        """Return the outlook for `gpus` GPUs.
+
+        trainers: possible numbers of GPUs for training. refusals: reasons why colocated training is not
+        possible; empty if it may be.
+        """
+        left_out, splits = list(refusals), []
+        for trainer in trainers:
+            problem = self._problem(trainer)
+            if problem:
+                left_out.append(problem)
+                continue
+            tensor = self.config.engine_tensor
+            split = Split(trainer, (gpus - trainer) // tensor, tensor)
+            splits.append(SplitForecast(split, self.apart(split)))
+        together = None if refusals else self._together(gpus, left_out)
+        return Outlook(gpus, tuple(splits), together, tuple(left_out))
+
+    def apart(self, split: Split) -> Forecast:
+        """Return the forecast of asynchronous training with a split."""
+        config, use = self.config, self._use(split.trainer)
+        serving = config.serving
+        run = asynchronous.AsynchronousRun(
+            self.work,
+            BatchRule(
+                config.rollout.tasks_per_iteration,
+                serving.max_staleness,
+                serving.order,
+                config.rollout.samples_per_task,
+            ),
+            engine_speed(config, self.shape, self.replica, self.tokens, self.gpu, self.given),
+            trainer_speed(use, self.tokens, self.gpu, self.given),
+            split.replicas,
+            serving.concurrency or config.rollout.max_sequences,
+            serving.update,
+            transfer_seconds(use, self.shape, split.tensor, self.gpu, self.given),
+        )
+        return asynchronous.simulate(run, asynchronous.Window(3 + serving.max_staleness, ITERATIONS))
+
+    @cached_property
+    def replica(self) -> EngineUse:
+        """The memory of a replica's GPU."""
+        tensor, size = self.config.engine_tensor, planned_dtype(self.config).itemsize
+        spans, widths = serving_spans(self.shape, tensor, 0), row_widths(self.shape)
+        rollout = self.config.rollout.model_copy(
+            update={"gpu_memory_utilization": self.given["replica_memory"]}
+        )
+        config = self.config.model_copy(update={"rollout": rollout})
+        return EngineUse.of(config, self.shape, shard_bytes(spans, widths, size), size, self.gpu)
+
+    @property
+    def _batch(self) -> int:
+        return self.config.rollout.tasks_per_iteration * self.config.rollout.samples_per_task
+
+    def _use(self, gpus: int) -> TrainingUse:
+        if gpus not in self._uses:
+            self._uses[gpus] = training_use(self.config, self.shape, gpus, self.gpu)
+        return self._uses[gpus]
+
+    def _problem(self, trainer: int) -> str:
+        """Return why a trainer of so many GPUs, or its replicas, do not fit in memory; empty if they fit."""
+        needed = self.config.max_context * self.replica.cache_per_token
+        if self.replica.cache < needed:
+            return (
+                f"rollout.engine_tensor={self.config.engine_tensor}: a replica cannot hold its weights and "
+                "one episode of rollout.max_context tokens; choose a larger one"
+            )
+        offload = self.config.update.offload
+        taken = max(max(one.totals(NO_ENGINE, 0, offload).values()) for one in self._use(trainer).stages)
+        if taken > self.gpu.usable:
+            return (
+                f"{trainer} GPUs for training: {taken / GIB:.1f} of {self.gpu.usable / GIB:.1f} GiB per GPU; "
+                "raise parallel.pipeline or parallel.tensor, or the number of GPUs"
+            )
+        return ""
+
+    def _together(self, gpus: int, left_out: list[str]) -> colocated.ColocatedForecast | None:
+        """Return the forecast of colocated training, or None if it does not fit."""
+        use = self._use(gpus)
+        made = plan_of(use, self.shape, self.gpu)
+        if made.broken:
+            left_out += [f"colocated: {line}" for line in made.broken]
+            return None
+        given = self.given
+        run = colocated.ColocatedRun(
+            self.work,
+            self._batch,
+            engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, given),
+            trainer_speed(use, self.tokens, self.gpu, given),
+            gpus // self.config.engine_tensor,
+            made.exchange.seconds / given["network_share"] + given["switch_seconds"],
+            self.config.rollout.overlap_tools,
+        )
+        return colocated.simulate(run, ITERATIONS)

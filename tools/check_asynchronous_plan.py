@@ -1,0 +1,143 @@
+"""Compare the iteration time that `plan --asynchronous` predicts with that of measured runs.
+
+    python tools/check_asynchronous_plan.py --calibrate runs/a --calibrate runs/b runs/c runs/d \\
+        [--tool-seconds 0.2 4.0] [--ranks 1]
+
+The speeds of engine and trainer come from the runs of --calibrate: colocated runs whose tools take no time, or
+asynchronous runs. Two runs with batches of different sizes are needed to tell the time of a step from the time of
+a sequence. The lengths of the episodes are those of each compared run. --tool-seconds gives the median and the
+99 % quantile of the calls of tools, for runs with an environment of their own (environment.kind other than
+search). Medians over iterations are compared, because other programs on a machine disturb single iterations. Exits
+with 1 if an error is above --limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.plan import asynchronous, colocated
+from megatron_stppo.plan.calibration import MeasuredRun, fit_engine, fit_trainer, read_run
+from megatron_stppo.plan.simulation.buffer import BatchRule
+from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.workload import LogNormal, ToolTimes, Workload
+
+ITERATIONS = 60  # simulated ones, more than are measured, so that the forecast has no error of its own
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds from the measured runs, in seconds."""
+
+    engine: EngineSpeed
+    trainer: TrainerSpeed
+    transfer: float  # pause of a replica for an update; 0 if only colocated runs were measured
+    publish: float  # of the trainer, besides the transfers
+
+
+def calibrate(runs: Sequence[MeasuredRun], ranks: int) -> Machine:
+    replicas = [engines(run, ranks) for run in runs]
+    apart = [run for run in runs if run.is_asynchronous]
+    transfer = statistics.fmean(run.mean("serving/pause_ms") / 1000 for run in apart) if apart else 0.0
+    reshards = [
+        run.mean("seconds/reshard") - (transfer * count if run.is_asynchronous else 0.0)
+        for run, count in zip(runs, replicas, strict=True)
+    ]
+    return Machine(
+        fit_engine(runs, replicas[0]), fit_trainer(runs), transfer, max(0.0, statistics.fmean(reshards))
+    )
+
+
+def engines(run: MeasuredRun, ranks: int) -> int:
+    return run.config.serving.replicas or ranks // run.config.engine_tensor
+
+
+def predict(run: MeasuredRun, machine: Machine, calls: LogNormal | None, ranks: int) -> Sequence[float]:
+    """Return the seconds of simulated iterations of `run`."""
+    config = run.config
+    own_environment = config.environment.kind != "search"
+    tools = ToolTimes(calls if own_environment else None, at_once=config.environment.concurrency)
+    work = Workload(run.lengths, tools)
+    if not run.is_asynchronous:
+        together = colocated.ColocatedRun(
+            work,
+            run.batch,
+            machine.engine,
+            machine.trainer,
+            engines(run, ranks),
+            machine.publish,
+            config.rollout.overlap_tools,
+        )
+        return colocated.simulate(together, ITERATIONS).durations
+    serving = config.serving
+    apart = asynchronous.AsynchronousRun(
+        work,
+        BatchRule(
+            config.rollout.tasks_per_iteration,
+            serving.max_staleness,
+            serving.order,
+            config.rollout.samples_per_task,
+        ),
+        machine.engine,
+        machine.trainer,
+        engines(run, ranks),
+        serving.concurrency or config.rollout.max_sequences,
+        serving.update,
+        machine.transfer,
+        machine.publish,
+    )
+    window = asynchronous.Window(2 + 2 * serving.max_staleness, ITERATIONS)
+    return asynchronous.simulate(apart, window).durations
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--calibrate", action="append", type=Path, required=True, metavar="RUN_DIR")
+    parser.add_argument("--tool-seconds", nargs=2, type=float, metavar=("MEDIAN", "P99"))
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the colocated runs (default: 1)")
+    parser.add_argument("--limit", type=float, default=0.15, help="largest relative error (default: 0.15)")
+    arguments = parser.parse_args(argv)
+    calls = LogNormal(*arguments.tool_seconds) if arguments.tool_seconds else None
+    try:
+        machine = calibrate([read_run(folder) for folder in arguments.calibrate], arguments.ranks)
+        runs = [read_run(folder) for folder in arguments.runs]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    engine, trainer = machine.engine, machine.trainer
+    print(
+        f"engine: {engine.step * 1e3:.3g} ms per step, {engine.sequence * 1e6:.3g} us per sequence, "
+        f"{engine.prefill * 1e6:.3g} us per token of a prompt\n"
+        f"trainer: {trainer.batch:.3g} s per batch, {trainer.token * 1e6:.3g} us per token\n"
+        f"update: {machine.transfer:.3g} s per replica, and {machine.publish:.3g} s\n"
+        "median seconds of an iteration (mean in brackets)"
+    )
+    worst = 0.0
+    for run in runs:
+        measured = [one.seconds for one in run.iterations]
+        predicted = predict(run, machine, calls, arguments.ranks)
+        error = statistics.median(predicted) / statistics.median(measured) - 1
+        worst = max(worst, abs(error))
+        print(
+            f"{run.folder.name}: measured {shown(measured)} in {len(measured)} iterations, "
+            f"predicted {shown(predicted)}: {error:+.0%}"
+        )
+    return int(worst > arguments.limit)
+
+
+def shown(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({statistics.fmean(seconds):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

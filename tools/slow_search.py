@@ -1,0 +1,56 @@
+"""The search environment with a retriever that is sometimes slow, to measure what a long tail costs.
+
+    PYTHONPATH=tools megatron-stppo train CONFIG.yaml environment.kind=slow_search:factory
+
+The seconds of a search are log-normal: half of them take 0.2 s or less, and one in 100 takes more than 4 s. They
+depend on the seed of the episode and on the number of the turn only. Turns without a search take no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.environments import search
+from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.types import Message, Task
+
+MEDIAN, P99 = 0.2, 4.0  # seconds
+SIGMA = math.log(P99 / MEDIAN) / 2.3263478740408408  # 99 % of a normal distribution lies below that
+
+
+def seconds(seed: int, turn: int) -> float:
+    """Return the seconds of the search after turn `turn` of an episode."""
+    return MEDIAN * math.exp(SIGMA * random.Random(f"{seed}/{turn}").gauss(0.0, 1.0))
+
+
+class SlowSearch:
+    """An episode of the search environment, with slow searches."""
+
+    stop_strings = search.STOP_STRINGS
+
+    def __init__(self, inner: Environment) -> None:
+        self._inner, self._seed, self._turn = inner, 0, 0
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        self._seed = seed
+        return await self._inner.reset(task, seed)
+
+    async def step(self, action: str) -> StepResult:
+        self._turn += 1
+        result = await self._inner.step(action)
+        if result.tool_calls:
+            await asyncio.sleep(seconds(self._seed, self._turn))
+        return result
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """Return a function that makes an environment per episode. Raises ConfigError as `search.factory`."""
+    make = search.factory(config)
+    return lambda: SlowSearch(make())
