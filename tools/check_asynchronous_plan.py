@@ -1,19 +1,21 @@
 """Compare the iteration time that `plan --asynchronous` predicts with that of measured runs.
 
-    python tools/check_asynchronous_plan.py --calibrate runs/a --calibrate runs/b runs/c runs/d \\
-        [--tool-seconds 0.2 4.0] [--ranks 1]
+    python tools/check_asynchronous_plan.py --calibrate runs/a --calibrate runs/b runs/c runs/d
 
-The speeds of engine and trainer come from the runs of --calibrate: colocated runs whose tools take no time, or
-asynchronous runs. Two runs with batches of different sizes are needed to tell the time of a step from the time of
-a sequence. The lengths of the episodes are those of each compared run. --tool-seconds gives the median and the
-99 % quantile of the calls of tools, for runs with an environment of their own (environment.kind other than
-search). Medians over iterations are compared, because other programs on a machine disturb single iterations. Exits
-with 1 if an error is above --limit.
+The speeds of engine and trainer come from the runs of --calibrate: colocated runs whose tools take no time,
+or asynchronous runs. Two runs with batches of different sizes are needed to tell the time of a step from that
+of a sequence. The lengths of episodes are those of each compared run. So are the times of tools with
+environment.kind=slow_search:factory, which follow from the seeds (runs with one rank, or in the order of
+admission). Other environments of the user have the times of --tool-seconds, and the search environment none.
+
+Medians over iterations are compared, because other programs on a machine disturb single iterations; means are
+in brackets. Exits with 1 if an error is above --limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,9 +29,15 @@ from megatron_stppo.plan import asynchronous, colocated
 from megatron_stppo.plan.calibration import MeasuredRun, fit_engine, fit_trainer, read_run
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import LogNormal, ToolTimes, Workload
-
-ITERATIONS = 60  # simulated ones, more than are measured, so that the forecast has no error of its own
+from megatron_stppo.plan.simulation.workload import (
+    LogNormal,
+    PlannedEpisode,
+    RecordedWork,
+    Sizes,
+    ToolTimes,
+)
+from megatron_stppo.rollout.play import request_seed
+from tools import slow_search
 
 
 @dataclass(frozen=True)
@@ -43,28 +51,52 @@ class Machine:
 
 
 def calibrate(runs: Sequence[MeasuredRun], ranks: int) -> Machine:
-    replicas = [engines(run, ranks) for run in runs]
-    apart = [run for run in runs if run.is_asynchronous]
-    transfer = statistics.fmean(run.mean("serving/pause_ms") / 1000 for run in apart) if apart else 0.0
+    counts = [engines(run, ranks) for run in runs]
+    apart = [run.mean("serving/pause_ms") / 1000 for run in runs if run.is_asynchronous]
+    transfer = statistics.fmean(apart) if apart else 0.0
     reshards = [
         run.mean("seconds/reshard") - (transfer * count if run.is_asynchronous else 0.0)
-        for run, count in zip(runs, replicas, strict=True)
+        for run, count in zip(runs, counts, strict=True)
     ]
-    return Machine(
-        fit_engine(runs, replicas[0]), fit_trainer(runs), transfer, max(0.0, statistics.fmean(reshards))
-    )
+    publish = max(0.0, statistics.fmean(reshards))
+    return Machine(fit_engine(runs, counts[0]), fit_trainer(runs), transfer, publish)
 
 
 def engines(run: MeasuredRun, ranks: int) -> int:
     return run.config.serving.replicas or ranks // run.config.engine_tensor
 
 
+def work_of(run: MeasuredRun, calls: LogNormal | None) -> RecordedWork:
+    """Return the recorded episodes of a run, with the seconds of their calls."""
+    sizes = [(iteration, one) for iteration, row in enumerate(run.iterations) for one in row.episodes]
+    places = [place for row in run.iterations for place in range(len(row.episodes))]
+    episodes = tuple(
+        PlannedEpisode(one, 0.0, waits(run, iteration, place, one, calls))
+        for (iteration, one), place in zip(sizes, places, strict=True)
+    )
+    return RecordedWork(episodes, ToolTimes(at_once=run.config.environment.concurrency))
+
+
+def waits(
+    run: MeasuredRun, iteration: int, place: int, sizes: Sizes, calls: LogNormal | None
+) -> tuple[float, ...]:
+    """Return the seconds of the call after each turn. The answer, after the last turn, takes none."""
+    kind, turns = run.config.environment.kind, range(1, len(sizes.turns))
+    seed = request_seed(run.config.run.seed * 1_000_003 + iteration, place, 0)
+    if kind == slow_search.KIND:
+        between = [slow_search.seconds(seed, turn) for turn in turns]
+    elif kind != "search" and calls is not None:
+        chance = random.Random(seed)
+        between = [calls.draw(chance) for _ in turns]
+    else:
+        between = [0.0 for _ in turns]
+    return (*between, 0.0)
+
+
 def predict(run: MeasuredRun, machine: Machine, calls: LogNormal | None, ranks: int) -> Sequence[float]:
-    """Return the seconds of simulated iterations of `run`."""
-    config = run.config
-    own_environment = config.environment.kind != "search"
-    tools = ToolTimes(calls if own_environment else None, at_once=config.environment.concurrency)
-    work = Workload(run.lengths, tools)
+    """Return the seconds of the simulated iterations of `run`, without the first."""
+    config, serving, count = run.config, run.config.serving, len(run.iterations)
+    work = work_of(run, calls)
     if not run.is_asynchronous:
         together = colocated.ColocatedRun(
             work,
@@ -75,26 +107,22 @@ def predict(run: MeasuredRun, machine: Machine, calls: LogNormal | None, ranks: 
             machine.publish,
             config.rollout.overlap_tools,
         )
-        return colocated.simulate(together, ITERATIONS).durations
-    serving = config.serving
+        return colocated.simulate(together, count).durations[1:]
+    rollout = config.rollout
     apart = asynchronous.AsynchronousRun(
         work,
         BatchRule(
-            config.rollout.tasks_per_iteration,
-            serving.max_staleness,
-            serving.order,
-            config.rollout.samples_per_task,
+            rollout.tasks_per_iteration, serving.max_staleness, serving.order, rollout.samples_per_task
         ),
         machine.engine,
         machine.trainer,
         engines(run, ranks),
-        serving.concurrency or config.rollout.max_sequences,
+        serving.concurrency or rollout.max_sequences,
         serving.update,
         machine.transfer,
         machine.publish,
     )
-    window = asynchronous.Window(2 + 2 * serving.max_staleness, ITERATIONS)
-    return asynchronous.simulate(apart, window).durations
+    return asynchronous.simulate(apart, asynchronous.Window(1, count - 1)).durations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,11 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{engine.prefill * 1e6:.3g} us per token of a prompt\n"
         f"trainer: {trainer.batch:.3g} s per batch, {trainer.token * 1e6:.3g} us per token\n"
         f"update: {machine.transfer:.3g} s per replica, and {machine.publish:.3g} s\n"
-        "median seconds of an iteration (mean in brackets)"
+        "seconds of an iteration, median (mean)"
     )
     worst = 0.0
     for run in runs:
-        measured = [one.seconds for one in run.iterations]
+        measured = [one.seconds for one in run.warm]
         predicted = predict(run, machine, calls, arguments.ranks)
         error = statistics.median(predicted) / statistics.median(measured) - 1
         worst = max(worst, abs(error))

@@ -2,8 +2,9 @@
 
     PYTHONPATH=tools megatron-stppo train CONFIG.yaml environment.kind=slow_search:factory
 
-The seconds of a search are log-normal: half of them take 0.2 s or less, and one in 100 takes more than 4 s. They
-depend on the seed of the episode and on the number of the turn only. Turns without a search take no time.
+The seconds of a search are log-normal: half of them take 0.2 s or less, and one in 100 takes more than 4 s.
+They depend only on the seed of the episode and the number of the turn, so check_asynchronous_plan.py can
+compute them. Turns without a search take no time.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from megatron_stppo.environments import search
 from megatron_stppo.environments.base import Environment, StepResult
 from megatron_stppo.types import Message, Task
 
+KIND = "slow_search:factory"  # environment.kind
 MEDIAN, P99 = 0.2, 4.0  # seconds
 SIGMA = math.log(P99 / MEDIAN) / 2.3263478740408408  # 99 % of a normal distribution lies below that
 
 
 def seconds(seed: int, turn: int) -> float:
-    """Return the seconds of the search after turn `turn` of an episode."""
+    """Return the seconds of a search. seed: of the environment's reset; turn: from 1."""
     return MEDIAN * math.exp(SIGMA * random.Random(f"{seed}/{turn}").gauss(0.0, 1.0))
 
 

@@ -1,9 +1,9 @@
-"""Speeds of engine and trainer from a run that was measured, and the lengths of its episodes."""
+"""Speeds of engine and trainer from runs that were measured, and the lengths of their episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ from megatron_stppo.config_file import load
 from megatron_stppo.plan.colocated import ColocatedRun, play
 from megatron_stppo.plan.simulation.fit import fit
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, ToolTimes, Workload
+from megatron_stppo.plan.simulation.workload import (
+    PlannedEpisode,
+    RecordedLengths,
+    RecordedWork,
+    Sizes,
+    ToolTimes,
+)
 from megatron_stppo.telemetry import rows, trajectory_log
 from megatron_stppo.telemetry.trajectory_files import recorded
 from megatron_stppo.types import Trajectory
@@ -48,11 +54,16 @@ class MeasuredIteration:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's folder. `iterations` leaves out the first, in which everything is called for the first time."""
+    """A run's folder."""
 
     folder: Path
     config: Config
-    iterations: tuple[MeasuredIteration, ...]
+    iterations: tuple[MeasuredIteration, ...]  # at least 3
+
+    @property
+    def warm(self) -> tuple[MeasuredIteration, ...]:
+        """All iterations but the first, in which everything is called for the first time."""
+        return self.iterations[1:]
 
     @property
     def is_asynchronous(self) -> bool:
@@ -62,14 +73,9 @@ class MeasuredRun:
     def batch(self) -> int:
         return self.config.rollout.tasks_per_iteration * self.config.rollout.samples_per_task
 
-    @property
-    def lengths(self) -> RecordedLengths:
-        """The lengths of all episodes, in order."""
-        return RecordedLengths(tuple(size for one in self.iterations for size in one.episodes), in_order=True)
-
     def mean(self, column: str) -> float:
         """Return the mean of a column, over the rows that have it; 0 if none has."""
-        found = [float(one.row[column]) for one in self.iterations if one.row.get(column) is not None]
+        found = [float(one.row[column]) for one in self.warm if one.row.get(column) is not None]
         return sum(found) / len(found) if found else 0.0
 
 
@@ -77,9 +83,7 @@ def read_lengths(folder: Path, last: int = 8) -> RecordedLengths:
     """Return the lengths of the episodes of a run's last `last` iterations. Raises ConfigError."""
     numbers = recorded(folder)[-last:]
     if not numbers:
-        raise ConfigError(
-            f"--from={folder}: holds no trajectories/; give the folder of a run, such as runs/NAME"
-        )
+        raise ConfigError(f"--from={folder}: holds no trajectories/; give the folder of a run, as runs/NAME")
     found = [sizes(one) for number in numbers for one in trajectory_log.read(folder, number) if one.turns]
     if not found:
         raise ConfigError(f"--from={folder}: no episode of its last iterations has a turn; give another run")
@@ -95,8 +99,8 @@ def read_run(folder: Path) -> MeasuredRun:
         measured = {row["iteration"]: row for row in rows.read(folder / METRICS) if "seconds/rollout" in row}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / METRICS}: cannot be read ({error}); give another run") from None
-    numbers = [number for number in recorded(folder) if number in measured][1:]
-    if len(numbers) < 2:
+    numbers = [number for number in recorded(folder) if number in measured]
+    if len(numbers) < 3:
         raise ConfigError(f"RUN_DIR={folder}: has fewer than 3 complete iterations; give a longer run")
     iterations = []
     for number in numbers:
@@ -114,25 +118,26 @@ def sizes(trajectory: Trajectory) -> Sizes:
 
 def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
     """Return the speed that fits the measured times of everything but rollout and reshard."""
-    iterations = [one for run in runs for one in run.iterations]
+    iterations = [one for run in runs for one in run.warm]
     columns = [[1.0] * len(iterations), [float(one.tokens) for one in iterations]]
     return TrainerSpeed(*fit(columns, [one.training for one in iterations]))
 
 
-def fit_engine(runs: Sequence[MeasuredRun], replicas: int) -> EngineSpeed:
+def fit_engine(runs: Sequence[MeasuredRun], replicas: int = 1) -> EngineSpeed:
     """Return the speed that fits the measured times of engine steps.
 
-    An asynchronous run counts its steps. The steps of a colocated run follow from the lengths of its episodes,
-    if its tools take no time.
+    An asynchronous run counts its steps. The steps of a colocated run, which has `replicas` engines, follow
+    from the lengths of its episodes, if its tools take no time.
     """
     found = []
     for run in runs:
-        found += [counted(one) for one in run.iterations] if run.is_asynchronous else simulated(run, replicas)
+        found += [_counted(one) for one in run.warm] if run.is_asynchronous else _simulated(run, replicas)
     steps, generated, prefilled, seconds = (list(column) for column in zip(*found, strict=True))
-    return EngineSpeed(*fit((steps, generated, prefilled), seconds))
+    step, sequence, prefill = fit((steps, generated, prefilled), seconds)
+    return EngineSpeed(step, sequence, prefill)
 
 
-def counted(iteration: MeasuredIteration) -> tuple[float, float, float, float]:
+def _counted(iteration: MeasuredIteration) -> tuple[float, float, float, float]:
     """Return (steps, tokens generated, tokens of prompts, seconds in steps) of all replicas."""
     row = iteration.row
     try:
@@ -148,13 +153,15 @@ def counted(iteration: MeasuredIteration) -> tuple[float, float, float, float]:
     return steps, generated, read + float(row.get("serving/recomputed") or 0.0), seconds
 
 
-def simulated(run: MeasuredRun, replicas: int) -> list[tuple[float, float, float, float]]:
+def _simulated(run: MeasuredRun, replicas: int) -> list[tuple[float, float, float, float]]:
     """Return (steps, tokens generated, tokens of prompts, seconds) of one replica, by iteration."""
     found = []
-    for one in run.iterations:
-        work = Workload(RecordedLengths(one.episodes, in_order=True), ToolTimes())
+    for one in run.warm:
+        episodes = tuple(PlannedEpisode(size, 0.0, (0.0,) * len(size.turns)) for size in one.episodes)
         speed = EngineSpeed(1.0, most_sequences=run.config.rollout.max_sequences)
-        made = ColocatedRun(work, len(one.episodes), speed, TrainerSpeed(0.0), replicas)
+        made = ColocatedRun(
+            RecordedWork(episodes, ToolTimes()), len(episodes), speed, TrainerSpeed(0.0), replicas
+        )
         counts = play(made, 0)
         each = [value / replicas for value in (counts.steps, counts.generated, counts.prefilled)]
         found.append((each[0], each[1], each[2], one.phase("rollout")))

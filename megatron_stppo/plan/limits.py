@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_stppo.config import Config
 from megatron_stppo.model.offload import Phase
@@ -10,6 +10,8 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.hardware import GIB, Gpu
 from megatron_stppo.plan.phases import StageUse
+
+NO_ENGINE = EngineUse(0, 0, 0, 1)  # on GPUs that only train
 
 
 def broken(
@@ -19,10 +21,22 @@ def broken(
 
     staging: bytes of the reshard's buffers.
     """
-    return [*_engine(config, engine, gpu), *_phases(config, layout, stages, engine, staging, gpu)]
+    every: tuple[Phase, ...] = ("rollout", "reshard", "score", "update")
+    return [
+        *serving_limit(config, engine, gpu),
+        *_phases(config, layout, stages, engine, staging, gpu, every),
+    ]
 
 
-def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
+def training_limits(
+    config: Config, layout: Layout, stages: Sequence[StageUse], staging: int, gpu: Gpu
+) -> list[str]:
+    """Return the violated limits of GPUs that train and do not serve."""
+    return list(_phases(config, layout, stages, NO_ENGINE, staging, gpu, ("score", "update")))
+
+
+def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
+    """Yield a line if the engine cannot hold its weights and one trajectory."""
     needed = config.max_context * engine.cache_per_token
     if engine.cache < needed:
         share = config.rollout.gpu_memory_utilization
@@ -37,11 +51,17 @@ def _engine(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
 
 
 def _phases(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
+    config: Config,
+    layout: Layout,
+    stages: Sequence[StageUse],
+    engine: EngineUse,
+    staging: int,
+    gpu: Gpu,
+    phases: Iterable[Phase],
 ) -> Iterator[str]:
     """Yield a line for every phase that does not fit, about the stage that needs most memory."""
     offload = config.update.offload
-    for phase in ("rollout", "reshard", "score", "update"):
+    for phase in phases:
         fullest = max(stages, key=lambda one: one.totals(engine, staging, offload)[phase])
         taken = fullest.totals(engine, staging, offload)[phase]
         if taken > gpu.usable:

@@ -1,9 +1,9 @@
-"""Search for the best division of GPUs between training and serving, and compare it with colocated training."""
+"""Forecasts of all divisions of GPUs between training and serving, and of colocated training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_stppo.config import Config
@@ -11,7 +11,8 @@ from megatron_stppo.plan import asynchronous, colocated
 from megatron_stppo.plan.dry_run import TrainingUse, plan_of, planned_dtype, training_use
 from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.exchange import shard_bytes
-from megatron_stppo.plan.hardware import GIB, H100, Gpu
+from megatron_stppo.plan.hardware import H100, Gpu
+from megatron_stppo.plan.limits import serving_limit, training_limits
 from megatron_stppo.plan.machine import engine_speed, trainer_speed, transfer_seconds
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.forecast import Forecast
@@ -20,7 +21,7 @@ from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_spans
 
 ITERATIONS = 8  # simulated and measured
-NO_ENGINE = EngineUse(0, 0, 0, 1)
+SPARE = 0.25  # share of time: if replicas of the best split are idle for longer, fewer are tried
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,12 @@ class Outlook:
     splits: tuple[SplitForecast, ...]  # fewest GPUs for training first
     together: colocated.ColocatedForecast | None
     left_out: tuple[str, ...]  # what is not possible, and why
-
-    @property
-    def best(self) -> SplitForecast | None:
-        """The split with most tokens per second."""
-        return max(self.splits, key=lambda one: one.forecast.tokens_per_second, default=None)
+    best: SplitForecast | None  # the split with most tokens per second
+    enough: int | None  # replicas with which the best split is as fast, if that is fewer
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second of the best split / those of colocated training; None unless both are possible."""
+        """Tokens per second of the best split / those of colocated training; None if one is not possible."""
         if self.best is None or self.together is None:
             return None
         return self.best.forecast.tokens_per_second / self.together.tokens_per_second
@@ -79,13 +77,13 @@ class Planner:
         drawn = [self.work.episode(number).sizes.tokens for number in range(512)]
         return sum(drawn) / len(drawn)
 
-    def outlook(self, gpus: int, trainers: Sequence[int], refusals: Sequence[str]) -> Outlook:
+    def outlook(self, gpus: int, trainers: Sequence[int], refused: Sequence[str], refusal: str) -> Outlook:
         """Return the outlook for `gpus` GPUs.
 
-        trainers: possible numbers of GPUs for training. refusals: reasons why colocated training is not
-        possible; empty if it may be.
+        trainers: possible numbers of GPUs for training. refused: why others are not possible. refusal: why
+        colocated training is not possible; empty if it may be.
         """
-        left_out, splits = list(refusals), []
+        left_out, splits = list(refused), []
         for trainer in trainers:
             problem = self._problem(trainer)
             if problem:
@@ -94,8 +92,12 @@ class Planner:
             tensor = self.config.engine_tensor
             split = Split(trainer, (gpus - trainer) // tensor, tensor)
             splits.append(SplitForecast(split, self.apart(split)))
-        together = None if refusals else self._together(gpus, left_out)
-        return Outlook(gpus, tuple(splits), together, tuple(left_out))
+        if refusal:
+            left_out.append(f"colocated: {refusal}")
+        together = None if refusal else self._together(gpus, left_out)
+        best = max(splits, key=lambda one: one.forecast.tokens_per_second, default=None)
+        enough = None if best is None else self._enough(best)
+        return Outlook(gpus, tuple(splits), together, tuple(dict.fromkeys(left_out)), best, enough)
 
     def apart(self, split: Split) -> Forecast:
         """Return the forecast of asynchronous training with a split."""
@@ -112,11 +114,23 @@ class Planner:
             engine_speed(config, self.shape, self.replica, self.tokens, self.gpu, self.given),
             trainer_speed(use, self.tokens, self.gpu, self.given),
             split.replicas,
-            serving.concurrency or config.rollout.max_sequences,
+            self.concurrency,
             serving.update,
             transfer_seconds(use, self.shape, split.tensor, self.gpu, self.given),
         )
         return asynchronous.simulate(run, asynchronous.Window(3 + serving.max_staleness, ITERATIONS))
+
+    def _enough(self, best: SplitForecast) -> int | None:
+        """Return the fewest replicas with at least 99 % of the tokens per second, if that is fewer."""
+        low, high = 1, best.split.replicas
+        if best.forecast.replica_idle < SPARE:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            found = self.apart(replace(best.split, replicas=middle))
+            fast = found.tokens_per_second >= 0.99 * best.forecast.tokens_per_second
+            low, high = (low, middle) if fast else (middle + 1, high)
+        return low if low < best.split.replicas else None
 
     @cached_property
     def replica(self) -> EngineUse:
@@ -130,7 +144,12 @@ class Planner:
         return EngineUse.of(config, self.shape, shard_bytes(spans, widths, size), size, self.gpu)
 
     @property
-    def _batch(self) -> int:
+    def concurrency(self) -> int:
+        """Episodes in progress per replica."""
+        return self.config.serving.concurrency or self.config.rollout.max_sequences
+
+    @property
+    def batch(self) -> int:
         return self.config.rollout.tasks_per_iteration * self.config.rollout.samples_per_task
 
     def _use(self, gpus: int) -> TrainingUse:
@@ -140,32 +159,26 @@ class Planner:
 
     def _problem(self, trainer: int) -> str:
         """Return why a trainer of so many GPUs, or its replicas, do not fit in memory; empty if they fit."""
-        needed = self.config.max_context * self.replica.cache_per_token
-        if self.replica.cache < needed:
-            return (
-                f"rollout.engine_tensor={self.config.engine_tensor}: a replica cannot hold its weights and "
-                "one episode of rollout.max_context tokens; choose a larger one"
-            )
-        offload = self.config.update.offload
-        taken = max(max(one.totals(NO_ENGINE, 0, offload).values()) for one in self._use(trainer).stages)
-        if taken > self.gpu.usable:
-            return (
-                f"{trainer} GPUs for training: {taken / GIB:.1f} of {self.gpu.usable / GIB:.1f} GiB per GPU; "
-                "raise parallel.pipeline or parallel.tensor, or the number of GPUs"
-            )
-        return ""
+        rollout = {"gpu_memory_utilization": self.given["replica_memory"]}
+        config = self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update=rollout)})
+        problem = next(serving_limit(config, self.replica, self.gpu), "")
+        if problem:
+            return problem
+        use = self._use(trainer)
+        lines = training_limits(self.config, use.layout, use.stages, 0, self.gpu)
+        return f"{trainer} GPUs for training: {lines[0]}" if lines else ""
 
     def _together(self, gpus: int, left_out: list[str]) -> colocated.ColocatedForecast | None:
         """Return the forecast of colocated training, or None if it does not fit."""
         use = self._use(gpus)
         made = plan_of(use, self.shape, self.gpu)
         if made.broken:
-            left_out += [f"colocated: {line}" for line in made.broken]
+            left_out.append(f"colocated: {made.broken[0]}")
             return None
         given = self.given
         run = colocated.ColocatedRun(
             self.work,
-            self._batch,
+            self.batch,
             engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, given),
             trainer_speed(use, self.tokens, self.gpu, given),
             gpus // self.config.engine_tensor,

@@ -47,7 +47,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
-        _context(config)
+        check_context(config)
     if command in ROLLS_OUT:
         model_folder.check_chat_template(config)
     if command in ("train", "plan"):
@@ -176,7 +176,7 @@ def _data_file(field: str, path: Path | None) -> None:
         raise ConfigError(f"{field}={path}: is empty; give at least one row")
 
 
-def _context(config: Config) -> None:
+def check_context(config: Config) -> None:
     """Check that the model's context fits the longest trajectory, and that the longest prompt leaves room for
     a turn."""
     r, e = config.rollout, config.environment

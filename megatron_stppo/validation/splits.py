@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.validation.checks import check_trajectories
-from megatron_stppo.validation.model_layout import check_parallel
+from megatron_stppo.validation import checks, model_folder
+from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 
 @dataclass(frozen=True)
@@ -21,25 +21,51 @@ class Candidates:
     """
 
     trainers: tuple[int, ...]  # GPUs of the trainer, ascending; the remaining ones serve
-    left_out: dict[int, str]  # GPUs of the trainer: why that is impossible
+    left_out: tuple[str, ...]  # what is not possible, and why
+    refusal: str  # why colocated training is not possible; empty if layout and batch allow it
 
 
 def candidates(config: Config, gpus: int) -> Candidates:
-    """Return the divisions in which every GPU trains or serves, with at least one replica."""
+    """Return the divisions in which every GPU trains or serves, with at least one replica.
+
+    Raises ConfigError for a configuration that no division can have.
+    """
+    model_folder.check_model(config)
+    check_engine(config, config.engine_tensor)
+    checks.check_context(config)
     parallel = config.parallel
-    unit, found, left_out = (
-        parallel.tensor * parallel.context * parallel.pipeline,
-        list[int](),
-        dict[int, str](),
-    )
+    unit = parallel.tensor * parallel.context * parallel.pipeline
     batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
+    found, uneven, left_out = list[int](), list[int](), list[str]()
     for trainer in range(unit, gpus, unit):
         if (gpus - trainer) % config.engine_tensor:
             continue
         try:
-            check_trajectories(config, check_parallel(config, trainer), batch)
+            layout = check_parallel(config, trainer)
         except ConfigError as error:
-            left_out[trainer] = str(error)
+            left_out.append(f"{trainer} GPUs for training: {error}")
+            continue
+        if batch % (config.update.minibatches * layout.data):
+            uneven.append(trainer)
         else:
             found.append(trainer)
-    return Candidates(tuple(found), left_out)
+    if uneven:
+        left_out.append(
+            f"{', '.join(map(str, uneven))} GPUs for training: the {batch} trajectories of a batch are not a "
+            f"multiple of update.minibatches={config.update.minibatches} * data-parallel ranks"
+        )
+    if gpus <= unit:
+        left_out.append(
+            f"{gpus} GPUs: parallel.tensor * context * pipeline = {unit} GPUs train, and none is left for a "
+            "replica"
+        )
+    return Candidates(tuple(found), tuple(left_out), _refusal(config, gpus))
+
+
+def _refusal(config: Config, gpus: int) -> str:
+    together = config.serving.model_copy(update={"replicas": None})
+    try:
+        checks.check(config.model_copy(update={"serving": together}), gpus, "plan")
+    except ConfigError as error:
+        return str(error)
+    return ""

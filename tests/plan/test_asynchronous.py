@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -17,7 +18,9 @@ from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.workload import (
     DrawnLengths,
     LogNormal,
+    PlannedEpisode,
     RecordedLengths,
+    RecordedWork,
     Sizes,
     Spread,
     ToolTimes,
@@ -25,8 +28,17 @@ from megatron_stppo.plan.simulation.workload import (
 )
 
 STEP = EngineSpeed(0.01)
+
+
+def played(sizes: Sequence[Sizes], call: float = 0.0) -> RecordedWork:
+    """Return episodes of these sizes in turn, with `call` seconds between turns."""
+    waits = [(call,) * (len(one.turns) - 1) + (0.0,) for one in sizes]
+    episodes = [PlannedEpisode(one, 0.0, wait) for one, wait in zip(sizes, waits, strict=True)]
+    return RecordedWork(tuple(episodes), ToolTimes())
+
+
 # one turn of 100 steps, which take 1 s
-ONE_SECOND = Workload(RecordedLengths((Sizes(((10, 100),)),)), ToolTimes())
+ONE_SECOND = played([Sizes(((10, 100),))])
 
 
 def two_turns(between: Spread, at_once: int = 64) -> Workload:
@@ -82,7 +94,7 @@ def test_replicas_share_the_episodes_equally() -> None:
 def test_nothing_is_lost_or_trained_twice_and_no_trajectory_exceeds_the_bound(
     seed: int, update: UpdateKind, order: Order, staleness: int
 ) -> None:
-    """In the order of completion, the bound holds for the number of open episodes, but not for each of them."""
+    """In the order of completion the number of open episodes is bounded, but not the staleness of each."""
     rule = BatchRule(8, staleness, order, samples=3)
     trainer = TrainerSpeed(0.1, 1e-5 if seed else 5e-4)  # seed 0: training takes longer than the rollout
     work = replace(VARIED, seed=seed)
@@ -104,8 +116,8 @@ def test_completion_trains_on_quick_episodes_first_and_slow_ones_may_exceed_the_
     2 s. Episode 2 is complete at 10 s, and is in the batch that is complete at 11 s, five versions later.
     """
     quick, slow = Sizes(((10, 100),)), Sizes(((10, 1000),))
-    lengths = RecordedLengths((quick, quick, slow, *[quick] * 97), in_order=True)
-    made = replace(run(Workload(lengths, ToolTimes()), 1, 1.0, batch=2, order="completion"), concurrency=8)
+    work = played([quick, quick, slow, *[quick] * 97])
+    made = replace(run(work, 1, 1.0, batch=2, order="completion"), concurrency=8)
     simulation = AsynchronousSimulation(made, Window(0, 8))
     found = simulation.run()
     batches = [[one.number for one in batch] for batch in simulation.batches]
@@ -130,8 +142,8 @@ def test_a_tail_costs_nothing_at_bound_1_and_its_whole_length_at_bound_0() -> No
 def test_a_slow_episode_lengthens_an_iteration_by_its_share_of_the_waits(staleness: int) -> None:
     """Every batch has an episode of 10 s. Between its admission and its batch lie `staleness` trainings of
     1 s and `staleness` + 1 waits, so an iteration takes (10 + 1) / (staleness + 1) seconds."""
-    lengths = RecordedLengths((Sizes(((10, 100),)),) * 7 + (Sizes(((10, 1000),)),), in_order=True)
-    made = run(Workload(lengths, ToolTimes()), staleness, 1.0, batch=8)
+    work = played([Sizes(((10, 100),))] * 7 + [Sizes(((10, 1000),))])
+    made = run(work, staleness, 1.0, batch=8)
     found = simulate(replace(made, concurrency=100))
     assert found.iteration_seconds == pytest.approx(11 / (staleness + 1))
 
@@ -186,8 +198,8 @@ def test_calls_wait_for_a_place() -> None:
 
 def test_without_overlap_the_engine_waits_for_all_calls() -> None:
     """Two episodes of 50 + 50 steps and of 60 steps: the call of 1 s after step 50 stops both."""
-    lengths = RecordedLengths((Sizes(((10, 50), (10, 50))), Sizes(((10, 60),))), in_order=True)
-    made = ColocatedRun(Workload(lengths, ToolTimes(LogNormal(1, 1))), 2, STEP, TrainerSpeed(0.0))
+    work = played([Sizes(((10, 50), (10, 50))), Sizes(((10, 60),))], call=1.0)
+    made = ColocatedRun(work, 2, STEP, TrainerSpeed(0.0))
     beside, alone = colocated.play(made, 0), colocated.play(replace(made, overlap=False), 0)
     assert (beside.steps, alone.steps) == (110, 100)
     assert beside.seconds == alone.seconds == pytest.approx(2.0)

@@ -55,7 +55,7 @@ class Sizes:
     turn of 30; 200 tokens.
     """
 
-    turns: tuple[tuple[int, int], ...]  # (read >= 1, generated >= 1), at least one
+    turns: tuple[tuple[int, int], ...]  # (read, generated >= 1), at least one; the prompt is not empty
 
     @property
     def tokens(self) -> int:
@@ -65,7 +65,7 @@ class Sizes:
 class EpisodeLengths(Protocol):
     """A distribution of the sizes of episodes."""
 
-    def draw(self, number: int, chance: random.Random) -> Sizes: ...
+    def draw(self, chance: random.Random) -> Sizes: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DrawnLengths:
     observation: Spread  # tokens
     context: int  # most tokens of an episode
 
-    def draw(self, number: int, chance: random.Random) -> Sizes:
+    def draw(self, chance: random.Random) -> Sizes:
         left, found = self.context, []
         read = min(_count(self.prompt, chance), left - 1)
         for _ in range(_count(self.turns, chance)):
@@ -93,18 +93,12 @@ class DrawnLengths:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """The lengths of recorded episodes.
-
-    in_order: episode n has the lengths of record n, and after the last record that of the first; otherwise
-    each record is equally likely.
-    """
+    """The lengths of recorded episodes, each of them equally likely."""
 
     records: tuple[Sizes, ...]
-    in_order: bool = False
 
-    def draw(self, number: int, chance: random.Random) -> Sizes:
-        count = len(self.records)
-        return self.records[number % count if self.in_order else int(chance.random() * count)]
+    def draw(self, chance: random.Random) -> Sizes:
+        return self.records[int(chance.random() * len(self.records))]
 
 
 @dataclass(frozen=True)
@@ -129,9 +123,18 @@ class PlannedEpisode:
     waits: tuple[float, ...]  # seconds of the call after each turn
 
 
+class Work(Protocol):
+    """All episodes of a simulated run, in order of admission."""
+
+    @property
+    def tools(self) -> ToolTimes: ...
+
+    def episode(self, number: int) -> PlannedEpisode: ...
+
+
 @dataclass(frozen=True)
 class Workload:
-    """All episodes of a simulated run."""
+    """Episodes that are drawn."""
 
     lengths: EpisodeLengths
     tools: ToolTimes
@@ -140,9 +143,20 @@ class Workload:
     def episode(self, number: int) -> PlannedEpisode:
         """Return episode `number`, counted from 0 in order of admission."""
         chance = random.Random(f"{self.seed}/{number}")
-        sizes, tools = self.lengths.draw(number, chance), self.tools
+        sizes, tools = self.lengths.draw(chance), self.tools
         between = [_seconds(tools.between, chance) for _ in sizes.turns[1:]]
         return PlannedEpisode(sizes, _seconds(tools.start, chance), (*between, _seconds(tools.end, chance)))
+
+
+@dataclass(frozen=True)
+class RecordedWork:
+    """Recorded episodes. After the last one follows the first."""
+
+    episodes: tuple[PlannedEpisode, ...]
+    tools: ToolTimes  # of which only `at_once` matters
+
+    def episode(self, number: int) -> PlannedEpisode:
+        return self.episodes[number % len(self.episodes)]
 
 
 def _seconds(spread: Spread | None, chance: random.Random) -> float:
