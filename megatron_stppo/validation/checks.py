@@ -78,7 +78,7 @@ def check_replica(config: Config, ranks: int) -> None:
     model_folder.check_tokenizer(config)
     model_folder.check_chat_template(config)
     check_engine(config, ranks)
-    _context(config)
+    check_context(config)
 
 
 def data_files(config: Config, command: str) -> tuple[str, ...]:
