@@ -144,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     engine, trainer = machine.engine, machine.trainer
     print(
-        f"engine: {engine.step * 1e3:.3g} ms per step, {engine.sequence * 1e6:.3g} us per sequence, "
-        f"{engine.prefill * 1e6:.3g} us per token of a prompt\n"
-        f"trainer: {trainer.batch:.3g} s per batch, {trainer.token * 1e6:.3g} us per token\n"
-        f"update: {machine.transfer:.3g} s per replica, and {machine.publish:.3g} s\n"
+        f"engine: {engine.step * 1e3:.2f} ms per step, {engine.sequence * 1e3:.3f} ms per sequence, "
+        f"{engine.prefill * 1e3:.3f} ms per token of a prompt\n"
+        f"trainer: {trainer.batch:.3f} s per batch, {trainer.token * 1e3:.3f} ms per token\n"
+        f"update: {machine.transfer:.3f} s per replica, and {machine.publish:.3f} s\n"
         "seconds of an iteration, median (mean)"
     )
     worst = 0.0

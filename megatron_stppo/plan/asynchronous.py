@@ -198,7 +198,7 @@ class AsynchronousSimulation:
             waiting=waiting / count,
             training=training / count,
             publishing=(seconds - waiting - training) / count,
-            replica_idle=1 - (last.stepping - first.stepping) / all_replicas - paused,
+            replica_idle=max(0.0, 1 - (last.stepping - first.stepping) / all_replicas - paused),
             replica_paused=paused,
             staleness=shares(Counter(staleness for staleness, _ in trained)),
             staleness_longest=sum(staleness for staleness, _ in longest) / len(longest),

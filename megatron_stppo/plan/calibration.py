@@ -126,31 +126,29 @@ def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
 def fit_engine(runs: Sequence[MeasuredRun], replicas: int = 1) -> EngineSpeed:
     """Return the speed that fits the measured times of engine steps.
 
-    An asynchronous run counts its steps. The steps of a colocated run, which has `replicas` engines, follow
-    from the lengths of its episodes, if its tools take no time.
+    An asynchronous run counts its steps, but not the tokens of prompts, whose time becomes a part of that of
+    a sequence. The steps of a colocated run, which has `replicas` engines, follow from the lengths of its
+    episodes, if its tools take no time.
     """
     found = []
     for run in runs:
-        found += [_counted(one) for one in run.warm] if run.is_asynchronous else _simulated(run, replicas)
+        found += _counted(run) if run.is_asynchronous else _simulated(run, replicas)
     steps, generated, prefilled, seconds = (list(column) for column in zip(*found, strict=True))
     step, sequence, prefill = fit((steps, generated, prefilled), seconds)
     return EngineSpeed(step, sequence, prefill)
 
 
-def _counted(iteration: MeasuredIteration) -> tuple[float, float, float, float]:
-    """Return (steps, tokens generated, tokens of prompts, seconds in steps) of all replicas."""
-    row = iteration.row
-    try:
-        steps, generated, seconds = (
-            float(row[f"serving/{name}"]) for name in ("steps", "tokens", "step_seconds")
-        )
-    except (KeyError, TypeError):
-        raise ConfigError(
-            f"iteration {row['iteration']} has no serving/steps, serving/tokens and serving/step_seconds in "
-            f"{METRICS}; calibrate with another run"
-        ) from None
-    read = sum(read for one in iteration.episodes for read, _ in one.turns)
-    return steps, generated, read + float(row.get("serving/recomputed") or 0.0), seconds
+def _counted(run: MeasuredRun) -> list[tuple[float, float, float, float]]:
+    """Return (steps, tokens generated, 0, seconds in steps) of all replicas, by iteration.
+
+    The counters of a replica arrive every few seconds, so some iterations have none.
+    """
+    names = [f"serving/{name}" for name in ("steps", "tokens", "step_seconds")]
+    counted = [[float(one.row.get(name) or 0.0) for name in names] for one in run.warm]
+    found = [(steps, generated, 0.0, seconds) for steps, generated, seconds in counted if steps and generated]
+    if not found:
+        raise ConfigError(f"{run.folder / METRICS}: no row has {' and '.join(names)}; use another run")
+    return found
 
 
 def _simulated(run: MeasuredRun, replicas: int) -> list[tuple[float, float, float, float]]:

@@ -15,6 +15,7 @@ from megatron_stppo.plan.assumptions import ALL, LENGTHS
 from megatron_stppo.plan.colocated import ColocatedForecast
 from megatron_stppo.plan.outlook import Outlook, Planner, SplitForecast
 
+EVEN = 0.02  # relative difference of speeds that a forecast cannot tell apart
 COLUMNS = (
     "training",
     "replicas",
@@ -124,7 +125,8 @@ def verdict(one: Outlook) -> list[str]:
     lines = []
     if together is not None and one.gain is not None:
         sides = f"{_seconds(found.iteration_seconds)} s instead of {_seconds(together.iteration_seconds)} s"
-        word = f"{one.gain:.2f} times as fast as" if one.gain >= 1 else "slower than"
+        word = f"{one.gain:.2f} times as fast as" if one.gain > 1 + EVEN else "slower than"
+        word = "as fast as" if abs(one.gain - 1) <= EVEN else word
         lines += [
             f"asynchronous training is {word} colocated training on {one.gpus} GPUs: {sides} per iteration",
             f"colocated: rollout {_seconds(together.rollout)} s, in which engines have nothing to generate "
@@ -138,7 +140,8 @@ def verdict(one: Outlook) -> list[str]:
     )
     if one.enough is not None:
         used = split.trainer + one.enough * split.tensor
-        lines.append(f"{one.enough} replicas of {split.tensor} are enough for this speed: {used} GPUs in all")
+        are = "1 replica" if one.enough == 1 else f"{one.enough} replicas"
+        lines.append(f"{are} of {split.tensor} GPUs would do for this speed: {used} GPUs in all")
     if found.calls_waiting > 1:
         lines.append(
             f"{found.calls_waiting:.0f} calls of tools per replica wait for a place: raise "

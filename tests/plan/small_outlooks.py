@@ -1,0 +1,37 @@
+"""Functions that run in the planner's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.plan.real_step import settings
+
+
+def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str, ...] = ()) -> Any:
+    """Return the outlook of the small run as JSON values, with the lines of its verdict."""
+    from megatron_stppo.plan import assumptions
+    from megatron_stppo.plan.outlook import Planner
+    from megatron_stppo.plan.outlook_report import as_json, verdict
+    from megatron_stppo.plan.simulation.workload import Workload
+
+    config = settings(folder, {"dtype": "auto"}, {})
+    given = assumptions.read(config, assume)
+    work = Workload(assumptions.lengths(config, given), assumptions.tools(config, given))
+    found = Planner(config, work, given).outlook(gpus, trainers, (), "")
+    return as_json(found) | {"verdict": verdict(found)}
+
+
+def trainer_seconds(folder: str) -> tuple[float, float]:
+    """Return the seconds for a batch of full episodes at the peak rate, and those of the plan's bounds."""
+    from megatron_stppo.plan import assumptions
+    from megatron_stppo.plan.dry_run import plan, training_use
+    from megatron_stppo.plan.hardware import H100
+    from megatron_stppo.plan.machine import trainer_speed
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    config = settings(folder, {"dtype": "auto"}, {})
+    given = assumptions.defaults(config) | {"training_share": 1.0}
+    use = training_use(config, read_shape(config.model.path), 2)
+    bounds = plan(config, 2).bounds
+    speed = trainer_speed(use, config.max_context, H100, given)
+    return speed.seconds(bounds.tokens), bounds.score + bounds.update

@@ -1,0 +1,79 @@
+"""Forecasts of a small run on a few GPUs, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.plan import small_outlooks
+from tests.plan.test_plans import run
+
+LONG_TAIL = ("tool_seconds=1", "tool_seconds_p99=30", "switch_seconds=0.001")
+NO_TOOLS = ("tool_seconds=0.000001", "tool_seconds_p99=0.000001", "switch_seconds=0.001")
+SLOW_TRAINING = ("training_share=0.00000001",)
+
+
+def test_training_at_the_peak_rate_takes_the_time_of_the_bounds(
+    model: Path, planner: ProcessPoolExecutor
+) -> None:
+    found, bound = planner.submit(small_outlooks.trainer_seconds, str(model)).result()
+    assert found == pytest.approx(bound, rel=1e-6)
+
+
+def test_two_batches_share_the_wait_for_their_slow_calls(model: Path, planner: ProcessPoolExecutor) -> None:
+    """Training takes no time here. At bound 1 two batches are played at a time, so an iteration takes about
+    half of the longest episode, on any split."""
+    found = planner.submit(small_outlooks.outlook, str(model), 8, (2, 4), LONG_TAIL).result()
+    assert 1.5 < found["gain"] < 2.5
+    assert found["verdict"][0].startswith(
+        f"asynchronous training is {found['gain']:.2f} times as fast as colocated training on 8 GPUs: "
+    )
+
+
+def test_two_gpus_without_a_tail_are_slower_apart(model: Path, planner: ProcessPoolExecutor) -> None:
+    """Half of the GPUs train, so training takes twice as long, and there is nothing to hide."""
+    assume = (*NO_TOOLS, *SLOW_TRAINING)
+    found = planner.submit(small_outlooks.outlook, str(model), 2, (1,), assume).result()
+    assert found["gain"] < 0.6
+    assert found["verdict"][0].startswith("asynchronous training is slower than colocated training on 2 GPUs")
+
+
+def test_the_command_prints_every_split_and_its_assumptions(model: Path) -> None:
+    config = model / "asynchronous.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\n"
+        "rollout: {max_context: 256, max_prompt_tokens: 128, max_turn_tokens: 64, tasks_per_iteration: 8}\n"
+        "environment: {max_turns: 2, max_observation_tokens: 32}\n"
+        "update: {minibatches: 1}\n"
+    )
+    result = run(str(config), "--asynchronous", "--gpus", "1", "--gpus", "4", "--assume", "turns=1", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["assumed"]["turns"] == 1
+    one, four = found["outlooks"]
+    assert (one["gpus"], one["splits"], one["best"]) == (1, [], None)
+    assert one["left_out"] == [
+        "1 GPUs: parallel.tensor * context * pipeline = 1 GPUs train, and none is left for a replica"
+    ]
+    assert [(each["trainer"], each["replicas"]) for each in four["splits"]] == [(1, 3), (2, 2)]
+    assert four["left_out"][0].startswith("3 GPUs for training: the 8 trajectories of a batch")
+    assert four["gain"] == pytest.approx(
+        max(each["tokens_per_second"] for each in four["splits"]) / four["colocated"]["tokens_per_second"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--gpus", "2", "--gpus", "4"), "--gpus: 2 values; give one, or add --asynchronous"),
+        (("--gpus", "2", "--from", "runs/a"), "--from: only plan --asynchronous uses it"),
+        (("--gpus", "2", "--asynchronous", "--assume", "turn=1"), "there is no assumption 'turn'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments: tuple[str, ...], why: str) -> None:
+    result = run("examples/qwen2.5-7b/config.yaml", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("megatron-stppo: --") and why in result.stderr
