@@ -8,8 +8,8 @@ of a sequence. The lengths of episodes are those of each compared run. So are th
 environment.kind=slow_search:factory, which follow from the seeds (runs with one rank, or in the order of
 admission). Other environments of the user have the times of --tool-seconds, and the search environment none.
 
-Medians over iterations are compared, because other programs on a machine disturb single iterations; means are
-in brackets. Exits with 1 if an error is above --limit.
+Means over iterations are compared: with a tail, an iteration that waits for it is followed by one that does
+not, so a median says little. Exits with 1 if an error is above --limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
@@ -133,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibrate", action="append", type=Path, required=True, metavar="RUN_DIR")
     parser.add_argument("--tool-seconds", nargs=2, type=float, metavar=("MEDIAN", "P99"))
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the colocated runs (default: 1)")
+    parser.add_argument(
+        "--own-training",
+        action="store_true",
+        help="take the mean time of training from each compared run: for a machine whose load changes",
+    )
     parser.add_argument("--limit", type=float, default=0.15, help="largest relative error (default: 0.15)")
     arguments = parser.parse_args(argv)
     calls = LogNormal(*arguments.tool_seconds) if arguments.tool_seconds else None
@@ -148,13 +153,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{engine.prefill * 1e3:.3f} ms per token of a prompt\n"
         f"trainer: {trainer.batch:.3f} s per batch, {trainer.token * 1e3:.3f} ms per token\n"
         f"update: {machine.transfer:.3f} s per replica, and {machine.publish:.3f} s\n"
-        "seconds of an iteration, median (mean)"
+        "seconds of an iteration, mean (median)"
     )
     worst = 0.0
     for run in runs:
         measured = [one.seconds for one in run.warm]
-        predicted = predict(run, machine, calls, arguments.ranks)
-        error = statistics.median(predicted) / statistics.median(measured) - 1
+        trained = TrainerSpeed(statistics.fmean(one.training for one in run.warm))
+        own = replace(machine, trainer=trained) if arguments.own_training else machine
+        predicted = predict(run, own, calls, arguments.ranks)
+        error = statistics.fmean(predicted) / statistics.fmean(measured) - 1
         worst = max(worst, abs(error))
         print(
             f"{run.folder.name}: measured {shown(measured)} in {len(measured)} iterations, "
@@ -164,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({statistics.fmean(seconds):.2f})"
+    return f"{statistics.fmean(seconds):.2f} ({statistics.median(seconds):.2f})"
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from megatron_stppo.plan.simulation.forecast import Forecast, shares
 from megatron_stppo.plan.simulation.publication import Publication
 from megatron_stppo.plan.simulation.replica import EpisodeInPlay, ReplicaModel, UpdateKind
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import Work
+from megatron_stppo.plan.simulation.workload import EpisodeSource
 
 
 @dataclass(frozen=True)
 class AsynchronousRun:
     """What is simulated. Seconds are those of the machine that is planned for."""
 
-    work: Work
+    work: EpisodeSource
     rule: BatchRule
     engine: EngineSpeed  # of each replica
     trainer: TrainerSpeed

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from megatron_stppo.plan.simulation.clock import Clock
 from megatron_stppo.plan.simulation.replica import EpisodeInPlay, ReplicaModel
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import Work
+from megatron_stppo.plan.simulation.workload import EpisodeSource
 
 
 @dataclass(frozen=True)
 class ColocatedRun:
     """What is simulated. Seconds are those of the machine that is planned for."""
 
-    work: Work
+    work: EpisodeSource
     batch: int  # episodes of an iteration
     engine: EngineSpeed  # of each replica
     trainer: TrainerSpeed

@@ -19,7 +19,13 @@ import pytest
 from megatron_stppo.plan import asynchronous, colocated
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Work, Workload
+from megatron_stppo.plan.simulation.workload import (
+    DrawnLengths,
+    EpisodeSource,
+    LogNormal,
+    ToolTimes,
+    Workload,
+)
 
 MEMORY_SHARE, FLOP_SHARE = 0.7, 0.5  # as in plan/assumptions.py
 ALL_WEIGHTS = 10.0  # seconds to send a version to all replicas, assumed
@@ -47,17 +53,17 @@ class Model:
     batch: int  # episodes
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> EpisodeSource:
         """Log-normal lengths whose 99 % quantile is twice the median, with the published mean."""
         low, high = self.mean / 2, 3 * self.mean
-        for _ in range(20):
+        for _ in range(12):
             median = (low + high) / 2
             found = self._work(median)
-            tokens = sum(found.episode(number).sizes.tokens for number in range(1000)) / 1000
+            tokens = sum(found.episode(number).sizes.tokens for number in range(500)) / 500
             low, high = (median, high) if tokens < self.mean else (low, median)
         return found
 
-    def _work(self, median: float) -> Work:
+    def _work(self, median: float) -> EpisodeSource:
         one = LogNormal(1, 1)
         return Workload(
             DrawnLengths(PROMPT, one, LogNormal(median, 2 * median), one, self.longest), ToolTimes()
@@ -127,7 +133,7 @@ def test_many_gpus_are_faster_apart_and_the_time_is_within_20_percent(
 ) -> None:
     few, slow, many, fast = together
     low, high = 0.0, 0.1  # overhead of an engine step; the rollout on `many` GPUs leaves time for training
-    for _ in range(10):
+    for _ in range(8):
         overhead = (low + high) / 2
         training = (slow - model.rollout(gpu, few, tensor, overhead)) * few  # GPU seconds
         is_slower = model.rollout(gpu, many, tensor, overhead) + training / many > fast

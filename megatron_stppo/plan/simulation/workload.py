@@ -123,7 +123,7 @@ class PlannedEpisode:
     waits: tuple[float, ...]  # seconds of the call after each turn
 
 
-class Work(Protocol):
+class EpisodeSource(Protocol):
     """All episodes of a simulated run, in order of admission."""
 
     @property
