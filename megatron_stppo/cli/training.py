@@ -14,6 +14,7 @@ from megatron_stppo.exits import is_first_rank, noting_the_end
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
+    from megatron_stppo.serving.recorded import Recorded
 
 commands = command_group()
 Records = Literal["rollouts", "batches", "journal"]
@@ -42,8 +43,8 @@ def train(
     _train(settings, resume)
 
 
-def _train(settings: Config, resume: bool = False, repeated: Path | None = None) -> None:
-    """Train. repeated: the folder of the asynchronous run to repeat."""
+def _train(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
+    """Train. recorded: the asynchronous run to repeat."""
     lock(settings)
     from megatron_stppo.launch import process
     from megatron_stppo.resilience.preemption import PreemptionNotice
@@ -64,10 +65,9 @@ def _train(settings: Config, resume: bool = False, repeated: Path | None = None)
 
             assemble = colocated
         else:
-            from megatron_stppo.serving import recorded
             from megatron_stppo.serving.start import assemble as served
 
-            assemble = partial(served, recorded=recorded.read(repeated) if repeated else None)
+            assemble = partial(served, recorded=recorded)
     from megatron_stppo.resilience.deadlines import Watchdog
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
@@ -78,13 +78,17 @@ def _train(settings: Config, resume: bool = False, repeated: Path | None = None)
 def _repeat(run: Path, overrides: list[str] | None, config: Path, start: str | None) -> None:
     """Repeat an asynchronous run from its journal."""
     from megatron_stppo.config import ConfigError
+    from megatron_stppo.serving import recorded
 
     if start is not None:
         raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
     settings = open_config(config, overrides, "train")
     if settings.serving.replicas is None:
-        raise ConfigError(f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal")
-    _train(settings, repeated=run)
+        raise ConfigError(
+            f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "
+            "asynchronous run, or replay --records rollouts"
+        )
+    _train(settings, recorded=recorded.read(run))
 
 
 def _replay_by_flags(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.messages import one_line
+from megatron_stppo.messages import one_line, printable
 from megatron_stppo.parallel.collectives import encode
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.serving.dispatch import parts, shares
@@ -47,6 +47,7 @@ from megatron_stppo.serving.messages import (
 )
 from megatron_stppo.serving.trajectory_check import fault
 from megatron_stppo.serving.transport import Listener, Unreadable
+from megatron_stppo.telemetry.console import say
 from megatron_stppo.types import Trajectory
 
 T = TypeVar("T")
@@ -54,6 +55,13 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TICK = 0.2  # seconds between two looks for lost replicas
 ABSENT = 10  # times serving.timeout: so long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
+
+
+def _warn(text: str) -> None:
+    """Write a line to the first rank's log and to the console. It may contain the output of a replica."""
+    line = printable(text).replace("\n", " ")
+    log.warning("%s", line)
+    say(line)
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,8 @@ class Hub:
         self._updating: set[str] = set()
         self._trouble: Exception | None = None
         self._alone_since = time.monotonic()
-        self.lost, self.again = 0, 0  # replicas; episodes that were assigned again
+        self.lost, self.reassigned = 0, 0  # replicas; episodes of lost ones, which were assigned again
+        self._gone = Counters()  # of lost replicas
         self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
@@ -149,10 +158,10 @@ class Hub:
         with self._changed:
             return self._ledger.state()
 
-    def overtaken(self) -> int:
-        """Return how many open groups were admitted before a group of the last batch."""
+    def bias(self) -> dict[str, float]:
+        """Return the ledger's metrics of the order of batches."""
         with self._changed:
-            return self._ledger.overtaken
+            return self._ledger.bias()
 
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
@@ -192,7 +201,8 @@ class Hub:
 
     def joined(self) -> int:
         """Return the number of replicas that serve."""
-        return sum(replica.joined for replica in self._replicas.values())
+        with self._changed:
+            return sum(replica.joined for replica in self._replicas.values())
 
     def groups(self) -> set[str]:
         """Return the groups of the replicas that are not lost."""
@@ -217,11 +227,17 @@ class Hub:
         with self._changed:
             if (replica := self._replicas.get(group)) is not None:
                 replica.joined = True
+                version = max(replica.held)
+                say(
+                    f"replica {replica.hello.name} has joined at version {version}; replicas: {self.joined()}"
+                )
                 self._assign()
 
     def announce(self, version: int) -> None:
-        """Announce an update to all replicas that have joined."""
+        """Announce an update to all replicas that have joined. No evaluation may be in progress."""
         with self._changed:
+            playing = [number for replica in self._replicas.values() for number in replica.playing]
+            assert min(playing, default=0) >= 0, "an evaluation has one version"
             self._updating = {group for group, replica in self._replicas.items() if replica.joined}
             for group in self._updating:
                 self._listener.send(self._replicas[group].peer, Announce(version))
@@ -251,16 +267,20 @@ class Hub:
         with self._changed:
             self._expel(group, why)
 
-    def counters(self) -> dict[str, Counters]:
-        """Return the newest counters of each replica that has joined, by group."""
+    def counters(self) -> Counters:
+        """Return the sum of the newest counters of all replicas that serve or have served."""
         with self._changed:
-            return {group: r.counters for group, r in self._replicas.items() if r.joined}
+            return sum((replica.counters for replica in self._replicas.values()), self._gone)
 
     def queues(self) -> dict[str, int]:
         """Return the numbers of episodes: waiting for a replica, played, finished and not trained."""
         with self._changed:
             playing = sum(len(replica.playing) for replica in self._replicas.values())
-            return {"waiting": len(self._waiting), "playing": playing, "ready": self._ledger.ready}
+            return {
+                "episodes_waiting": len(self._waiting),
+                "episodes_playing": playing,
+                "episodes_finished": self._ledger.ready,
+            }
 
     def close(self, reason: str) -> None:
         """End all replicas, and the thread."""
@@ -319,7 +339,7 @@ class Hub:
         if any(replica.hello.name == hello.name for replica in self._replicas.values()):
             why = f"--name={hello.name}: a replica of this name serves already; choose another"
         if why:
-            log.warning("a replica is refused: %s", one_line(why))
+            _warn(f"a replica is refused: {one_line(why)}")
             self._listener.send(peer, NotAccepted(why))
             self._listener.expel(peer)
             return
@@ -333,7 +353,8 @@ class Hub:
         expected = self._expected
         why = fault(
             done,
-            held=replica.held,
+            # an evaluation has one version: no replica is updated before it has ended
+            held={max(replica.held)} if done.number < 0 else replica.held,
             vocabulary=expected.vocabulary,
             max_context=expected.max_context,
             experts=expected.experts,
@@ -389,9 +410,10 @@ class Hub:
 
     def _lose(self, group: str, why: str) -> None:
         replica = self._replicas.pop(group)
-        self.lost, self.again = self.lost + 1, self.again + len(replica.playing)
-        said, name = "replica %s is lost: %s; %d episodes are played again", replica.hello.name
-        log.warning(said, name, why, len(replica.playing))
+        self.lost, self.reassigned = self.lost + 1, self.reassigned + len(replica.playing)
+        self._gone += replica.counters
+        again = f"{len(replica.playing)} episodes are played again"
+        _warn(f"replica {replica.hello.name} is lost: {why}; {again}; replicas: {self.joined()}")
         self._tell_lost(group, why)
         self._waiting.extendleft(reversed(replica.playing.values()))
         self._assign()

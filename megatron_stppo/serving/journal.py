@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.serving.news import News
+
+if TYPE_CHECKING:  # it imports torch, which a command that refuses a journal does not need
+    from megatron_stppo.serving.news import News
 
 FOLDER = Path("serving", "journal")
 MOST_BYTES = 2**20  # of a line

@@ -14,14 +14,15 @@ groups of one iteration, so none can pass another one that must not become older
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.serving.lengths import Lengths
 from megatron_stppo.serving.messages import Assignment
 from megatron_stppo.types import Task, Trajectory
 
@@ -69,10 +70,10 @@ class Ledger:
         self._completed: list[int] = []  # open groups whose episodes have all finished, in that order
         # The cursor before the oldest open group, and the trained groups that follow that group.
         self._behind = cursor.state()
-        self._ahead: set[int] = set()
+        self._ahead: dict[int, Lengths] = {}
+        self._trained = Lengths()  # of all episodes that were trained on
         self._recorded = deque(recorded)
         self.taken: list[int] = []  # the groups of the last batch
-        self.overtaken = 0  # open groups that were admitted before a group of the last batch
 
     def admit(self, iteration: int) -> list[Assignment]:
         """Admit the groups that iteration `iteration` allows, and return their episodes."""
@@ -106,10 +107,10 @@ class Ledger:
             return None
         taken = [self._open.pop(number) for number in chosen]
         self._completed = [number for number in self._completed if number not in chosen]
-        self.taken, self.overtaken = chosen, sum(number < max(chosen) for number in self._open)
+        self.taken = chosen
         if self._recorded:
             self._recorded.popleft()
-        self._close(chosen)
+        self._close({n: Lengths.of(g.finished.values()) for n, g in zip(chosen, taken, strict=True)})
         return [
             replace(trajectory, group=place)
             for place, group in enumerate(taken)
@@ -126,6 +127,26 @@ class Ledger:
         """The number of episodes that have finished and are not trained."""
         return sum(len(group.finished) for group in self._open.values())
 
+    def bias(self) -> dict[str, float]:
+        """Return the metrics of what order=completion prefers, by name; {} in the order of admission.
+
+        overtaken: open groups that were admitted before a group of the last batch.
+        length_bias: the mean response length of the episodes that were trained on, minus that of the episodes
+        that order=admission would have trained on by now, as far as they have finished. In tokens.
+        Example: in batches of one group of one episode, group 1 of 10 tokens was trained on and group 0 of
+        50 tokens has finished after it: overtaken is 1 and length_bias -40.
+        """
+        if self._terms.order == "admission":
+            return {}
+        count = next(iter(self._open), self._next) + len(self._ahead)  # groups that were trained
+        early = sum((one for number, one in self._ahead.items() if number >= count), Lengths())
+        slow = [group for number, group in self._open.items() if number < count]
+        instead = sum((Lengths.of(group.finished.values()) for group in slow), Lengths())
+        return {
+            "overtaken": sum(number < max(self.taken, default=0) for number in self._open),
+            "length_bias": self._trained.mean - (self._trained - early + instead).mean,
+        }
+
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's state, JSON-serialisable. `cursor` is where a colocated run continues."""
         first = next(iter(self._open), self._next)
@@ -136,7 +157,8 @@ class Ledger:
                 "samples": self._terms.samples,
                 "first": first,
                 "next": self._next,
-                "trained": sorted(self._ahead),
+                "trained": {str(number): asdict(lengths) for number, lengths in self._ahead.items()},
+                "lengths": asdict(self._trained),
                 "finished": {
                     str(number): msgspec.to_builtins(trajectory)
                     for group in self._open.values()
@@ -154,7 +176,10 @@ class Ledger:
         self._behind = self._cursor.state()
         self._next = int(state["iteration"]) * self._terms.tasks
         kept = state.get("ledger")
-        if kept is None or kept["first"] == kept["next"]:  # no group is open
+        if kept is None:
+            return
+        self._trained = Lengths(**kept["lengths"])
+        if kept["first"] == kept["next"]:  # no group is open
             return
         for field, mine in (("tasks", self._terms.tasks), ("samples", self._terms.samples)):
             if kept[field] != mine:
@@ -163,7 +188,8 @@ class Ledger:
                     f"rollout.{name}={mine}: the checkpoint has admitted groups of a run with "
                     f"{kept[field]}; resume with rollout.{name}={kept[field]}"
                 )
-        self._next, self._ahead = kept["next"], set(kept["trained"])
+        self._next = kept["next"]
+        self._ahead = {int(number): Lengths(**one) for number, one in kept["trained"].items()}
         numbers = range(kept["first"], self._next)
         for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):
             if number not in self._ahead:
@@ -181,13 +207,15 @@ class Ledger:
         running = (number for number in self._open if number not in self._completed)
         return [*self._completed, *running][:wanted]
 
-    def _close(self, chosen: Iterable[int]) -> None:
+    def _close(self, trained: Mapping[int, Lengths]) -> None:
         """Move the oldest open group's cursor past the groups that were trained."""
-        self._ahead.update(chosen)
+        self._trained = sum(trained.values(), self._trained)
+        self._ahead.update(trained)
         first = next(iter(self._open), self._next)
-        passed = sorted(number for number in self._ahead if number < first)
+        passed = [number for number in self._ahead if number < first]
         self._behind = self._cursor.after(self._behind, len(passed))
-        self._ahead -= set(passed)
+        for number in passed:
+            del self._ahead[number]
 
     def _episodes(self, number: int) -> list[Assignment]:
         """Return the episodes of an open group. Their seeds are those of a colocated run."""

@@ -9,47 +9,51 @@ from megatron_stppo.serving.messages import Counters
 
 
 class ServingMeter:
-    """Differences between two rows of metrics. `waited` and `sent` are added to by the caller."""
+    """Differences between two rows of metrics. `waited` and `sent` are added to by the caller.
+
+    docs/metrics.md describes the metrics. A share or a mean of nothing is left out.
+    """
 
     def __init__(self) -> None:
-        self.waited = 0.0  # seconds that the trainer waited for trajectories
-        self.sent = 0  # bytes of weights
-        self._since = time.perf_counter()
-        self._before: dict[str, Counters] = {}
+        self._start(time.perf_counter(), Counters())
+
+    def start(self, hub: Hub) -> None:
+        """Begin to measure: the replicas have joined, and training starts."""
+        self._start(time.perf_counter(), hub.counters())
 
     def row(self, hub: Hub) -> dict[str, float]:
-        """Return the metrics since the last call, and reset `waited` and `sent`.
-
-        Those of replicas are sums, but idle_share is a mean over the replicas, and pause_ms a mean over their
-        updates.
-        """
-        now, counters = time.perf_counter(), hub.counters()
-        seconds, self._since = now - self._since, now
-        earlier = [self._before.get(group, Counters()) for group in counters]
-        self._before = counters
+        """Return the metrics since the last call or since `start`, and start again."""
+        now, after, before = time.perf_counter(), hub.counters(), self._before
+        seconds, waited, sent = now - self._since, self.waited, self.sent
+        self._start(now, after)
 
         def since(field: str) -> float:
-            pairs = zip(counters.values(), earlier, strict=True)
-            return float(sum(getattr(after, field) - getattr(before, field) for after, before in pairs))
+            return float(getattr(after, field) - getattr(before, field))
 
-        waited, self.waited = self.waited, 0.0
-        sent, self.sent = self.sent, 0
-        replicas, updates = max(1, len(counters)), max(1.0, since("updates"))
-        row = {
-            "replicas": len(counters),
+        row: dict[str, float] = {
+            "replicas": hub.joined(),
             "lost": hub.lost,
-            "again": hub.again,
-            "overtaken": hub.overtaken(),
-            "steps": since("steps"),
-            "step_seconds": since("step_seconds"),
-            "tokens": since("tokens"),
-            "recomputed": since("recomputed"),
-            "idle_share": since("idle_seconds") / replicas / seconds,
-            "trainer_idle_share": waited / seconds,
-            "pause_ms": 1000 * since("pause_seconds") / updates,
-            "longest_pause_ms": 1000 * max((c.longest_pause for c in counters.values()), default=0.0),
-            "weights_gb": sent / 1e9,
+            "reassigned": hub.reassigned,
             **hub.queues(),
+            **hub.bias(),
+            "trainer_idle_share": waited / seconds,
+            "generated_tokens": since("tokens"),
+            "recomputed_tokens": since("recomputed"),
+            "longest_pause_ms": 1000 * after.longest_pause,
+            "weights_sent_mb": sent / 1e6,
         }
+        if (served := since("seconds")) > 0:
+            row["idle_share"] = since("idle_seconds") / served
+            row["step_share"] = since("step_seconds") / served
+        if (steps := since("steps")) > 0:
+            row["step_ms"] = 1000 * since("step_seconds") / steps
+            row["tokens_per_step"] = since("tokens") / steps
+        if (updates := since("updates")) > 0:
+            row["pause_ms"] = 1000 * since("pause_seconds") / updates
         speed = {"rollout/tokens_per_second": since("tokens") / seconds}
         return {f"serving/{name}": value for name, value in row.items()} | speed
+
+    def _start(self, now: float, counters: Counters) -> None:
+        self._since, self._before = now, counters
+        self.waited = 0.0  # seconds that the trainer waited for replicas
+        self.sent = 0  # bytes of weights

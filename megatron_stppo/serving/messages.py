@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import astuple, replace
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.mlp_spans import LayerSpec
@@ -39,17 +40,27 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """What a replica has done since it started. Seconds are wall time."""
+    """What a replica has done since it joined. Seconds are wall time.
 
+    Example: Counters(seconds=10.0, idle_seconds=2.5) has waited for a quarter of the time.
+    """
+
+    seconds: float = 0.0  # since it joined, up to the newest of the following numbers
     steps: int = 0  # engine steps
     step_seconds: float = 0.0  # in engine steps
-    idle_seconds: float = 0.0  # without a request to run
+    idle_seconds: float = 0.0  # waiting for messages and for answers of environments, without engine steps
+    updates: int = 0  # weight updates after the first, whose pause has ended
     pause_seconds: float = 0.0  # between the last step before and the first step after an update
     longest_pause: float = 0.0  # seconds
-    updates: int = 0  # weight updates after the first
     recomputed: int = 0  # tokens whose key-value cache was computed again because of updates
-    tokens: int = 0  # generated
+    tokens: int = 0  # generated, in complete turns
     episodes: int = 0  # ended
+
+    def __add__(self, other: Counters) -> Counters:
+        """Return the sums, but the longer one of the longest pauses."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        longest = max(self.longest_pause, other.longest_pause)
+        return replace(Counters(*(a + b for a, b in pairs)), longest_pause=longest)
 
 
 class Hello(_Sent, frozen=True):

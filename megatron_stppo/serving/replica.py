@@ -98,10 +98,9 @@ class Replica:
         """Return the first rank's news on all ranks."""
         news: News | None = None
         if self._first:
-            began, runs = time.monotonic(), self._player.runs
+            began = time.monotonic()
             news = _next(self._first.source, self._player)
-            if not runs:
-                self._activity.waited(time.monotonic() - began)
+            self._activity.waited(began, time.monotonic())
         return broadcast_record(news, News, 0, self._engine.group)
 
     def _step(self) -> None:
@@ -116,6 +115,7 @@ class Replica:
             self._link = self._make_link(offer)
             self._link.sync(offer.version)
         self._engine.refresh()
+        self._activity.joined(time.monotonic())
 
     def _update(self, version: int) -> None:
         """Receive new weights between two steps. Turns that were begun go on with them."""

@@ -31,6 +31,7 @@ from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
 from megatron_stppo.serving.weights import Link, ReplicaLost
+from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.types import Task, Trajectory
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class Served:
             return self._start()
         if self._hub is not None:
             self._hub.announce(version)
-        while (step := self._next(self._update)).kind != "done":
+        while (step := self._waited(self._update)).kind != "done":
             self._send(step.group)
 
     def draw(self, iteration: int) -> Played:
@@ -158,14 +159,19 @@ class Served:
     def _start(self) -> None:
         """Wait until the configured replicas have joined, then assign what a checkpoint left open."""
         wanted = self.learner.config.serving.replicas or 0
-        self._until(lambda hub: True if hub.joined() >= wanted else None)
+        with counting("waiting for replicas", self._hub is not None) as show:
+
+            def all_serve(hub: Hub) -> bool | None:
+                show(hub.joined(), wanted)
+                return True if hub.joined() >= wanted else None
+
+            self._until(all_serve)
         if self._hub is not None:
             self._hub.go_on_after_a_resume()
+            self._meter.start(self._hub)
 
     def _collected(self, result: Callable[[Hub], list[Trajectory] | None]) -> Played:
-        started = time.perf_counter()
         played = Played.of(self._until(result) or [])
-        self._meter.waited += time.perf_counter() - started
         self._failures.check(played.every)
         return played
 
@@ -180,9 +186,16 @@ class Served:
             found.append(answer)
             return Step("done")
 
-        while (step := self._next(decide)).kind != "done":
+        while (step := self._waited(decide)).kind != "done":
             self._join(step)
         return found[0] if found else None
+
+    def _waited(self, decide: Callable[[Hub], Step]) -> Step:
+        """Return the first rank's decision as _next does. The time counts as a wait of the trainer."""
+        started = time.perf_counter()
+        step = self._next(decide)
+        self._meter.waited += time.perf_counter() - started
+        return step
 
     def _next(self, decide: Callable[[Hub], Step]) -> Step:
         """Return the first rank's decision on all ranks, or raise its error on all. Collective.

@@ -31,7 +31,7 @@ from megatron_stppo.serving.recorded import Recorded
 from megatron_stppo.serving.served import Served
 from megatron_stppo.serving.transport import Listener
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.telemetry.console import timed
+from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.validation import model_layout
 
 
@@ -88,6 +88,12 @@ class _First:
             scratch.write_text(config.dump(), encoding="utf-8")
         keys.write(run.folder, listener.connection)  # after the configuration: replicas wait for this file
         local = _local(config, recorded) if serving.start or recorded else None
+        count = len(recorded.names) if recorded else serving.replicas
+        if local is not None:
+            say(f"starting replicas: {count}; their output is in {run.folder}/logs")
+        else:
+            at = listener.connection.address
+            say(f"listening at {at} for replicas: start {count} with `megatron-stppo serve {run.folder}`")
         ledger = Ledger(cursor, _terms(config), recorded.batches if recorded else ())
         return cls(config, listener, ledger, local, expected, recorded)
 

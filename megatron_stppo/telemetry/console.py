@@ -14,10 +14,14 @@ COLUMNS = {
     "rollout/exact_match": "exact match {:.3f}",
     "failed": "failed {:d}",
     "rollout/tokens_per_second": "{:,.0f} tokens/s",
+    "staleness": "staleness {:.2f}",
+    "serving/trainer_idle_share": "trainer idle {:.0%}",
+    "serving/idle_share": "replicas idle {:.0%}",
     "evaluate/exact_match": "held-out exact match {:.3f}",
     "seconds": "{:.1f} s",
 }
 FAILED = ("outcome/error", "outcome/timeout")
+SERVED = "serving/replicas"  # a column of asynchronous runs only
 
 
 def say(text: str, enabled: bool = True) -> None:
@@ -55,5 +59,7 @@ def line(row: Mapping[str, Any]) -> str:
     given = dict(row)
     if FAILED[0] in row:
         given["failed"] = sum(row[name] for name in FAILED)
+    if SERVED in row:  # colocated rollouts are never stale
+        given["staleness"] = row["rollout/staleness"]
     shown = {name: float("nan") if given[name] is None else given[name] for name in COLUMNS if name in given}
     return ", ".join(COLUMNS[name].format(value) for name, value in shown.items())

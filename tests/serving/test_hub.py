@@ -2,131 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-
-import msgspec
 import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.resilience.faults import ToolsStayAway
-from megatron_stppo.serving.hub import Expected, Hub
-from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.messages import (
     Announce,
     Assignment,
-    Done,
-    FromTrainer,
     Go,
-    Hello,
     Leaving,
     NotAccepted,
-    Offer,
     Play,
     Ready,
     ReplicaFailed,
     Stop,
 )
-from megatron_stppo.serving.transport import Dialer, Listener
-from megatron_stppo.types import Task, Trajectory, Turn
-
-TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
-EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
-OFFER = Offer("weights-1", "127.0.0.1", 1, Layout(), "local", 0)
-SIZE = 2**20
-
-
-@dataclass
-class Replica:
-    """A scripted replica on a real connection."""
-
-    dialer: Dialer
-    got: list[FromTrainer] = field(default_factory=list)
-
-    def next(self, kind: type, seconds: float = 5.0):
-        """Return the next message of this kind; others before it are dropped."""
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            self.got += self.dialer.take(0.05)
-            while self.got:
-                if isinstance(message := self.got.pop(0), kind):
-                    return message
-        raise AssertionError(f"no {kind.__name__} within {seconds} s")
-
-    def given(self) -> list[int]:
-        return [episode.number for episode in self.next(Play).episodes]
-
-    def finish(self, number: int, **changed: object) -> None:
-        self.dialer.send(Done(number, replace(played(number), **changed)))
-
-
-def played(number: int, version: int = 0) -> Trajectory:
-    turn = Turn((7, 8), (-0.5, -1.0), (), 0.0, ((version, 2),))
-    return Trajectory(TASKS[0], (1 + number % 50,), (turn,), "ok")
-
-
-def hello(name: str, **changed: object) -> Hello:
-    fields = dict(
-        name=name,
-        model="m0",
-        vocabulary=100,
-        dtype="float32",
-        vllm="0.32.0",
-        tensor=1,
-        capacity=8,
-        process="here 1",
-    )
-    return Hello(**(fields | changed))
-
-
-@dataclass
-class Trainer:
-    hub: Hub
-    ledger: Ledger
-    listener: Listener
-    told: list[tuple[str, str]]  # groups for weights that are lost, and why
-
-    def join(self, replica: Replica, name: str, **changed: object) -> str:
-        """Let the replica join, and return its group."""
-        replica.dialer.send(hello(name, **changed))
-        group = self.hub.wait(lambda: None)
-        assert isinstance(group, str)
-        self.hub.offer(msgspec.structs.replace(OFFER, group=group))
-        replica.next(Offer)
-        self.hub.joined_now(group)
-        return group
-
-
-@contextmanager
-def trainer(timeout: float = 30.0, staleness: int = 1) -> Iterator[tuple[Trainer, Callable[[], Replica]]]:
-    """A hub with batches of two episodes, and a function that connects a replica."""
-    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness))
-    listener = Listener("127.0.0.1", SIZE)
-    told: list[tuple[str, str]] = []
-    hub = Hub(listener, ledger, EXPECTED, timeout, tell_lost=lambda *notice: told.append(notice))
-    dialers = []
-
-    def connect() -> Replica:
-        dialers.append(Dialer(listener.connection, SIZE))
-        return Replica(dialers[-1])
-
-    try:
-        yield Trainer(hub, ledger, listener, told), connect
-    finally:
-        hub.close("done")
-        for dialer in dialers:
-            dialer.close()
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "nothing happened"
-        time.sleep(0.01)
+from megatron_stppo.types import Turn
+from tests.serving.hubs import TASKS, hello, played, trainer, until
 
 
 def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are() -> None:
@@ -144,7 +37,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         assert [x.task for x in batch] == TaskCursor(TASKS, 0).take(2), "the trainer's own tasks"
         t.hub.admit(1)
         assert (a.given(), b.given()) == ([4], [5]), "4 to a, which plays none; then both play one"
-        assert t.hub.queues() == {"waiting": 0, "playing": 3, "ready": 1}
+        assert t.hub.queues() == {"episodes_waiting": 0, "episodes_playing": 3, "episodes_finished": 1}
 
 
 def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:
@@ -167,7 +60,7 @@ def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() ->
         t.join(b, "b")
         a.dialer.close()  # its connection ends
         assert b.next(Play).episodes == (first[0], *first[2:])
-        assert (t.hub.lost, t.hub.again) == (1, 3)
+        assert (t.hub.lost, t.hub.reassigned) == (1, 3)
 
 
 def test_a_silent_replica_is_lost() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.serving.ledger import Ledger, Order, Terms
-from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
 ELSEWHERE = Task("other", (), ("no",), "train", 99)
@@ -22,8 +22,10 @@ def ledger(tasks: int = 2, samples: int = 1, staleness: int = 1, order: Order = 
     return Ledger(TaskCursor(TASKS, seed=0), Terms(tasks, samples, staleness, order))
 
 
-def played(number: int) -> Trajectory:
-    return Trajectory(ELSEWHERE, (number,), (), "error")
+def played(number: int, tokens: int = 0) -> Trajectory:
+    """Return an episode with one turn, or one that failed before its first turn."""
+    turn = Turn((7,) * tokens, (-0.5,) * tokens, (), 0.0, ((0, tokens),)) if tokens else None
+    return Trajectory(ELSEWHERE, (number,), (turn,) if turn else (), "ok" if turn else "error")
 
 
 def numbers(batch: list[Trajectory] | None) -> list[int]:
@@ -66,7 +68,48 @@ def test_in_order_of_completion_the_first_completed_groups_are_taken() -> None:
     for number in (3, 1):
         book.finish(number, played(number))
     assert numbers(book.batch()) == [3, 1]
-    assert book.overtaken == 2  # groups 0 and 2
+    assert book.bias()["overtaken"] == 2  # groups 0 and 2
+
+
+def test_the_length_bias_compares_with_what_order_of_admission_would_have_trained_on() -> None:
+    book = ledger(order="completion")
+    book.admit(0)  # 0 to 3
+    assert book.bias() == {"overtaken": 0, "length_bias": 0.0}
+    for number, tokens in ((3, 2), (1, 4)):
+        book.finish(number, played(number, tokens))
+    assert numbers(book.batch()) == [3, 1]
+    # 0 and 1 would be in the first batch, but 0 has not finished: (2 + 4) / 2 - 4 / 1
+    assert book.bias() == {"overtaken": 2, "length_bias": -1.0}
+    book.finish(0, played(0, 12))
+    assert book.bias()["length_bias"] == 3 - (12 + 4) / 2
+    book.finish(2, played(2, 6))
+    assert numbers(book.batch()) == [0, 2]
+    assert book.bias() == {"overtaken": 0, "length_bias": 0.0}  # the same four episodes
+
+
+def test_episodes_that_failed_before_their_first_turn_have_no_length() -> None:
+    book = ledger(tasks=1, samples=2, order="completion")
+    book.admit(0)  # groups 0 and 1 of two episodes
+    book.finish(2, played(2, 10))
+    book.finish(3, played(3))
+    book.finish(0, played(0, 40))
+    assert numbers(book.batch()) == [2, 3]
+    assert book.bias()["length_bias"] == 10 - 40
+
+
+def test_a_resumed_run_continues_with_the_lengths_so_far() -> None:
+    book = ledger(order="completion")
+    book.admit(0)
+    for number, tokens in ((3, 2), (1, 4), (0, 12)):
+        book.finish(number, played(number, tokens))
+    book.batch()
+    again = ledger(order="completion")
+    again.restore(json.loads(json.dumps(book.state() | {"iteration": 1})))
+    assert again.bias()["length_bias"] == book.bias()["length_bias"] == -5.0
+
+
+def test_in_order_of_admission_no_bias_is_reported() -> None:
+    assert ledger().bias() == {}
 
 
 def test_a_repeated_run_takes_the_recorded_batches() -> None:

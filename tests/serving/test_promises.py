@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.documented import undocumented
 from tests.loop import small_run
 from tests.loop.test_resume import NOT_EQUAL
 
@@ -112,6 +113,17 @@ def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_th
     assert max(ages) <= 2 and len(ages) > 1
     played = [json.loads(line) for n in range(1, 6) for line in trajectories(asynchronous, n).splitlines()]
     assert any(len(turn["versions"]) > 1 for t in played for turn in t["turns"]), "no turn was updated"
+
+
+def test_the_rows_have_the_metrics_of_both_sides(asynchronous: Path) -> None:
+    given = [json.loads(x) for x in (asynchronous / "metrics.jsonl").read_text().splitlines()][1:]
+    assert not [name for row in given for name in undocumented(row)]
+    for row in given:
+        assert row["serving/replicas"] == 1 and 0 < row["serving/step_share"] < 1
+        assert 0 <= row["serving/idle_share"] < 1 and 0 <= row["serving/trainer_idle_share"] < 1
+    assert sum(row["serving/recomputed_tokens"] for row in given) > 0
+    trained = sum(row["rollout/action_tokens"] for row in given)
+    assert sum(row["serving/generated_tokens"] for row in given) >= trained
 
 
 def test_an_asynchronous_run_is_repeated_bit_for_bit_from_its_journal(asynchronous: Path) -> None:

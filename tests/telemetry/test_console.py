@@ -36,6 +36,14 @@ def test_a_row_shows_the_columns_that_it_has() -> None:
     assert line({"evaluate/exact_match": 0.5, "seconds": 2.0}) == "held-out exact match 0.500, 2.0 s"
 
 
+def test_an_asynchronous_row_also_shows_staleness_and_who_waits() -> None:
+    shares = {"serving/trainer_idle_share": 0.642, "serving/idle_share": 0.007}
+    row = ROW | {"rollout/staleness": 0.5, "serving/replicas": 2} | shares
+    shown = "2,707 tokens/s, staleness 0.50, trainer idle 64%, replicas idle 1%, 1.6 s"
+    assert line(row).endswith(shown)
+    assert "stale" not in line(ROW | {"rollout/staleness": 0})
+
+
 def test_a_number_that_is_not_finite_is_shown_as_nan() -> None:
     assert line(ROW | {"reward/mean": None}).startswith("reward nan, exact match 0.250, failed 3")
 
