@@ -142,38 +142,51 @@ class Cursor {
     return this.card(title, drawing, upright, series.map((one) => [one.label, one.kind]), values);
   }
 
-  // The stacked share of each phase in the time of an iteration, for one run.
+  // The share of each phase in the time of an iteration.
   phases(run) {
-    const { names, iterations, seconds } = run.phases;
+    const kind = (name) => areaKind(PHASES.indexOf(name));
+    return this.stack("Time by phase, share", run, run.phases, kind, String, (seconds) => `, ${digits(seconds)} s`);
+  }
+
+  // The share of the action tokens that were generated 0, 1, ... versions before the one that is trained.
+  staleness(run) {
+    const label = (age) => `${age} version${age === "1" ? "" : "s"} old`;
+    return this.stack("Action tokens by staleness, share", run, run.staleness, (age) => areaKind(Number(age)), label, () => "");
+  }
+
+  // Stacked shares of the parts of a whole, for one run; null without points. more(amount) is added to a share in
+  // the legend.
+  stack(what, run, { names, iterations, amounts }, kind, label, more) {
     if (!iterations.length) return null;
-    const title = RUNS.length > 1 ? `Time by phase, share: ${runName(run)}` : "Time by phase, share";
+    const title = RUNS.length > 1 ? `${what}: ${runName(run)}` : what;
     const height = (value) => HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM);
-    const shares = seconds.map((row) => {
+    const shares = amounts.map((row) => {
       const total = row.reduce((a, b) => a + b, 0) || 1;
       return row.map((value) => value / total);
     });
     const [drawing, upright] = this.frame(title, [0, 0.25, 0.5, 0.75, 1], height);
     const edge = (iteration) => Math.min(WIDTH - RIGHT, Math.max(LEFT, this.across(iteration))).toFixed(1);
-    const kinds = names.map((name) => {
-      const colour = PHASES.indexOf(name);
-      return `area c${colour % COLOURS}${colour >= COLOURS ? " pale" : ""}`;
-    });
-    names.forEach((_, phase) => {
+    const kinds = names.map(kind);
+    names.forEach((_, part) => {
       let steps = "", back = "";
       shares.forEach((row, k) => {
-        const low = row.slice(0, phase).reduce((a, b) => a + b, 0);
+        const low = row.slice(0, part).reduce((a, b) => a + b, 0);
         const from = edge((k ? iterations[k - 1] : iterations[0] - 1) + 0.5), to = edge(iterations[k] + 0.5);
-        steps += `L${from},${height(low + row[phase]).toFixed(1)}H${to}`;
+        steps += `L${from},${height(low + row[part]).toFixed(1)}H${to}`;
         back = `L${to},${height(low).toFixed(1)}H${from}${back}`;
       });
-      drawing.insertBefore(svg("path", { class: kinds[phase], d: `M${steps.slice(1)}${back}Z` }), upright);
+      drawing.insertBefore(svg("path", { class: kinds[part], d: `M${steps.slice(1)}${back}Z` }), upright);
     });
     const values = (iteration) => {
       const k = Math.max(0, at(iterations, iteration));
-      return names.map((_, phase) => `${(100 * shares[k][phase]).toFixed(1)} %, ${digits(seconds[k][phase])} s`);
+      return names.map((_, part) => `${(100 * shares[k][part]).toFixed(1)} %${more(amounts[k][part])}`);
     };
-    return this.card(title, drawing, upright, names.map((name, phase) => [name, kinds[phase]]), values);
+    return this.card(title, drawing, upright, names.map((name, part) => [label(name), kinds[part]]), values);
   }
+}
+
+function areaKind(colour) {
+  return `area c${colour % COLOURS}${colour >= COLOURS ? " pale" : ""}`;
 }
 
 // The series to draw: for one run a series per column, for several runs a series per value of `field`.
@@ -212,7 +225,8 @@ function showCurves(onIteration) {
     cursor.panels = [];
     const curves = panels(runs, other.value).map(([title, columns]) =>
       cursor.lines(title, seriesOf(runs, columns, grouping.value), log.checked, Number(smoothing.value)));
-    const drawn = [...curves, ...runs.map((run) => cursor.phases(run)).filter((panel) => panel !== null)];
+    const stacks = [...runs.map((run) => cursor.staleness(run)), ...runs.map((run) => cursor.phases(run))];
+    const drawn = [...curves, ...stacks.filter((panel) => panel !== null)];
     document.getElementById("panels").replaceChildren(...(drawn.length ? drawn : [el("p", {}, "No numbers yet.")]));
     cursor.move(cursor.iteration);
   };

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl for the report: columns of points, the time of every phase, and summary numbers."""
+"""Read metrics.jsonl for the report: columns of points, parts of a whole, and summary numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron_stppo.report.lines import Lines, damaged, number, short
 Rows = dict[int, dict[str, float | None]]  # by iteration; None where the run wrote null or NaN
 Points = tuple[list[int], list[float | None]]  # iterations, values
 POINTS, BUCKETS = 1000, 200  # most points of a column, most buckets of the phases
-PHASE = "seconds/"
+PHASE, STALENESS = "seconds/", "staleness/tokens_"
+SERVED = "serving/replicas"  # a column of asynchronous runs only
 NO_RANK = "straggler/rank"  # null means that no rank is slow
 
 
 def read(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """Return {"columns": {name: [iterations, values]}, "phases": ..., "overview": ...}.
+    """Return {"columns": {name: [iterations, values]}, "phases": ..., "staleness": ..., "overview": ...}.
 
     Adds to `notes` what is damaged or missing.
     """
@@ -50,7 +51,8 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
         )
     return {
         "columns": {name: thin(*points) for name, points in columns.items()},
-        "phases": phases(rows),
+        "phases": _longest_first(stack(rows, PHASE)),
+        "staleness": stack(rows if SERVED in columns else {}, STALENESS),
         "overview": overview(rows, columns),
     }
 
@@ -105,23 +107,32 @@ def _short(value: float | None) -> float | None:
     return None if value is None else short(value)
 
 
-def phases(rows: Rows) -> dict[str, Any]:
-    """Return the seconds of all phases, summed over buckets of iterations.
+def stack(rows: Rows, prefix: str) -> dict[str, Any]:
+    """Return the columns that begin with `prefix`, which are parts of a whole, summed over buckets of rows.
 
-    {"names": phases, longest first, "iterations": last of each bucket, "seconds": [bucket][phase]}.
+    {"names": the rest of each column's name, "iterations": last of each bucket, "amounts": [bucket][name]}.
+    Example: for "seconds/", one row of iteration 3 with {"seconds/score": 1, "seconds/update": 4} gives names
+    score and update, iterations [3] and amounts [[1, 4]].
     """
-    timed = [
-        (iteration, row) for iteration, row in rows.items() if any(name.startswith(PHASE) for name in row)
-    ]
-    names = {name for _, row in timed for name in row if name.startswith(PHASE)}
-    sums = {name: _sum(timed, name) for name in names}
-    order = sorted(names, key=lambda name: (-sums[name], name))
-    size = max(1, -(-len(timed) // BUCKETS))
-    buckets = [timed[start : start + size] for start in range(0, len(timed), size)]
+    having = [(iteration, row) for iteration, row in rows.items() if any(n.startswith(prefix) for n in row)]
+    found = {name for _, row in having for name in row if name.startswith(prefix)}
+    names = sorted(found, key=lambda name: (len(name), name))  # 10 after 2
+    size = max(1, -(-len(having) // BUCKETS))
+    buckets = [having[start : start + size] for start in range(0, len(having), size)]
     return {
-        "names": [name.removeprefix(PHASE) for name in order],
+        "names": [name.removeprefix(prefix) for name in names],
         "iterations": [bucket[-1][0] for bucket in buckets],
-        "seconds": [[short(_sum(bucket, name)) for name in order] for bucket in buckets],
+        "amounts": [[short(_sum(bucket, name)) for name in names] for bucket in buckets],
+    }
+
+
+def _longest_first(stacked: dict[str, Any]) -> dict[str, Any]:
+    """Return a stack with the names in the order of their sums."""
+    names, amounts = stacked["names"], stacked["amounts"]
+    order = sorted(range(len(names)), key=lambda k: (-sum(row[k] for row in amounts), names[k]))
+    return stacked | {
+        "names": [names[k] for k in order],
+        "amounts": [[row[k] for k in order] for row in amounts],
     }
 
 
@@ -147,6 +158,8 @@ def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
     for name, label, of in (
         ("actor/clip_fraction", "share of tokens clipped, mean", statistics.fmean),
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
+        ("serving/trainer_idle_share", "share of time the trainer waits, mean", statistics.fmean),
+        ("serving/idle_share", "share of time the replicas wait, mean", statistics.fmean),
         ("seconds", "seconds per iteration, median", statistics.median),
         ("seconds", "seconds in total", sum),
     ):

@@ -21,6 +21,13 @@ const PANELS = [
   ["Advantage variance", { "advantage/variance": "as used", "advantage/variance_before_whitening": "before whitening" }],
   ["Train/serve mismatch, nats per token", { "mismatch/mean_abs": "mean |trainer − engine|" }],
   ["Staleness, policy versions", { "rollout/staleness": "mean of trajectories", "rollout/staleness_max": "largest" }],
+  ["Waiting, share of time", { "serving/trainer_idle_share": "trainer", "serving/idle_share": "replicas" }],
+  ["Episodes admitted and not trained on", {
+    "serving/episodes_waiting": "not assigned", "serving/episodes_playing": "played", "serving/episodes_finished": "finished",
+  }],
+  ["Pause of a replica for new weights, ms", { "serving/pause_ms": "mean", "serving/longest_pause_ms": "longest so far" }],
+  ["Tokens of the replicas", { "serving/generated_tokens": "generated", "serving/recomputed_tokens": "computed again" }],
+  ["Length bias of order=completion, tokens", { "serving/length_bias": "mean of trained episodes" }],
   ["Per episode", { "rollout/turns": "turns", "rollout/tool_calls": "tool calls" }],
   ["Behaviour, share", {
     "rollout/called_tool": "episodes with a tool call", "rollout/valid_action_rate": "valid actions", "rollout/truncated": "episodes cut off",

@@ -120,6 +120,32 @@ def test_every_metric_has_a_panel_that_can_be_read_by_keyboard(
     assert shares == ["75.0 %, 3 s", "25.0 %, 1 s"]
 
 
+def test_an_asynchronous_run_shows_who_waited_and_how_old_its_tokens_were(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = hostile.write(tmp_path / "run")
+    served = {
+        "serving/replicas": 1,
+        "serving/trainer_idle_share": 0.5,
+        "serving/idle_share": 0.25,
+        "serving/episodes_finished": 3,
+        "staleness/tokens_0": 0.25,
+        "staleness/tokens_1": 0.75,
+    }
+    (folder / "metrics.jsonl").write_text(hostile.lines(*({"iteration": k} | served for k in (1, 2))))
+    page.draw([folder], tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    panels = browser.ask(
+        "[...document.querySelectorAll('figure')].map((one) =>"
+        " [one.querySelector('figcaption'), ...one.querySelectorAll('li')].map((part) => part.textContent))"
+    )
+    assert panels == [
+        ["Waiting, share of time", "trainer0.5", "replicas0.25"],
+        ["Episodes admitted and not trained on", "finished3"],
+        ["Action tokens by staleness, share", "0 versions old25.0 %", "1 version old75.0 %"],
+    ]
+
+
 def test_filters_and_search_find_episodes(browser: Browser, pages: tuple[Path, Path]) -> None:
     opened(browser, pages[0])
     assert count(browser, "#list li") == 4

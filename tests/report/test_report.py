@@ -78,6 +78,28 @@ def test_columns_with_the_same_gaps_are_reported_together() -> None:
     ]
 
 
+def test_parts_of_a_whole_are_stacked_by_phase_and_by_staleness(tmp_path: Path) -> None:
+    rows = [
+        {"iteration": 1, "staleness/tokens_0": 1.0, "seconds/score": 1.0, "seconds/update": 3.0},
+        {"iteration": 2, "staleness/tokens_0": 0.25, "staleness/tokens_1": 0.75, "seconds/update": 4.0},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(hostile.lines(*rows))
+    colocated = numbers.read(tmp_path, [])
+    assert colocated["phases"] == {
+        "names": ["update", "score"],  # the longest first
+        "iterations": [1, 2],
+        "amounts": [[3.0, 1.0], [4.0, 0.0]],
+    }
+    assert colocated["staleness"]["iterations"] == [], "only asynchronous runs have a panel"
+    path.write_text(hostile.lines(*(row | {"serving/replicas": 2} for row in rows)))
+    assert numbers.read(tmp_path, [])["staleness"] == {
+        "names": ["0", "1"],
+        "iterations": [1, 2],
+        "amounts": [[1.0, 0.0], [0.25, 0.75]],
+    }
+
+
 def test_a_run_that_has_just_begun_makes_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: new}")
     assert page.draw([tmp_path], tmp_path / "page.html") == [
