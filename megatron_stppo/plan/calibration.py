@@ -139,13 +139,14 @@ def fit_engine(runs: Sequence[MeasuredRun], replicas: int = 1) -> EngineSpeed:
 
 
 def _counted(run: MeasuredRun) -> list[tuple[float, float, float, float]]:
-    """Return (steps, tokens generated, 0, seconds in steps) of all replicas, by iteration.
-
-    The counters of a replica arrive every few seconds, so some iterations have none.
-    """
-    names = [f"serving/{name}" for name in ("steps", "tokens", "step_seconds")]
-    counted = [[float(one.row.get(name) or 0.0) for name in names] for one in run.warm]
-    found = [(steps, generated, 0.0, seconds) for steps, generated, seconds in counted if steps and generated]
+    """Return (steps, tokens generated, 0, seconds in steps) of all replicas, by iteration."""
+    names = [f"serving/{name}" for name in ("generated_tokens", "tokens_per_step", "step_ms")]
+    counted = [[one.row.get(name) for name in names] for one in run.warm]
+    found = [
+        (tokens / at_once, tokens, 0.0, tokens / at_once * ms / 1000)
+        for tokens, at_once, ms in counted
+        if tokens and at_once and ms  # absent in an iteration in which no replica made a step
+    ]
     if not found:
         raise ConfigError(f"{run.folder / METRICS}: no row has {' and '.join(names)}; use another run")
     return found
