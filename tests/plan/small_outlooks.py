@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 from tests.plan.real_step import settings
 
 
 def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str, ...] = ()) -> Any:
-    """Return the outlook of the small run as JSON values, with the lines of its verdict."""
+    """Return the outlook of the small run as JSON values, its verdict, and what is printed."""
     from megatron_stppo.plan import assumptions
     from megatron_stppo.plan.outlook import Planner
-    from megatron_stppo.plan.outlook_report import as_json, verdict
+    from megatron_stppo.plan.outlook_report import as_json, verdict, write
     from megatron_stppo.plan.simulation.workload import Workload
 
     config = settings(folder, {"dtype": "auto"}, {})
     given = assumptions.read(config, assume)
     work = Workload(assumptions.lengths(config, given), assumptions.tools(config, given))
-    found = Planner(config, work, given).outlook(gpus, trainers, (), "")
-    return as_json(found) | {"verdict": verdict(found)}
+    planner, text = Planner(config, work, given), io.StringIO()
+    found = planner.outlook(gpus, trainers, (), "")
+    with contextlib.redirect_stdout(text):
+        write(planner, [found], None, in_json=False)
+    return as_json(found) | {"verdict": verdict(found), "printed": text.getvalue()}
 
 
 def trainer_seconds(folder: str) -> tuple[float, float]:
