@@ -138,10 +138,6 @@ class _Training:
         shown = self.rollouts.learner.mesh.rank == 0
         return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
 
-    def state(self, done: int) -> dict[str, Any]:
-        """Return the state that a checkpoint of iteration `done` holds, besides the models."""
-        return {"iteration": done} | self.rollouts.state() | self.guard.state()
-
     def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
         with self.observer.phase("evaluate"), self.leaving(done, row):
@@ -151,8 +147,13 @@ class _Training:
         """Start to write a checkpoint. The next row reports how long this takes. Collective."""
         with self.observer.phase("checkpoint"):
             self.rollouts.load_for("checkpoint")
-            self.saver.save(done, self.rollouts.learner.trainers, self.state(done))
+            self._save(done)
             self.rollouts.publish(version=done)
+
+    def _save(self, done: int) -> None:
+        rollouts = self.rollouts
+        state = {"iteration": done} | rollouts.state() | self.guard.state()
+        self.saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
 
     def finish(self) -> None:
         """Wait for the last checkpoint and close everything. Collective."""
@@ -182,7 +183,7 @@ class _Training:
                     newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
                     raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
                 self.rollouts.load_for("checkpoint")
-                self.saver.save(done, self.rollouts.learner.trainers, self.state(done))
+                self._save(done)
             self.finish()
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
@@ -193,7 +194,7 @@ def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int
     if state is None:
         return 0
     if "cursor" in state:  # absent in the checkpoint of a converted model
-        rollouts.restore(state)
+        rollouts.restore(state, saver.episodes)
         guard.restore(state)
     return int(state["iteration"])
 

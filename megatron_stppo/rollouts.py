@@ -5,7 +5,7 @@ worker.Worker plays them on the trainer's own ranks; serving.served.Served gets 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -49,8 +49,14 @@ class Rollouts(Protocol):
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the rollouts, JSON-serialisable."""
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a checkpoint. Call it before the first `publish`."""
+    def episodes(self) -> bytes:
+        """Return the episodes that a checkpoint keeps besides the state, b"" if there are none."""
+
+    def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
+        """Continue from a checkpoint's state. Call it before the first `publish`.
+
+        episodes: reads those of the checkpoint. It is called on the first rank at most.
+        """
 
     def measure(self) -> dict[str, Any]:
         """Return metrics since the last call, equal on all ranks."""

@@ -61,8 +61,12 @@ class Worker:
         """Return the position after the last batch that draw() has returned."""
         return {"cursor": self._position}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state.
+    def episodes(self) -> bytes:
+        """Return b"": all episodes are trained on at once."""
+        return b""
+
+    def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes] = bytes) -> None:
+        """Continue from a checkpoint's state. Its episodes are played again.
 
         Raises ConfigError if it was written in order of completion, with tasks that were trained out of
         their order.

@@ -90,10 +90,17 @@ class Saver:
         self._settle()
         return self._last
 
-    def save(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> None:
+    def episodes(self) -> bytes:
+        """Return the episodes of the step that was published or resumed from last. Not collective."""
+        return steps.read_episodes(self._folder / f"step_{self._last}")
+
+    def save(
+        self, step: int, trainers: dict[str, Trainer], state: dict[str, Any], episodes: bytes = b""
+    ) -> None:
         """Start to save `step`, after the previous save has ended. Do nothing if that was the same step.
 
-        state: the state of the training loop, which must be JSON-serialisable.
+        state: the state of the training loop, which must be JSON-serialisable. episodes: of the first rank;
+        they have a file of their own, because state.json is small and read by every rank.
         Raises what check() raises, and CheckpointError if a number to be saved is not finite.
         """
         self._settle()
@@ -104,7 +111,7 @@ class Saver:
                 f"step_{step} is not saved: numbers of {' and '.join(roles)} are not finite; resume from an "
                 f"earlier step in {self._folder} with a lower update.{roles[0]}.lr"
             )
-        self._save = self._take(step, trainers, state)
+        self._save = self._take(step, trainers, state, episodes)
         if self._run.async_checkpoints:
             self._thread = threading.Thread(target=self._save.run, name=f"step_{step}", daemon=True)
             self._thread.start()
@@ -129,21 +136,24 @@ class Saver:
                 f"the last checkpoint could not be saved; {self._folder} holds the earlier ones"
             )
 
-    def _take(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any]) -> Save:
+    def _take(self, step: int, trainers: dict[str, Trainer], state: dict[str, Any], episodes: bytes) -> Save:
         folder, run = self._folder, self._run
         scratch = folder / f"step_{step}.tmp-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         copies = {
             role: HostCopy(_tensors(trainer, is_loading=False), scratch / role, keep=run.async_checkpoints)
             for role, trainer in trainers.items()
         }
-        own = torch.tensor(sum(copy.bytes for copy in copies.values()))
+        own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
         chunks = next(iter(trainers.values())).chunks
         made_of = {"shape": self._shape, "layers": layers_of(chunks), "expert": expert_size(chunks)}
+        files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | made_of).encode()}
+        if episodes:
+            files[steps.EPISODES] = episodes
         return Save(
             scratch,
             folder / f"step_{step}",
             copies,
-            json.dumps(state | {"trainers": _counters(trainers)} | made_of).encode(),
+            files,
             Manifest(step, {}, self._config_sha256, _versions(), self._layout),
             int(all_reduce_sum(own)),
             partial(steps.retire, folder, step, self._last, run.keep_checkpoints, run.keep_every),

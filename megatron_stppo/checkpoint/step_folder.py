@@ -3,6 +3,7 @@
     step_12/         published; one rename made the complete folder visible
       MANIFEST.json    SHA-256 and size of every other file, and the versions that wrote them
       state.json, actor/..., critic/...
+      episodes.msgpack   of an asynchronous run: those that have finished and are not trained on
     step_15.tmp-0/   being written, being removed, or left over from a run that died
     LATEST           name of the step to resume from; write an older name here to roll a run back
 
@@ -30,8 +31,9 @@ from megatron_stppo.atomic_replace import replace_folder, replacing
 from megatron_stppo.messages import one_line
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
-STATE, MANIFEST, LATEST = "state.json", "MANIFEST.json", "LATEST"
+STATE, MANIFEST, LATEST, EPISODES = "state.json", "MANIFEST.json", "LATEST", "episodes.msgpack"
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
+MOST_EPISODES = 64 * 2**30  # size limit of the file of episodes; 1,000 episodes of 10^6 tokens are 12 GB
 
 
 class CheckpointError(RuntimeError):
@@ -160,6 +162,11 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_episodes(path: Path) -> bytes:
+    """Return the file of episodes of a step; b"" if it has none."""
+    return _read(path / EPISODES, MOST_EPISODES) if (path / EPISODES).exists() else b""
+
+
 def describe(path: Path) -> File:
     """Return the manifest entry of a file on disk."""
     return File(sha256(path), path.stat().st_size)
@@ -197,8 +204,9 @@ def _remove(path: Path) -> None:
 def _read(path: Path, most: int) -> bytes:
     if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe could block; a link could lead anywhere
         raise Damaged(f"{path.name} is not a plain file")
+    size = path.stat().st_size  # read() reserves the memory that it is asked for
     with path.open("rb") as file:
-        data = file.read(most + 1)
+        data = file.read(min(size, most) + 1)
     if len(data) > most:
         raise Damaged(f"{path.name} is larger than {most} bytes")
     return data

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy, Written
-from megatron_stppo.checkpoint.step_folder import STATE, File, Manifest
+from megatron_stppo.checkpoint.step_folder import File, Manifest
 from megatron_stppo.parallel.collectives import decode, encode, gather_bytes
 from megatron_stppo.parallel.raise_together import raise_together
 
@@ -51,7 +51,7 @@ class Save:
     scratch: Path
     final: Path
     copies: dict[str, HostCopy]  # by role
-    state: bytes  # the state of the training loop, as JSON
+    files: dict[str, bytes]  # of the first rank, by name: the state of the training loop, as JSON, and others
     manifest: Manifest  # `files` is empty
     bytes: int  # approximate total that all ranks will write
     retire: Callable[[], None]  # removes steps that are not kept after this one
@@ -74,7 +74,7 @@ class Save:
         except BaseException as error:
             self.broken = error
         finally:
-            self.copies = {}  # host memory
+            self.copies, self.files = {}, {}  # host memory
 
     @property
     def _first(self) -> bool:
@@ -132,8 +132,9 @@ class Save:
             for name in copy.finish([piece for report in reports for piece in report.pieces[role]]):
                 steps.flush(self.scratch / role / name)
                 files[f"{role}/{name}"] = steps.describe(self.scratch / role / name)
-        steps.write_durably(self.scratch / STATE, self.state)
-        files[STATE] = steps.describe(self.scratch / STATE)
+        for name, content in self.files.items():
+            steps.write_durably(self.scratch / name, content)
+            files[name] = steps.describe(self.scratch / name)
         steps.publish(self.scratch, self.final, replace(self.manifest, files=files))
         _say(f"saved {self.final}")
         try:

@@ -158,6 +158,11 @@ class Hub:
         with self._changed:
             return self._ledger.state()
 
+    def kept(self) -> list[Done]:
+        """Return the ledger's episodes for a checkpoint."""
+        with self._changed:
+            return self._ledger.kept()
+
     def bias(self) -> dict[str, float]:
         """Return the ledger's metrics of the order of batches."""
         with self._changed:

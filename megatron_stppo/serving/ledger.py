@@ -14,16 +14,14 @@ groups of one iteration, so none can pass another one that must not become older
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-
-import msgspec
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.serving.lengths import Lengths
-from megatron_stppo.serving.messages import Assignment
+from megatron_stppo.serving.messages import Assignment, Done
 from megatron_stppo.types import Task, Trajectory
 
 Order = Literal["admission", "completion"]
@@ -159,43 +157,43 @@ class Ledger:
                 "next": self._next,
                 "trained": {str(number): asdict(lengths) for number, lengths in self._ahead.items()},
                 "lengths": asdict(self._trained),
-                "finished": {
-                    str(number): msgspec.to_builtins(trajectory)
-                    for group in self._open.values()
-                    for number, trajectory in group.finished.items()
-                },
             },
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def kept(self) -> list[Done]:
+        """Return the episodes that have finished and are not trained on, which a checkpoint holds too."""
+        return [Done(*one) for group in self._open.values() for one in group.finished.items()]
+
+    def restore(self, state: Mapping[str, Any], kept: Iterable[Done] = ()) -> None:
         """Continue from a checkpoint's state, in which `ledger` is missing if it was colocated.
 
+        kept: the checkpoint's episodes.
         Raises ConfigError if open groups have another size now, or the cursor does not fit the data.
         """
         self._cursor.restore(state["cursor"])
         self._behind = self._cursor.state()
         self._next = int(state["iteration"]) * self._terms.tasks
-        kept = state.get("ledger")
-        if kept is None:
+        book = state.get("ledger")
+        if book is None:
             return
-        self._trained = Lengths(**kept["lengths"])
-        if kept["first"] == kept["next"]:  # no group is open
+        self._trained = Lengths(**book["lengths"])
+        if book["first"] == book["next"]:  # no group is open
             return
         for field, mine in (("tasks", self._terms.tasks), ("samples", self._terms.samples)):
-            if kept[field] != mine:
+            if book[field] != mine:
                 name = {"tasks": "tasks_per_iteration", "samples": "samples_per_task"}[field]
                 raise ConfigError(
                     f"rollout.{name}={mine}: the checkpoint has admitted groups of a run with "
-                    f"{kept[field]}; resume with rollout.{name}={kept[field]}"
+                    f"{book[field]}; resume with rollout.{name}={book[field]}"
                 )
-        self._next = kept["next"]
-        self._ahead = {int(number): Lengths(**one) for number, one in kept["trained"].items()}
-        numbers = range(kept["first"], self._next)
+        self._next = book["next"]
+        self._ahead = {int(number): Lengths(**one) for number, one in book["trained"].items()}
+        numbers = range(book["first"], self._next)
         for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):
             if number not in self._ahead:
                 self._open[number] = _Group(task, {})
-        for number, fields in kept["finished"].items():
-            self.finish(int(number), msgspec.convert(fields, Trajectory))
+        for done in kept:
+            self.finish(done.number, done.trajectory)
 
     def _chosen(self) -> list[int]:
         """Return the groups of the next batch, in the order of the batch."""

@@ -25,7 +25,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
-from megatron_stppo.serving import keys, recorded
+from megatron_stppo.serving import kept_episodes, keys, recorded
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.measure import ServingMeter
@@ -140,9 +140,12 @@ class Served:
         """Return the ledger's state on the first rank, which writes it, and nothing on the others."""
         return self._hub.state() if self._hub is not None else {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def episodes(self) -> bytes:
+        return kept_episodes.encode(self._hub.kept()) if self._hub is not None else b""
+
+    def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
         if self._ledger is not None:
-            self._ledger.restore(state)
+            self._ledger.restore(state, kept_episodes.decode(episodes()))
 
     def measure(self) -> dict[str, Any]:
         row = self._meter.row(self._hub) if self._hub is not None else {}

@@ -88,6 +88,20 @@ def goes_on(root: Path, model: Path) -> None:
     assert files(root / "beside" / "step_1") == files(root / "waited" / "step_1")
 
 
+def many_episodes(root: Path, model: Path) -> None:
+    """Episodes may exceed the limit of a JSON file. A step without episodes has no such file."""
+    saver, trainers = start(root / "episodes", model)
+    given = bytes(steps.MOST_BYTES + 1)
+    saver.save(1, trainers, {"iteration": 1}, given)
+    saver.finish()
+    saver.save(2, trainers, {"iteration": 2})
+    saver.finish()
+    assert saver.episodes() == b"" and steps.EPISODES not in steps.inspect(root / "episodes" / "step_2")
+    (root / "episodes" / steps.LATEST).write_text("step_1")
+    saver.load(trainers)
+    assert saver.episodes() == given
+
+
 def writer_breaks(root: Path, model: Path) -> None:
     saver, trainers = start(root / "breaks", model)
 

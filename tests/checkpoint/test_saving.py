@@ -47,7 +47,9 @@ def case(name: str, *arguments: Any) -> int:
     return one_rank.in_child(getattr(one_rank, name), *arguments)
 
 
-@pytest.mark.parametrize("name", ["goes_on", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"])
+@pytest.mark.parametrize(
+    "name", ["goes_on", "many_episodes", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"]
+)
 def test_the_saver_handles_resumes_failures_and_full_disks(
     run: Run, model: Path, tmp_path: Path, name: str
 ) -> None:

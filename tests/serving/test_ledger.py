@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.serving import kept_episodes
 from megatron_stppo.serving.ledger import Ledger, Order, Terms
 from megatron_stppo.types import Task, Trajectory, Turn
 
@@ -104,7 +105,7 @@ def test_a_resumed_run_continues_with_the_lengths_so_far() -> None:
         book.finish(number, played(number, tokens))
     book.batch()
     again = ledger(order="completion")
-    again.restore(json.loads(json.dumps(book.state() | {"iteration": 1})))
+    again.restore(json.loads(json.dumps(book.state() | {"iteration": 1})), book.kept())
     assert again.bias()["length_bias"] == book.bias()["length_bias"] == -5.0
 
 
@@ -198,7 +199,7 @@ def test_a_checkpoint_restores_what_is_open_and_the_next_batches(terms, cut: int
     before = [number for batch in run(book, terms, 0, cut) for number in batch]
     state = json.loads(json.dumps(book.state() | {"iteration": cut}))
     again = ledger(tasks, samples, staleness, order)
-    again.restore(state)
+    again.restore(state, kept_episodes.decode(kept_episodes.encode(book.kept())))
     assert again.unfinished() == book.unfinished() and again.ready == book.ready
     after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
     assert after == [number for batch in run(book, terms, cut, cut + 4) for number in batch]
