@@ -30,7 +30,7 @@ class ScriptedReplica:
     dialer: Dialer
     got: list[FromTrainer] = field(default_factory=list)
 
-    def next(self, kind: type, seconds: float = 5.0):
+    def next(self, kind: type, seconds: float = 30.0):
         """Return the next message of this kind; others before it are dropped."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
@@ -107,7 +107,7 @@ def trainer(
             dialer.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "nothing happened"
