@@ -6,6 +6,7 @@ version and a lost weight update all show as a difference from the engine's log-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +114,14 @@ def _compare(learner: Learner, played: dict[int, list[Trajectory]], version: int
         total += float(difference_T[own_T].double().sum())
         tokens += int(own_T.sum())
         largest = int(torch.where(own_T, difference_T, -1.0).argmax())
-        if not float(difference_T[largest]) <= worst.difference:
+        if _is_worse(float(difference_T[largest]), worst.difference):
             worst = Worst(float(difference_T[largest]), iteration, *_place(batch, line, largest))
     return VersionFinding(version, tokens, total / tokens, worst)
+
+
+def _is_worse(difference: float, known: float) -> bool:
+    """Return whether a difference is larger than the largest one so far. NaN is larger than any number."""
+    return not math.isnan(known) and not difference <= known
 
 
 def _naming(
