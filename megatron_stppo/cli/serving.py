@@ -27,6 +27,7 @@ OWN = (
     "serving.concurrency",
 )
 OWN_SECTION = "environment."
+NOT_OWN = ("environment.max_turns", "environment.max_observation_tokens")  # episodes are equal everywhere
 
 
 @commands.command(
@@ -113,8 +114,8 @@ def _check_overrides(overrides: list[str]) -> None:
 
     for override in overrides:
         field = override.partition("=")[0]
-        if field not in OWN and not field.startswith(OWN_SECTION):
+        if field in NOT_OWN or (field not in OWN and not field.startswith(OWN_SECTION)):
             raise ConfigError(
-                f"{field}: a replica takes it from the run; only {', '.join(OWN)} and {OWN_SECTION}* can "
-                "differ from the run's"
+                f"{field}: a replica takes it from the run; only {', '.join(OWN)} and {OWN_SECTION}*, "
+                f"without {' and '.join(NOT_OWN)}, can differ from the run's"
             )

@@ -68,6 +68,7 @@ def refused(run: Path, *overrides: str, **options: Any) -> str:
 def test_only_fields_of_the_replica_itself_can_be_overridden(run: Path) -> None:
     said = refused(run, "rollout.kv_cache_gib=4", "environment.deadline=5", "rollout.temperature=0.5")
     assert said.startswith("rollout.temperature: a replica takes it from the run; only rollout.kv_cache_gib,")
+    assert refused(run, "environment.max_turns=9").startswith("environment.max_turns: a replica takes it")
 
 
 def test_the_number_of_ranks_must_be_the_engines_tensor_parallel_size(run: Path) -> None:
