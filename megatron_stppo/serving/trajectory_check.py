@@ -53,6 +53,8 @@ def _trajectory_fault(played: Trajectory) -> str:
     turns = len(played.turns)
     if not turns and played.outcome not in FAILED:
         return f"no turns, but the outcome {played.outcome}"
+    if turns and not played.prompt_ids:
+        return "turns without a prompt"
     if not 0 <= played.valid_actions <= turns:
         return f"{played.valid_actions} valid actions in {turns} turns"
     if played.tool_calls < 0 or played.overlong_prompt < 0:

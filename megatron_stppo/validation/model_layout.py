@@ -43,6 +43,11 @@ def check_engine(config: Config, world_size: int) -> None:
     check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
 
 
+def engine_sizes(shape: ModelShape) -> frozenset[int]:
+    """Return the numbers of tensor-parallel ranks over which vLLM can shard the model."""
+    return frozenset(t for t in range(1, shape.heads + 1) if not _obstacle(shape, t, serving=True))
+
+
 def with_fitting_layout(config: Config, world_size: int) -> Config:
     """Return `config` if its `parallel` fits the ranks, else a copy where every rank holds the whole model.
 

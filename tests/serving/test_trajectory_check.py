@@ -31,6 +31,12 @@ def test_a_possible_trajectory_has_no_fault() -> None:
     assert found(replace(TRUE, turns=(), valid_actions=0, outcome="error", overlong_prompt=99)) == ""
 
 
+def test_a_turn_follows_a_prompt() -> None:
+    assert (
+        found(replace(TRUE, prompt_ids=())) == "turns without a prompt"
+    )  # nothing would predict its first token
+
+
 def test_a_replica_cannot_claim_a_version_that_it_does_not_have() -> None:
     assert found(TRUE, held=range(4)) == "turn 0: version 4 was never sent to this replica"
     assert found(TRUE, held={4}) == "turn 0: version 3 was never sent to this replica"
