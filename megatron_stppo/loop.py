@@ -2,8 +2,8 @@
 
 rollout  ->  score  ->  advantage  ->  update  ->  reshard  ->  (rollout)
 
-Row k of metrics.jsonl describes iteration k. Policy version k - 1 generated its rollouts; evaluate/* are of
-version k.
+Row k of metrics.jsonl describes iteration k, which updates policy version k - 1. This version generated its
+rollouts, in asynchronous training also older ones; evaluate/* are of version k.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(
 ) -> None:
     """Train up to iteration run.iterations. Collective.
 
-    assemble: builds the models and what plays the episodes; worker.assemble or serving.served.assemble.
+    assemble: builds the models and what plays the episodes; worker.assemble or serving.start.assemble.
     With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
     preemption notice before the last iteration, if tools stay unreachable, or if the engine fails on a GPU,
     a checkpoint is saved and Requeue is raised.
