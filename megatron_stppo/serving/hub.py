@@ -78,11 +78,18 @@ class Expected:
     max_context: int  # tokens
     experts: int = 0  # of a layer
     routes_per_token: int = 0  # layers * chosen experts if replicas record them, else 0
+    tensor: frozenset[int] = frozenset({1})  # numbers of ranks over which vLLM can shard the model
 
     def refusal(self, hello: Hello) -> str:
         """Return why a replica is refused, or ""."""
-        if not NAME.fullmatch(hello.name) or hello.capacity < 1 or hello.tensor < 1:
+        if not NAME.fullmatch(hello.name):
             return f"--name={hello.name[:80]!r}: give 1 to 64 letters, digits, '.', '_' or '-'"
+        if hello.tensor not in self.tensor or hello.capacity < 1:
+            return (
+                f"rollout.engine_tensor={hello.tensor}, serving.concurrency={hello.capacity} of the replica "
+                f"{hello.name}: no replica of this model has them; choose an engine_tensor of "
+                f"{sorted(self.tensor)} and a concurrency of at least 1"
+            )
         for name in ("model", "vocabulary", "dtype", "vllm"):
             mine, theirs = getattr(self, name), getattr(hello, name)
             if mine != theirs:
@@ -209,6 +216,11 @@ class Hub:
         with self._changed:
             return sum(replica.joined for replica in self._replicas.values())
 
+    @property
+    def gave_up(self) -> str:
+        """Why a replica of this machine that ended is not started again; "" if none is needed."""
+        return self._local.gave_up if self._local is not None else ""
+
     def groups(self) -> set[str]:
         """Return the groups of the replicas that are not lost."""
         with self._changed:
@@ -250,14 +262,13 @@ class Hub:
     def next_update(self, version: int) -> str:
         """Wait until an announced replica is ready, tell it to enter the update, and return its group.
 
-        Returns "" if none is left. Raises as `wait`.
+        Returns "" if none is left, or if the run must end: then the next `wait` raises the reason, where a
+        checkpoint is written.
         """
         with self._changed:
             while True:
-                if self._trouble is not None:
-                    raise self._trouble
                 self._updating &= set(self._replicas)
-                if not self._updating:
+                if not self._updating or self._trouble is not None:
                     return ""
                 able = [r for r in self._by_name() if r.group in self._updating and r.ready == version]
                 if able:
@@ -317,6 +328,8 @@ class Hub:
                 with self._changed:
                     self._trouble = error
                     self._changed.notify_all()
+                if isinstance(error, ConfigError):  # of a replica; its message is complete
+                    return
                 raise
 
     def _take(self, peer: bytes, message: FromReplica | Unreadable) -> None:
@@ -405,6 +418,8 @@ class Hub:
         now = time.monotonic()
         if self._replicas:
             self._alone_since = now
+            if isinstance(self._trouble, EngineLost):  # one came before anything had to wait for it
+                self._trouble = None
         elif self._local is not None and self._local.gave_up:
             self._trouble = EngineLost(self._local.gave_up)
         elif now - self._alone_since > ABSENT * self._timeout:

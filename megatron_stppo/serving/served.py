@@ -22,6 +22,7 @@ from megatron_stppo.learner import Learner
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
@@ -144,8 +145,14 @@ class Served:
         return kept_episodes.encode(self._hub.kept()) if self._hub is not None else b""
 
     def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
+        """Restore the ledger on the first rank. Raises its ConfigError on all ranks."""
+        misuse: str | None = None
         if self._ledger is not None:
-            self._ledger.restore(state, kept_episodes.decode(episodes()))
+            try:
+                self._ledger.restore(state, kept_episodes.decode(episodes()))
+            except ConfigError as error:
+                misuse = str(error)
+        raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
 
     def measure(self) -> dict[str, Any]:
         row = self._meter.row(self._hub) if self._hub is not None else {}
@@ -166,6 +173,8 @@ class Served:
 
             def all_serve(hub: Hub) -> bool | None:
                 show(hub.joined(), wanted)
+                if hub.joined() < wanted and hub.gave_up:
+                    raise EngineLost(hub.gave_up)
                 return True if hub.joined() >= wanted else None
 
             self._until(all_serve)

@@ -130,6 +130,8 @@ def test_a_replica_that_claims_what_cannot_be_true_is_expelled(changed, why: str
         ({"vocabulary": 99}, "vocabulary=99"),
         ({"vllm": "0.31.0"}, "vllm=0.31.0"),
         ({"name": "../x"}, "--name="),
+        ({"tensor": 10**9}, "rollout.engine_tensor=1000000000, serving.concurrency=8 of the replica r"),
+        ({"capacity": 0}, "serving.concurrency=0"),
     ],
 )
 def test_a_replica_of_another_model_vocabulary_or_version_is_refused(changed, why: str) -> None:
@@ -159,6 +161,17 @@ def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:
         assert t.hub.next_update(1) == group and b.next(Go).version == 1
         a.dialer.close()
         assert t.hub.next_update(1) == ""
+
+
+def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.announce(1)
+        a.dialer.send(ReplicaFailed("away", "tools did not answer"))
+        assert t.hub.next_update(1) == ""
+        with pytest.raises(ToolsStayAway, match="tools did not answer"):
+            t.hub.wait(t.hub.batch)
 
 
 def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_has_left_the_update() -> None:
