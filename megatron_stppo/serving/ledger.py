@@ -167,7 +167,8 @@ class Ledger:
     def restore(self, state: Mapping[str, Any], kept: Iterable[Done] = ()) -> None:
         """Continue from a checkpoint's state, in which `ledger` is missing if it was colocated.
 
-        kept: the checkpoint's episodes.
+        kept: the checkpoint's episodes. If max_staleness was larger, those that are too old now are played
+        again, when they may be.
         Raises ConfigError if open groups have another size now, or the cursor does not fit the data.
         """
         self._cursor.restore(state["cursor"])
@@ -186,14 +187,34 @@ class Ledger:
                     f"rollout.{name}={mine}: the checkpoint has admitted groups of a run with "
                     f"{book[field]}; resume with rollout.{name}={book[field]}"
                 )
-        self._next = book["next"]
+        iteration = int(state["iteration"])
         self._ahead = {int(number): Lengths(**one) for number, one in book["trained"].items()}
+        self._next = self._still_admitted(book["next"], iteration)
         numbers = range(book["first"], self._next)
         for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):
             if number not in self._ahead:
                 self._open[number] = _Group(task, {})
+        used = {number: iteration + place // self._terms.tasks for place, number in enumerate(self._open)}
         for done in kept:
-            self.finish(done.number, done.trajectory)
+            group = done.number // self._terms.samples
+            if group in used and not self._is_too_old(done.trajectory, used[group]):
+                self.finish(done.number, done.trajectory)
+
+    def _still_admitted(self, count: int, iteration: int) -> int:
+        """Return how many of the `count` groups that were admitted are so now, before `iteration`.
+
+        The others, if max_staleness was larger, are admitted again later.
+        """
+        if self._terms.order == "completion":
+            return count
+        limit = (self._terms.max_staleness + iteration + 1) * self._terms.tasks
+        return max(min(count, limit), max(self._ahead, default=-1) + 1)
+
+    def _is_too_old(self, trajectory: Trajectory, iteration: int) -> bool:
+        """Return whether a trajectory that `iteration` will use exceeds max_staleness."""
+        if self._terms.order == "completion" or not trajectory.turns:
+            return False
+        return iteration - trajectory.turns[0].policy_version > self._terms.max_staleness
 
     def _chosen(self) -> list[int]:
         """Return the groups of the next batch, in the order of the batch."""

@@ -216,6 +216,31 @@ def test_a_colocated_run_continues_from_the_ledgers_cursor() -> None:
     assert cursor.take(5) == expected.take(5)
 
 
+def test_after_the_bound_was_lowered_episodes_that_are_too_old_now_are_played_again() -> None:
+    book = ledger(tasks=1, staleness=3)
+    book.admit(0)  # 0 to 3
+    book.finish(0, played(0))
+    book.batch()
+    for number, version in ((1, 0), (2, 0), (3, 1)):  # trained by iterations 1, 2 and 3
+        turn = Turn((7,), (-1.0,), (), 0.0, ((version, 1),))
+        book.finish(number, Trajectory(ELSEWHERE, (number,), (turn,), "ok"))
+    state = json.loads(json.dumps(book.state() | {"iteration": 1}))
+    played_again = {}
+    for staleness in (0, 1, 2, 3):
+        again = ledger(tasks=1, staleness=staleness)
+        again.restore(state, book.kept())
+        # before iteration 1, and by the admission of iterations 1, 2 and 3
+        new = [again.unfinished(), *(again.admit(iteration) for iteration in (1, 2, 3))]
+        played_again[staleness] = [[a.number for a in episodes] for episodes in new]
+    assert played_again == {
+        0: [[1], [], [2], [3]],
+        1: [[2], [], [3], [4]],
+        2: [[], [], [4], [5]],
+        3: [[], [4], [5], [6]],
+    }
+    assert again.unfinished()[0].task == TaskCursor(TASKS, 0).take(5)[4], "no task is left out"
+
+
 def test_open_groups_of_another_size_are_refused() -> None:
     book = ledger(tasks=2)
     book.admit(0)
