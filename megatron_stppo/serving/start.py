@@ -21,7 +21,8 @@ from megatron_stppo.learner import build_learner
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.serving import address, keys
 from megatron_stppo.serving.digest import model_digest
-from megatron_stppo.serving.hub import Expected, Hub
+from megatron_stppo.serving.expected import Expected
+from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger, Terms
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.losses import tell_lost

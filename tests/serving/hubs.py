@@ -11,7 +11,8 @@ import msgspec
 
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.serving.hub import Expected, Hub
+from megatron_stppo.serving.expected import Expected
+from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger, Order, Terms
 from megatron_stppo.serving.messages import Done, FromTrainer, Hello, Offer, Play
 from megatron_stppo.serving.transport import Dialer, Listener

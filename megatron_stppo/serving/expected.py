@@ -1,0 +1,59 @@
+"""What a replica must have in common with the trainer, and what it can send."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_stppo.serving import trajectory_check
+from megatron_stppo.serving.messages import Done, Hello
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a replica must have in common with the trainer, and the largest episode.
+
+    Example: Expected("3f..", 151936, "bfloat16", "0.32.0", 32768).
+    """
+
+    model: str  # model_digest()
+    vocabulary: int
+    dtype: str
+    vllm: str  # version
+    max_context: int  # tokens
+    experts: int = 0  # of a layer
+    routes_per_token: int = 0  # layers * chosen experts if replicas record them, else 0
+    tensor: frozenset[int] = frozenset({1})  # numbers of ranks over which vLLM can shard the model
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a replica is refused, or ""."""
+        if not NAME.fullmatch(hello.name):
+            return f"--name={hello.name[:80]!r}: give 1 to 64 letters, digits, '.', '_' or '-'"
+        if hello.tensor not in self.tensor or hello.capacity < 1:
+            return (
+                f"rollout.engine_tensor={hello.tensor}, serving.concurrency={hello.capacity} of the replica "
+                f"{hello.name}: no replica of this model has them; choose an engine_tensor of "
+                f"{sorted(self.tensor)} and a concurrency of at least 1"
+            )
+        for name in ("model", "vocabulary", "dtype", "vllm"):
+            mine, theirs = getattr(self, name), getattr(hello, name)
+            if mine != theirs:
+                return (
+                    f"{name}={theirs} of the replica {hello.name} differs from the trainer's {mine}; start "
+                    "it with the same model folder, model.dtype and packages"
+                )
+        return ""
+
+    def fault(self, done: Done, held: Collection[int]) -> str:
+        """Return why an episode cannot be true, or "". held: versions that the replica may have."""
+        return trajectory_check.fault(
+            done,
+            held=held,
+            vocabulary=self.vocabulary,
+            max_context=self.max_context,
+            experts=self.experts,
+            routes_per_token=self.routes_per_token,
+        )
