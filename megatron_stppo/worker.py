@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
@@ -33,6 +33,7 @@ from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_
 from megatron_stppo.telemetry.console import timed
 from megatron_stppo.types import Task
 from megatron_stppo.validation import model_layout
+from megatron_stppo.validation.serving import check_resumed
 
 
 @dataclass
@@ -72,11 +73,8 @@ class Worker:
         their order.
         """
         assert self.cursor is not None, "validation/checks.py requires data.train"
-        if trained := state.get("ledger", {}).get("trained"):
-            raise ConfigError(
-                f"serving.replicas=null: the checkpoint's run has trained {len(trained)} tasks before others "
-                "that were drawn earlier (serving.order=completion); resume with serving.replicas"
-            )
+        if "ledger" in state:
+            check_resumed(self.learner.config, state["ledger"])
         self.cursor.restore(state["cursor"])
         self._position = self.cursor.state()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,7 @@ def serve(
     from megatron_stppo.resilience.faults import CannotServe
     from megatron_stppo.serving import keys
     from megatron_stppo.serving.parent import has_ended, watch
+    from megatron_stppo.telemetry.console import say
 
     if parent is not None:
         watch(parent)
@@ -74,12 +76,11 @@ def serve(
     if replay_from is not None and not name:
         raise ConfigError(f"--replay-from={replay_from}: give --name too, the name of the replica to repeat")
     process.discover()
-    if is_first_rank() and not keys.path_of(run).exists():
-        typer.echo(f"megatron-stppo: waiting up to {wait:g} s for the trainer of {run}", err=True)
     # Slurm sends it to all steps of a job some time before the end. The trainer then completes its iteration,
     # for which it needs the replicas, and ends them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    connection = keys.find(run, wait)
+    waits = partial(say, f"waiting up to {wait:g} s for the trainer of {run}", is_first_rank())
+    connection = keys.find(run, wait, waits)
     if has_ended(parent):  # or the file may be of the next attempt, which starts its own replicas
         raise CannotServe(f"the trainer, process {parent}, has ended")
     settings = _open(run, overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stppo.config.section import Section
 
@@ -14,7 +14,7 @@ class ServingConfig(Section):
     and the replicas, which `megatron-stppo serve` runs, only serve."""
 
     replicas: int | None = Field(
-        None, ge=1, description="number of vLLM replicas beside the trainer; null: the trainer's ranks serve"
+        None, description="number of vLLM replicas beside the trainer; null: the trainer's ranks serve"
     )
     start: bool = Field(
         True,
@@ -48,6 +48,13 @@ class ServingConfig(Section):
     timeout: float = Field(
         60.0, gt=0, description="seconds without a sign of life after which a replica or the trainer is lost"
     )
+
+    @field_validator("replicas", mode="after")
+    @classmethod
+    def _at_least_one(cls, replicas: int | None) -> int | None:
+        if replicas is not None and replicas < 1:
+            raise ValueError(f"{replicas} is below 1; give null if the trainer's ranks serve")
+        return replicas
 
     @model_validator(mode="after")
     def _synchronous_has_one_order(self) -> ServingConfig:

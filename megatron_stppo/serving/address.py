@@ -25,7 +25,8 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
         found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(
-            f"serving.address={name}: is not known ({error.strerror}); give an address"
+            f"serving.address={name}: is not known ({error.strerror}); give the address of a network "
+            "interface of this machine"
         ) from None
     elsewhere = not is_local or (not starts_replicas and slurm.is_part_of_the_job(environment))
     if is_loopback(found) and elsewhere:

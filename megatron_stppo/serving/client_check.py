@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import os
 import secrets
 import socket
 
@@ -71,8 +72,8 @@ def bind(server: zmq.Socket[bytes], address: str, check: ClientCheck) -> Connect
         server.bind(f"tcp://{host}:*")
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"serving.address={one_line(address)}: cannot listen on {ip} ({error.strerror}); give an "
-            "address of a network interface of this machine"
+            f"serving.address={one_line(address)}: cannot listen on {ip} ({os.strerror(error.errno or 0)}); "
+            "give the address of a network interface of this machine"
         ) from None
     return Connection(
         address=server.get_string(zmq.LAST_ENDPOINT),

@@ -11,6 +11,15 @@ from megatron_stppo.serving.messages import Done, Hello
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+SHOWN = 16  # characters of a value that differs, such as a hash
+# What must be equal, and what to do if it is not.
+REMEDIES = {
+    "model": "copy model.path from the trainer's machine: shape, tokenizer or end-of-text ids differ",
+    "vocabulary": "copy model.path from the trainer's machine",
+    "dtype": "set model.dtype for the run; auto differs between machines with and without a GPU",
+    "vllm": "install the trainer's packages",
+}
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -38,12 +47,13 @@ class Expected:
                 f"{hello.name}: no replica of this model has them; choose an engine_tensor of "
                 f"{sorted(self.tensor)} and a concurrency of at least 1"
             )
-        for name in ("model", "vocabulary", "dtype", "vllm"):
+        for name, remedy in REMEDIES.items():
             mine, theirs = getattr(self, name), getattr(hello, name)
             if mine != theirs:
+                of_replica, of_trainer = (str(value)[:SHOWN] for value in (theirs, mine))
                 return (
-                    f"{name}={theirs} of the replica {hello.name} differs from the trainer's {mine}; start "
-                    "it with the same model folder, model.dtype and packages"
+                    f"{name}={of_replica} of the replica {hello.name} differs from the trainer's "
+                    f"{of_trainer}; {remedy}"
                 )
         return ""
 

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -102,15 +103,20 @@ def read(folder: Path, deadline_seconds: float, other_than: str = "") -> Connect
         time.sleep(min(LOOK, left))
 
 
-def find(folder: Path, deadline_seconds: float) -> Connection:
+def find(folder: Path, deadline_seconds: float, waits: Callable[[], object] = lambda: None) -> Connection:
     """Return the connection of a run, as soon as its trainer listens there.
 
-    A trainer that was killed leaves its file, which is ignored. Raises ConfigError as `read`.
+    A trainer that was killed leaves its file, which is ignored. waits: called if the trainer does not listen
+    yet. Raises ConfigError as `read`.
     """
-    ends = time.monotonic() + deadline_seconds
-    found = read(folder, deadline_seconds)
-    while not _listens(found):
-        found = read(folder, max(0.0, round(ends - time.monotonic(), 1)), found.attempt)
+    ends, killed = time.monotonic() + deadline_seconds, ""
+    with contextlib.suppress(FileNotFoundError):
+        if _listens(found := _parse(path_of(folder))):
+            return found
+        killed = found.attempt
+    waits()
+    while not _listens(found := read(folder, max(0.0, round(ends - time.monotonic(), 1)), killed)):
+        killed = found.attempt
     return found
 
 
@@ -163,8 +169,10 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _missing(folder: Path, seconds: float, other_than: str) -> str:
-    what = "is of a trainer that has ended" if other_than and path_of(folder).exists() else "does not exist"
+    what = "does not exist"
+    if other_than and path_of(folder).exists():
+        what = "is of a trainer that has ended, and no other one has started,"
     return (
-        f"{path_of(folder)}: {what}, after {seconds:g} s; start `megatron-stppo train` with serving.replicas "
-        "for this run, or give the folder of another run"
+        f"{path_of(folder)}: {what} after {seconds:.3g} s; start `megatron-stppo train` with "
+        "serving.replicas for this run, or give the folder of another run"
     )

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.serving.lengths import Lengths
 from megatron_stppo.serving.messages import Assignment, Done
 from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.validation.serving import check_open
 
 Order = Literal["admission", "completion"]
 
@@ -178,15 +178,9 @@ class Ledger:
         if book is None:
             return
         self._trained = Lengths(**book["lengths"])
+        check_open(book, self._terms.tasks, self._terms.samples)
         if book["first"] == book["next"]:  # no group is open
             return
-        for field, mine in (("tasks", self._terms.tasks), ("samples", self._terms.samples)):
-            if book[field] != mine:
-                name = {"tasks": "tasks_per_iteration", "samples": "samples_per_task"}[field]
-                raise ConfigError(
-                    f"rollout.{name}={mine}: the checkpoint has admitted groups of a run with "
-                    f"{book[field]}; resume with rollout.{name}={book[field]}"
-                )
         iteration = int(state["iteration"])
         self._ahead = {int(number): Lengths(**one) for number, one in book["trained"].items()}
         self._next = self._still_admitted(book["next"], iteration)

@@ -29,7 +29,6 @@ from megatron_stppo.serving.messages import (
     ReplicaFailed,
 )
 from megatron_stppo.serving.transport import Listener, Unreadable
-from megatron_stppo.telemetry.console import say
 from megatron_stppo.types import Trajectory
 
 ABSENT = 10  # times serving.timeout: so long a run waits for a replica when it has none
@@ -122,7 +121,7 @@ class Reception:
         if not why:
             self._crew.add(peer, hello)
             return
-        _warn(f"a replica is refused: {one_line(why)}")
+        _warn(f"a replica is refused: {why}")
         self._listener.send(peer, NotAccepted(why))
         self._listener.expel(peer)
 
@@ -160,7 +159,5 @@ class Reception:
 
 
 def _warn(text: str) -> None:
-    """Write a line to the first rank's log and to the console. It may contain the output of a replica."""
-    line = printable(text).replace("\n", " ")
-    log.warning("%s", line)
-    say(line)
+    """Log one line, which may contain the output of a replica."""
+    log.warning("%s", printable(text).replace("\n", " "))

@@ -60,7 +60,18 @@ def write_batch(run: Path, iteration: int, groups: Sequence[int]) -> None:
 def _batches(run: Path) -> list[list[int]]:
     path = run / BATCHES
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [[int(group) for group in line["groups"]] for line in lines]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give the record as it was written") from None
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the folder of an asynchronous run"
+        ) from None
+    return [_groups(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _groups(path: Path, number: int, line: bytes) -> list[int]:
+    try:
+        return [int(group) for group in json.loads(line)["groups"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: line {number} is not a batch's ({error}); give the record as it was written"
+        ) from None

@@ -15,6 +15,7 @@ from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.messages import did_you_mean
 from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.validation import serving
 
 # Files and folders whose loss would lose results of a run.
 WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")
@@ -31,28 +32,40 @@ def check_new(config: Config, remedy: str = "give another run.name") -> None:
 def check_resume(config: Config) -> None:
     """Raise ConfigError unless the run's folder holds a run that `config` can resume.
 
-    The run may have no checkpoint yet. If it has one, model and critic must be as in `config`.
+    The run may have no checkpoint yet. If it has one, model and critic must be as in `config`, and the
+    episodes that an asynchronous run has admitted must fit.
     """
     run, folder = config.run, config.run.folder
     if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
-        return _check_same_models(config, folder / "checkpoints")
+        return _check_checkpoint(config, folder / "checkpoints")
     names = [path.parent.name for path in sorted(run.root.glob("*/config.yaml"))]
     asked = did_you_mean(run.name, names, "run.name={}")
     hint = f"{asked} To start a new run," if asked else "to start one,"
     raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
 
 
-class _Models(msgspec.Struct):
-    """The models in a checkpoint's state.json. Older versions wrote no shape."""
+class _WrittenLedger(msgspec.Struct):
+    """The part of serving/ledger.py's state that is checked."""
+
+    tasks: int
+    samples: int
+    first: int
+    next: int
+    trained: dict[str, Any]
+
+
+class _Written(msgspec.Struct):
+    """What a checkpoint's state.json has of models and ledger. Older versions wrote no shape."""
 
     trainers: dict[str, Any]  # by role
     shape: dict[str, Any] = {}
+    ledger: _WrittenLedger | None = None  # of an asynchronous run
 
 
-def _check_same_models(config: Config, checkpoints: Path) -> None:
+def _check_checkpoint(config: Config, checkpoints: Path) -> None:
     try:
         path = checkpoints / f"step_{step_folder.latest(checkpoints)}"
-        written = msgspec.convert(step_folder.read_state(path), _Models)
+        written = msgspec.convert(step_folder.read_state(path), _Written)
     except (step_folder.Damaged, OSError, ValueError):
         return  # there is no checkpoint yet, or it is damaged, which loading it reports
     shape = asdict(read_shape(config.model.path))
@@ -69,6 +82,8 @@ def _check_same_models(config: Config, checkpoints: Path) -> None:
             f"algorithm.advantage={config.algorithm.advantage}: trains {wanted}, {path} holds {found}; "
             "set algorithm as the run had it, or give another run.name"
         )
+    if written.ledger is not None:
+        serving.check_resumed(config, msgspec.structs.asdict(written.ledger))
 
 
 def _holds_something(path: Path) -> bool:

@@ -84,7 +84,7 @@ def test_without_a_trainer_the_error_names_the_file_and_the_command(tmp_path: Pa
         keys.read(tmp_path, 0.1)
     assert time.monotonic() - began < 5
     assert str(error.value) == (
-        f"{tmp_path}/serving/connection.json: does not exist, after 0.1 s; start `megatron-stppo train` with "
+        f"{tmp_path}/serving/connection.json: does not exist after 0.1 s; start `megatron-stppo train` with "
         "serving.replicas for this run, or give the folder of another run"
     )
 

@@ -96,6 +96,19 @@ def test_a_trainer_that_does_not_start_is_waited_for_and_then_named(
     assert capsys.readouterr().err.endswith(f"waiting up to 0.1 s for the trainer of {tmp_path}\n")
 
 
+def test_the_file_of_a_trainer_that_does_not_answer_is_waited_on_and_then_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        keys.write(run, replace(CONNECTION, address=f"tcp://127.0.0.1:{closed.getsockname()[1]}"))
+    assert refused(run, wait=0.0) == (
+        f"{run}/serving/connection.json: is of a trainer that has ended, and no other one has started, after "
+        "0 s; start `megatron-stppo train` with serving.replicas for this run, or give the folder of another "
+        "run"
+    )
+    assert "waiting up to 0 s for the trainer" in capsys.readouterr().err
+
+
 def test_the_digest_depends_on_shape_tokenizer_and_end_of_text_but_not_on_weights(
     model: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
-from megatron_stppo.validation import megatron_fields
+from megatron_stppo.validation import megatron_fields, serving
 from megatron_stppo.validation.checks import check, check_checkpoint, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, megatron_field_names
 from megatron_stppo.validation.run_folder import check_new, check_resume
@@ -24,6 +24,10 @@ SHAPE = {
     "intermediate_size": 384,
     "vocab_size": 1024,
 }
+
+
+# Of a checkpoint of an asynchronous run, in which 96 groups were trained on and 32 are open.
+BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "lengths": {}}
 
 
 @pytest.fixture
@@ -257,12 +261,23 @@ def test_only_an_existing_run_is_resumed(path: Path) -> None:
         ),
         ({"shape": {"max_positions": 1}}, ""),
         ({"trainers": "damaged"}, ""),
+        ({"ledger": BOOK}, ""),
+        (
+            {"ledger": BOOK | {"tasks": 4}},
+            "rollout.tasks_per_iteration=64: the checkpoint has admitted groups of a run with 4; resume with "
+            "rollout.tasks_per_iteration=4",
+        ),
+        (
+            {"ledger": BOOK | {"samples": 3}},
+            "rollout.samples_per_task=1: .*; resume with .*samples_per_task=3",
+        ),
+        ({"ledger": BOOK | {"tasks": 4, "first": 128}}, ""),  # no group is open
     ],
 )
-def test_a_run_is_resumed_with_the_models_that_it_has(
+def test_a_run_is_resumed_with_the_models_and_the_episodes_that_it_has(
     path: Path, changed: dict[str, object], said: str
 ) -> None:
-    config = load(path)
+    config = load(path, ["serving.replicas=1"])
     step = config.run.folder / "checkpoints" / "step_4"
     step.mkdir(parents=True)
     (step.parent / "LATEST").write_text("step_4")
@@ -272,6 +287,14 @@ def test_a_run_is_resumed_with_the_models_that_it_has(
         return check_resume(config)
     with pytest.raises(ConfigError, match=said):
         check_resume(config)
+
+
+def test_a_run_that_trained_episodes_out_of_their_order_is_not_resumed_colocated(path: Path) -> None:
+    config = load(path)
+    serving.check_resumed(config, BOOK)
+    lengths = {"episodes": 1, "tokens": 8}
+    with pytest.raises(ConfigError, match=r"serving\.replicas=null: .* has trained 1 tasks before others"):
+        serving.check_resumed(config, BOOK | {"trained": {"99": lengths}})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
