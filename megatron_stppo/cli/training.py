@@ -67,7 +67,7 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
         else:
             from megatron_stppo.serving.start import assemble as served
 
-            assemble = partial(served, recorded=recorded)
+            assemble = partial(served, recorded=recorded, notice=lambda: notice.reason)
     from megatron_stppo.resilience.deadlines import Watchdog
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.resilience.faults import EngineLost
 from megatron_stppo.serving.crew import Crew
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.ledger import Ledger
@@ -42,16 +43,18 @@ class Hub:
         local: LocalReplicas | None = None,
         journal: Mapping[int, str] | None = None,
         tell_lost: Callable[[str, str], None] = lambda group, why: None,
+        notice: Callable[[], str] = lambda: "",
     ) -> None:
         """timeout: seconds of silence after which a replica is lost.
 
         local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
         must play it}, to repeat a run. tell_lost: called with the group for weights of a lost replica, and
-        the reason, so that no rank waits for it (losses.py).
+        the reason, so that no rank waits for it (losses.py). notice: returns why the run must end soon, for
+        example the name of a signal, or "".
         """
         self._listener, self._ledger, self._local = listener, ledger, local
-        self._crew = Crew(listener, journal)
-        self._reception = Reception(listener, ledger, self._crew, expected, timeout, local, tell_lost)
+        self._crew, self._notice = Crew(listener, journal), notice
+        self._reception = Reception(listener, ledger, self._crew, expected, timeout, local, tell_lost, notice)
         self._updating: set[str] = set()
         self._changed = threading.Condition()
         self._ended = False
@@ -102,8 +105,9 @@ class Hub:
     def wait(self, result: Callable[[], T | None]) -> T | str:
         """Wait until result() is not None, and return it; or the group of a replica that can join.
 
-        Raises ConfigError and ToolsStayAway if a replica reports them, EngineLost if there is no replica and
-        none comes.
+        Raises ConfigError and ToolsStayAway if a replica reports them. Raises EngineLost if there is no
+        replica and none comes, or if the run must end soon and no replica serves: a signal to all programs of
+        a run ends its replicas at once, so that the iteration cannot be completed.
         """
         with self._changed:
             while True:
@@ -113,7 +117,9 @@ class Hub:
                     return joining
                 if (found := result()) is not None:
                     return found
-                self._changed.wait()
+                if (why := self._notice()) and not self._crew.joined:
+                    raise EngineLost(f"{why}, and no replica serves any more")
+                self._changed.wait()  # the thread notifies every TICK
 
     def taken(self) -> list[int]:
         """Return the groups of the last batch."""
@@ -138,6 +144,11 @@ class Hub:
     def gave_up(self) -> str:
         """Why a replica of this machine that ended is not started again; "" if none is needed."""
         return self._local.gave_up if self._local is not None else ""
+
+    @property
+    def notice(self) -> str:
+        """Why the run must end soon; "" if it need not."""
+        return self._notice()
 
     def groups(self) -> set[str]:
         """Return the groups of the replicas that are not lost."""

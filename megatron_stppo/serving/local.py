@@ -50,9 +50,10 @@ class LocalReplicas:
         (serving.run / "logs").mkdir(parents=True, exist_ok=True)
         self._processes = {name: self._start(name) for name in names}
 
-    def ended(self) -> list[tuple[str, str]]:
+    def ended(self, start_again: bool = True) -> list[tuple[str, str]]:
         """Return (name, why) of the replicas that have ended since the last call, and start them again.
 
+        start_again: False if the run ends soon, so that none is needed.
         Raises ConfigError if a replica ended because of its configuration: a new one would end too.
         """
         found = []
@@ -68,7 +69,9 @@ class LocalReplicas:
                     last.removeprefix("megatron-stppo: ") or f"{name} refused its configuration"
                 )
             found.append((name, f"its process ended with {code}: {last}"))
-            if self._budget:
+            if not start_again:
+                del self._processes[name]
+            elif self._budget:
                 self._budget -= 1
                 self._processes[name] = self._start(name)
             else:

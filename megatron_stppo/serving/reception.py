@@ -51,10 +51,11 @@ class Reception:
         timeout: float,
         local: LocalReplicas | None,
         tell_lost: Callable[[str, str], None],
+        notice: Callable[[], str],
     ) -> None:
         """Arguments as of Hub."""
         self._listener, self._ledger, self._crew, self._expected = listener, ledger, crew, expected
-        self._timeout, self._local, self._tell_lost = timeout, local, tell_lost
+        self._timeout, self._local, self._tell_lost, self._notice = timeout, local, tell_lost, notice
         self._alone_since = time.monotonic()
         self.trouble: Exception | None = None
         self.results: dict[int, Trajectory] = {}
@@ -93,7 +94,8 @@ class Reception:
 
     def look_for_lost(self) -> None:
         """Remove replicas that have ended or are silent. Raises ConfigError as LocalReplicas.ended does."""
-        for name, why in self._local.ended() if self._local is not None else ():
+        # the signal that is the reason for a notice may have ended them
+        for name, why in self._local.ended(start_again=not self._notice()) if self._local else ():
             if (member := self._crew.named(name)) is not None:
                 self._lose(member.group, why)
         for group, member in list(self._crew.members.items()):

@@ -173,9 +173,11 @@ class Served:
 
             def all_serve(hub: Hub) -> bool | None:
                 show(hub.joined(), wanted)
-                if hub.joined() < wanted and hub.gave_up:
-                    raise EngineLost(hub.gave_up)
-                return True if hub.joined() >= wanted else None
+                if hub.joined() >= wanted:
+                    return True
+                if why := hub.gave_up or hub.notice:
+                    raise EngineLost(f"before {wanted} replicas served: {why}")
+                return None
 
             self._until(all_serve)
         if self._hub is not None:

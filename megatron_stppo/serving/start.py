@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,11 +37,17 @@ from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.validation import model_layout
 
 
-def assemble(config: Config, resume: bool = False, recorded: Recorded | None = None) -> Served:
+def assemble(
+    config: Config,
+    resume: bool = False,
+    *,
+    recorded: Recorded | None = None,
+    notice: Callable[[], str] = lambda: "",
+) -> Served:
     """Start the replicas, build the models, and return the rollouts of this rank. Collective.
 
     resume: not used; a replica that cannot reach its tools reports it, and the run ends as a colocated one.
-    recorded: the run to repeat. Raises ConfigError.
+    recorded: the run to repeat. notice: returns why the run must end soon, or "". Raises ConfigError.
     """
     shape = read_shape(config.model.path)
     model_layout.check_parallel(config, process.world_size())
@@ -51,7 +58,7 @@ def assemble(config: Config, resume: bool = False, recorded: Recorded | None = N
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
     store, at = _store(config)
-    hub = first.hub(store) if first else None
+    hub = first.hub(store, notice) if first else None
     return Served(learner, store, at, hub, first.ledger if first else None, ServingMeter())
 
 
@@ -99,8 +106,8 @@ class _First:
         ledger = Ledger(cursor, _terms(config), recorded.batches if recorded else ())
         return cls(config, listener, ledger, local, expected, recorded)
 
-    def hub(self, store: dist.Store) -> Hub:
-        """store: of the groups for weights."""
+    def hub(self, store: dist.Store, notice: Callable[[], str]) -> Hub:
+        """store: of the groups for weights. notice: see assemble."""
         return Hub(
             self.listener,
             self.ledger,
@@ -110,6 +117,7 @@ class _First:
             self.recorded.played if self.recorded else None,
             # a connection of the hub's thread
             partial(tell_lost, store.clone()),  # type: ignore[attr-defined]  # missing in torch's stubs
+            notice,
         )
 
 

@@ -87,13 +87,17 @@ class Trainer:
 
 @contextmanager
 def trainer(
-    timeout: float = 30.0, staleness: int = 1, order: Order = "admission"
+    timeout: float = 30.0,
+    staleness: int = 1,
+    order: Order = "admission",
+    notice: Callable[[], str] = lambda: "",
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
-    hub = Hub(listener, ledger, EXPECTED, timeout, tell_lost=lambda *notice: told.append(notice))
+    tell = lambda *notice: told.append(notice)  # noqa: E731
+    hub = Hub(listener, ledger, EXPECTED, timeout, tell_lost=tell, notice=notice)
     dialers = []
 
     def connect() -> ScriptedReplica:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.resilience.faults import EngineLost
 from megatron_stppo.rollouts import rollout_settings
 from megatron_stppo.serving import served
 from megatron_stppo.serving.measure import ServingMeter
@@ -102,6 +103,12 @@ def test_no_weights_are_sent_before_an_evaluation_has_ended_also_when_a_replica_
             assert received(replica) == Go(4)
         main.join(30)
         assert {v for x in results[0].every for turn in x.turns for v, _ in turn.versions} == {3}
+
+
+def test_a_run_that_was_asked_to_end_does_not_wait_for_its_first_replicas(tmp_path: Path) -> None:
+    with trainer(notice=lambda: "SIGTERM") as (t, _), serving(t, tmp_path) as rollouts:
+        with pytest.raises(EngineLost, match=r"^before 2 replicas served: SIGTERM$"):
+            rollouts.publish(0)
 
 
 def test_a_replica_that_names_an_older_version_in_an_evaluation_is_expelled() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.resilience.faults import ToolsStayAway
+from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.serving.messages import (
     Announce,
     Assignment,
@@ -148,6 +148,23 @@ def test_a_second_replica_of_the_same_name_is_refused() -> None:
         b.dialer.send(hello("a"))
         assert "serves already" in b.next(NotAccepted).why
         assert t.hub.joined() == 1
+
+
+def test_a_run_that_was_asked_to_end_does_not_wait_for_replicas_that_have_left() -> None:
+    asked: list[str] = []
+    with trainer(notice=lambda: "".join(asked)) as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        assert a.given() == [0, 1, 2, 3]
+        a.finish(0)
+        asked.append("SIGTERM")
+        a.finish(1)
+        assert t.hub.wait(t.hub.batch) is not None, "a replica that serves completes the iteration"
+        a.dialer.send(Leaving("SIGTERM"))
+        t.hub.admit(1)
+        with pytest.raises(EngineLost, match=r"^SIGTERM, and no replica serves any more$"):
+            t.hub.wait(t.hub.batch)
 
 
 def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:

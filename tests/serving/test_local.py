@@ -27,6 +27,13 @@ def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(t
     assert "rollout.engine_restarts is used up" in local.gave_up
 
 
+def test_a_replica_that_ends_when_the_run_must_end_is_not_started_again(tmp_path: Path) -> None:
+    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=1)
+    local.kill("replica-0")
+    until(lambda: local.ended(start_again=False))
+    assert not local._processes and not local.gave_up
+
+
 def test_a_replica_that_could_not_be_asked_to_end_is_not_waited_for(tmp_path: Path) -> None:
     local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0", "replica-1"], budget=0)
     assert seconds(lambda: local.close(asked=())) < 5
