@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
 from megatron_stppo.serving.keys import FOLDER, Connection
 from megatron_stppo.serving.live import Live
-from megatron_stppo.serving.messages import MOST_BYTES, Hello
+from megatron_stppo.serving.messages import MOST_BYTES, Hello, process_name
 from megatron_stppo.serving.news import NewsSource, Send
 from megatron_stppo.serving.replayed import Replayed
 from megatron_stppo.serving.replica import FirstRank, Replica
@@ -150,15 +149,13 @@ def _hello(config: Config, name: str, engine: Engine) -> Hello:
         vllm=PINNED_VLLM,
         tensor=config.engine_tensor,
         capacity=config.serving.concurrency or config.rollout.max_sequences,
-        process=_this_process(),
+        process=process_name(os.getpid()),
     )
-
-
-def _this_process() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _default_name() -> str:
     """Return the host and process id, with characters that a file's name may have."""
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in _this_process())
+    name = "".join(
+        c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in process_name(os.getpid())
+    )
     return name.lstrip(".")[-64:]

@@ -15,6 +15,7 @@ import torch
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.launch import process
+from megatron_stppo.serving.messages import process_name
 
 # A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
 INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
@@ -78,6 +79,15 @@ class LocalReplicas:
                 del self._processes[name]
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
         return found
+
+    def expects(self, name: str, process: str) -> bool:
+        """Return False if a replica of this machine has the name, and the process is another one.
+
+        process: see Hello. So a replica that was started elsewhere cannot take the name of one that is still
+        starting.
+        """
+        ranks = self._processes.get(name)
+        return ranks is None or process == process_name(ranks[0].pid)
 
     def kill(self, name: str) -> None:
         """Kill a replica, which `ended` then starts again. Nothing happens if the name is unknown."""

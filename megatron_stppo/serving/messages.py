@@ -11,6 +11,7 @@ Both sides send Alive regularly. A side that is silent for serving.timeout is lo
 
 from __future__ import annotations
 
+import socket
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,11 @@ MOST_BYTES = 2**26  # of one message: an episode of 10^6 tokens, or the tasks th
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The base of all messages. The class name is sent with the fields."""
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process of this machine. Example: "gpu07-4711"."""
+    return f"{socket.gethostname()}-{pid}"
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -73,7 +79,7 @@ class Hello(_Sent, frozen=True):
     vllm: str  # version
     tensor: int  # ranks
     capacity: int  # episodes in progress
-    process: str  # host and process id, for messages to the user
+    process: str  # process_name() of its first rank
 
 
 class Ready(_Sent, frozen=True):

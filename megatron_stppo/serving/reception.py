@@ -118,7 +118,9 @@ class Reception:
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         why = self._expected.refusal(hello)
-        if self._crew.named(hello.name) is not None:
+        if self._local is not None and not self._local.expects(hello.name, hello.process):
+            why = f"--name={hello.name}: train starts a replica of this name itself; choose another"
+        elif self._crew.named(hello.name) is not None:
             why = f"--name={hello.name}: a replica of this name serves already; choose another"
         if not why:
             self._crew.add(peer, hello)

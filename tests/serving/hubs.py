@@ -14,6 +14,7 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger, Order, Terms
+from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.messages import Done, FromTrainer, Hello, Offer, Play
 from megatron_stppo.serving.transport import Dialer, Listener
 from megatron_stppo.types import Task, Trajectory, Turn
@@ -91,13 +92,14 @@ def trainer(
     staleness: int = 1,
     order: Order = "admission",
     notice: Callable[[], str] = lambda: "",
+    local: LocalReplicas | None = None,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
     tell = lambda *notice: told.append(notice)  # noqa: E731
-    hub = Hub(listener, ledger, EXPECTED, timeout, tell_lost=tell, notice=notice)
+    hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice)
     dialers = []
 
     def connect() -> ScriptedReplica:

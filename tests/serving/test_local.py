@@ -10,6 +10,8 @@ import pytest
 
 from megatron_stppo.serving import parent
 from megatron_stppo.serving.local import LocalReplicas, Serving
+from megatron_stppo.serving.messages import NotAccepted, process_name
+from tests.serving.hubs import hello, trainer
 from tests.serving.peers import seconds, until
 
 
@@ -38,6 +40,23 @@ def test_a_replica_that_could_not_be_asked_to_end_is_not_waited_for(tmp_path: Pa
     local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0", "replica-1"], budget=0)
     assert seconds(lambda: local.close(asked=())) < 5
     assert all(rank.returncode == -9 for ranks in local._processes.values() for rank in ranks)
+
+
+def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_starts(
+    tmp_path: Path,
+) -> None:
+    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=0)
+    own = process_name(local._processes["replica-0"][0].pid)
+    with trainer(local=local) as (t, connect):
+        elsewhere, here = connect(), connect()
+        elsewhere.dialer.send(hello("replica-0", process="gpu07-4711"))
+        assert elsewhere.next(NotAccepted).why == (
+            "--name=replica-0: train starts a replica of this name itself; choose another"
+        )
+        t.join(here, "replica-0", process=own)
+        t.join(connect(), "replica-1", process="gpu07-4711")
+        assert t.hub.joined() == 2
+        local.kill("replica-0")  # it still waits for a trainer
 
 
 def test_a_process_ends_soon_after_the_one_that_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
