@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("init", "rollout", "score", "advantage", "update", "reshard"),
     ("describe", "learner", "plan", "preflight", "report", "validation"),
     ("rollouts",),
+    ("endpoint",),
     ("held_out", "serving"),
     ("exits", "stages", "worker"),
     ("commands",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -34,17 +34,15 @@ def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[lis
     This text, and the text around it up to the template's next special tokens, is encoded by encode_plain.
     Raises ConfigError for messages that the template rejects.
     """
-    special, may_normalise = _special_tokens(tokenizer)
     rendered, marks = [], []
     for messages in chats:
-        marked, texts = _mark(messages, special)
-        if may_normalise:
-            marked = _mark_whole(tokenizer, messages, marked, texts, special)
-        rendered.append(_render(tokenizer, marked))
+        given = [{"role": message.role, "content": message.content} for message in messages]
+        marked, texts = mark_special(tokenizer, given)
+        rendered.append(render(tokenizer, marked))
         marks.append(texts)
     every: list[list[int]] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     return [
-        _encode_marked(tokenizer, text, texts, special) if texts else ids
+        encode_marked(tokenizer, text, texts) if texts else ids
         for text, texts, ids in zip(rendered, marks, every, strict=True)
     ]
 
@@ -54,7 +52,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return encode_chats(tokenizer, [messages])[0]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _special_tokens(tokenizer: Any) -> tuple[dict[str, int], bool]:
     """Return {text: id} of the control tokens, and whether the tokenizer matches any of them in normalised
     text. Added tokens that are not special, such as <tool_call>, are text."""
@@ -63,11 +61,17 @@ def _special_tokens(tokenizer: Any) -> tuple[dict[str, int], bool]:
     return {str(token): number for number, token in special.items()}, normalised
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+    """Return the text of the chat template with the assistant's opening.
+
+    given: further variables of the template, such as tools. Raises ConfigError for messages that it rejects.
+    """
     try:
-        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, **given
+        )
     except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(str(message["role"]) for message in messages)
         raise ConfigError(
             f"model.path: its chat template rejects messages with the roles {roles} ({error}); change "
             "the prompt or the template"
@@ -75,49 +79,58 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return text
 
 
-def _mark(
-    messages: Sequence[Message], special: dict[str, int]
-) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Replace the text of each special token in the messages by a mark; also return {mark: that text}.
+def mark_special(tokenizer: Any, value: Any) -> tuple[Any, dict[str, str]]:
+    """Replace the text of each special token in all strings of a value (lists, dicts, strings) by a mark.
 
-    The rest of a message is not changed, because the template may strip it or check its prefix.
+    Return the value with marks, and {mark: text}. The rest of a string is not changed, because the template
+    may strip it or check its prefix. If the tokenizer matches special tokens in normalised text, a string
+    that contains one after it is normalised is replaced as a whole.
     """
-    texts: dict[str, str] = {}
+    special, may_normalise = _special_tokens(tokenizer)
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-    opening = _opening(messages)
-    marked = [
-        {
-            "role": message.role,
-            "content": pattern.sub(lambda found: _new(opening, found.group(), texts), message.content),
-        }
-        for message in messages
-    ]
-    return marked, texts
+    texts: dict[str, str] = {}
+    opening = unused_opening(value)
+
+    def marked(text: str) -> str:
+        out = pattern.sub(lambda found: _new(opening, found.group(), texts), text)
+        if may_normalise:
+            encoded = tokenizer(out, add_special_tokens=False)["input_ids"]
+            if not set(special.values()).isdisjoint(encoded):
+                return _new(opening, text, texts)
+        return out
+
+    return _in_strings(value, marked), texts
 
 
-def _mark_whole(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    marked: list[dict[str, str]],
-    texts: dict[str, str],
-    special: dict[str, int],
-) -> list[dict[str, str]]:
-    """Replace the whole content of each message that contains a special token after the tokenizer normalises
-    it by a mark."""
-    opening, out = _opening(messages), []
-    for message, given in zip(messages, marked, strict=True):
-        encoded = tokenizer(given["content"], add_special_tokens=False)["input_ids"]
-        held = not set(special.values()).isdisjoint(encoded)
-        out.append(given | {"content": _new(opening, message.content, texts)} if held else given)
-    return out
-
-
-def _opening(messages: Sequence[Message]) -> str:
-    """Return a string that no message contains, to begin the marks with."""
-    given, opening = "".join(message.content for message in messages), OPEN
-    while opening in given:
+def unused_opening(value: Any) -> str:
+    """Return a string that no string of the value contains, to begin marks with."""
+    opening, strings = OPEN, list(_strings(value))
+    while any(opening in text for text in strings):
         opening += OPEN
     return opening
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from (*_strings(key), *_strings(part))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
+
+
+def _in_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the value with `change` applied to all its strings, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_in_strings(key, change): _in_strings(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_strings(part, change) for part in value]
+    return value
 
 
 def _new(opening: str, text: str, texts: dict[str, str]) -> str:
@@ -139,12 +152,13 @@ def _spans(encoded: Any, text: str, special: dict[str, int]) -> list[tuple[int, 
     ]
 
 
-def _encode_marked(tokenizer: Any, text: str, texts: dict[str, str], special: dict[str, int]) -> list[int]:
-    """Return the token ids of a rendered chat with marks.
+def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]:
+    """Return the token ids of a rendered chat with the marks of mark_special.
 
     A piece between two special tokens of the template keeps its ids if it contains no mark. Otherwise its
     marks are replaced by their texts, and the piece is encoded by encode_plain.
     """
+    special, _ = _special_tokens(tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     out: list[int] = []
