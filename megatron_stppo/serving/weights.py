@@ -75,7 +75,7 @@ class Link:
         timeout: timedelta,
         *,
         first: int,
-        settle: Callable[[str, RuntimeError | None], None],
+        settle: Callable[[str, Exception | None], None],
         on_bucket: Callable[[int], None] = nothing,
     ) -> None:
         """Join the group and plan the copies. Use from_trainer or from_replica.
@@ -157,8 +157,8 @@ class Link:
         """Connect to the trainer. Collective over the trainer's ranks and the replica's.
 
         From now on the engine generates only with weights that this link has received.
-        Raises RuntimeError if the trainer is lost, and ReshardError if a rank's tensors do not match its
-        layout.
+        Raises RuntimeError or OSError if the trainer is lost, and ReshardError if a rank's tensors do not
+        match its layout.
         """
         link = cls.into_tensors(engine.parameters(), shape, offer, timeout)
         engine.published = link.published
@@ -202,8 +202,8 @@ class Link:
         """Send all of the policy's weights, which then have version `version` on the replica. Collective.
 
         Raises ReplicaLost on all ranks of the trainer if the replica is lost. On the replica, raises
-        RuntimeError if the trainer is lost. If a checksum differs or the two sides do not name the same
-        version, it fails on all ranks of both, with ReshardError on the replica.
+        RuntimeError or OSError if the trainer is lost. If a checksum differs or the two sides do not name the
+        same version, it fails on all ranks of both, with ReshardError on the replica.
         """
         if self._reshard is None:
             raise RuntimeError(f"link {self.name} is closed ({self._closed}); make a new one")
@@ -223,7 +223,7 @@ class Link:
 
     def _attempt(self, step: Callable[[], Result], what: str) -> Result:
         """Return step(). If it fails on a rank of this program, leave the group and raise."""
-        error: RuntimeError | None = None
+        error: Exception | None = None
         try:
             result = call_unless(
                 step,
@@ -232,7 +232,7 @@ class Link:
             )
         except OWN_ERRORS:
             raise
-        except RuntimeError as caught:  # of a connection, GivenUp, or a ReshardError
+        except (RuntimeError, OSError) as caught:  # of a connection, GivenUp, or a ReshardError
             # without its traceback, whose frames refer to the group: see bridge.leave
             error = caught.with_traceback(None)
         if error is not None:
@@ -241,7 +241,7 @@ class Link:
             self._leave(f"{what}: {error}")
         try:
             self._settle(self.name, error)
-        except RuntimeError:
+        except (RuntimeError, OSError):
             self._leave(f"{what} on another rank")
             raise
         return result
@@ -266,12 +266,12 @@ def link_layouts(shape: ModelShape, offer: Offer, tensor: int) -> tuple[dict[int
     )
 
 
-def _raise_own(name: str, error: RuntimeError | None) -> None:
+def _raise_own(name: str, error: Exception | None) -> None:
     if error is not None:
         raise error
 
 
-def _agree(name: str, error: RuntimeError | None) -> None:
+def _agree(name: str, error: Exception | None) -> None:
     """Raise the same ReplicaLost on all ranks of the trainer if any of them has an error. Collective."""
     own = None
     if error is not None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import lower_bound
-from megatron_stppo.serving.weights import link_layouts
+from megatron_stppo.serving.losses import why_lost
+from megatron_stppo.serving.weights import Link, ReplicaLost, link_layouts
 from megatron_stppo.sharding.spans import row_widths
 from tests.ranks import RankError
 from tests.rollout.tiny import build_model
@@ -17,6 +21,13 @@ from tests.serving.two_programs import Programs, run_programs
 
 FOUR, ONE = Layout(2, 1, 2), Layout()
 Ended = dict[str, Future[list[Any]]]
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +117,15 @@ def test_a_replica_of_two_ranks_gets_a_half_each_and_ends_if_one_of_them_dies(tm
     assert said.startswith("weights could not be sent to the replica of group inside: ") and seconds < 10
     with pytest.raises(RankError, match="rank 1 died"):
         ended["inside"].result()
+
+
+def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(default_group: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    offer, store = linked.offered("refused", port, ONE), dist.HashStore()
+    with pytest.raises(ReplicaLost, match="group refused: rank 0: ConnectionRefusedError: "):
+        Link.of_tensors({}, linked.SHAPE, offer, 1, store, linked.TIMEOUT)
+    assert why_lost(store, "refused").startswith("ConnectionRefusedError"), "the replica does not wait"
 
 
 def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_path: Path) -> None:
