@@ -21,6 +21,7 @@ from megatron_stppo.serving.crew import Crew
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas
+from megatron_stppo.serving.losses import LossNotices
 from megatron_stppo.serving.messages import Announce, Assignment, Counters, Done, Go, Offer, Stop
 from megatron_stppo.serving.reception import Reception
 from megatron_stppo.serving.transport import Listener
@@ -49,12 +50,15 @@ class Hub:
 
         local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
         must play it}, to repeat a run. tell_lost: called with the group for weights of a lost replica, and
-        the reason, so that no rank waits for it (losses.py). notice: returns why the run must end soon, for
-        example the name of a signal, or "".
+        the reason, so that no rank waits for it (losses.py), in a thread for which no replica waits. notice:
+        returns why the run must end soon, for example the name of a signal, or "".
         """
         self._listener, self._ledger, self._local = listener, ledger, local
         self._crew, self._notice = Crew(listener, journal), notice
-        self._reception = Reception(listener, ledger, self._crew, expected, timeout, local, tell_lost, notice)
+        self._losses = LossNotices(tell_lost)
+        self._reception = Reception(
+            listener, ledger, self._crew, expected, timeout, local, self._losses.add, notice
+        )
         self._updating: set[str] = set()
         self._changed = threading.Condition()
         self._ended = False
@@ -233,6 +237,7 @@ class Hub:
             self._ended = True
         self._listener.wake()
         self._thread.join()
+        self._losses.close()
         self._listener.close()
         if self._local is not None:
             self._local.close(asked)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from megatron_stppo.serving.messages import process_name
 # A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
 INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
 GRACE = 20.0  # seconds that a replica gets to end after it was told to
+DYING = 5.0  # seconds that a killed process gets to end
+LAST = 65_536  # bytes at the end of a log in which the last line is
 log = logging.getLogger(__name__)
 
 
@@ -36,6 +40,47 @@ class Serving:
     arguments: tuple[str, ...]  # of `serve`, besides the run's folder and the name
     threads: int  # of each rank, on a CPU
     first_gpu: int | None  # the GPU of the first rank of the first replica; None without GPUs
+
+
+class LocalReplica:
+    """The processes of one replica, a rank each. Only `wait` waits."""
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._ranks = ranks
+        self._code: int | None = None  # of the first rank that has ended
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first rank."""
+        return self._ranks[0].pid
+
+    def ended(self) -> int | None:
+        """Return the exit code of the rank that ended first, as soon as all have ended, else None.
+
+        If one has ended, the others are killed. A killed process that is in a call of the system ends later.
+        """
+        codes = [rank.poll() for rank in self._ranks]
+        if self._code is None:
+            self._code = next((code for code in codes if code is not None), None)
+        if self._code is None or None not in codes:
+            return self._code
+        self.kill()
+        return None
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def wait(self, deadline: float) -> bool:
+        """Return whether all ranks have ended before the deadline, which is a time.monotonic()."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for rank in self._ranks:
+                rank.wait(max(0.0, deadline - time.monotonic()))
+        return not self.left()
+
+    def left(self) -> list[int]:
+        """Return the process ids of the ranks that have not ended."""
+        return [rank.pid for rank in self._ranks if rank.poll() is None]
 
 
 class LocalReplicas:
@@ -59,11 +104,8 @@ class LocalReplicas:
         """
         found = []
         for name, ranks in list(self._processes.items()):
-            codes = [rank.poll() for rank in ranks]
-            if all(code is None for code in codes):
+            if (code := ranks.ended()) is None:
                 continue
-            _end(ranks)
-            code = next(code for code in codes if code is not None)
             last = self._last_line(name)
             if code == 2:
                 raise ConfigError(
@@ -87,26 +129,28 @@ class LocalReplicas:
         starting.
         """
         ranks = self._processes.get(name)
-        return ranks is None or process == process_name(ranks[0].pid)
+        return ranks is None or process == process_name(ranks.pid)
 
     def kill(self, name: str) -> None:
         """Kill a replica, which `ended` then starts again. Nothing happens if the name is unknown."""
-        for rank in self._processes.get(name, ()):
-            rank.kill()
+        if name in self._processes:
+            self._processes[name].kill()
 
-    def close(self, asked: Collection[str]) -> None:
+    def close(self, asked: AbstractSet[str]) -> None:
         """Wait until the replicas that were `asked` to end have ended. Kill the others, and those that do not
         end: one that is still starting cannot be asked."""
         deadline = time.monotonic() + GRACE
+        for name in asked & self._processes.keys():
+            if not self._processes[name].wait(deadline):
+                log.warning("%s did not end within %g s and is killed", name, GRACE)
+        for ranks in self._processes.values():
+            ranks.kill()
+        deadline = time.monotonic() + DYING
         for name, ranks in self._processes.items():
-            for rank in ranks if name in asked else ():
-                try:
-                    rank.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    log.warning("a replica did not end within %g s and is killed", GRACE)
-            _end(ranks)
+            if not ranks.wait(deadline):
+                log.warning("%s was killed and does not end: %s", name, ranks.left())
 
-    def _start(self, name: str) -> list[subprocess.Popen[bytes]]:
+    def _start(self, name: str) -> LocalReplica:
         serving, port = self._serving, process.free_port()
         command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
         command += ["--parent", str(os.getpid()), *serving.arguments]
@@ -136,11 +180,12 @@ class LocalReplicas:
                         start_new_session=True,  # Ctrl-C reaches the trainer, which ends the replicas
                     )
                 )
-        return ranks
+        return LocalReplica(ranks)
 
     def _last_line(self, name: str) -> str:
-        path = self._serving.run / "logs" / f"{name}.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with (self._serving.run / "logs" / f"{name}.log").open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - LAST))
+            lines = output.read().decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")
 
 
@@ -165,10 +210,3 @@ def _gpus() -> list[str]:
     """Return the visible GPUs as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-        rank.wait()

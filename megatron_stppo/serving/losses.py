@@ -7,6 +7,9 @@ writes it, or the trainer's first rank when it finds out in another way that a r
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -16,7 +19,7 @@ def tell_lost(store: dist.Store, group: str, why: str) -> None:
 
     Any thread may call it, with a connection to the store in which no other thread waits.
     """
-    with contextlib.suppress(RuntimeError):  # the store ends with the trainer
+    with contextlib.suppress(RuntimeError, OSError):  # the store ends with the trainer
         store.set(_key(group), why)
 
 
@@ -25,8 +28,33 @@ def why_lost(store: dist.Store, group: str) -> str:
     key = _key(group)
     try:
         return store.get(key).decode(errors="replace") if store.check([key]) else ""
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         return f"the trainer's store is gone: {error}"
+
+
+class LossNotices:
+    """Calls `tell` for losses in a thread of its own, because a call may take as long as the store's timeout.
+
+    Example: LossNotices(partial(tell_lost, store)).add("weights-1", "it was asked to end").
+    """
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        """tell: called with the group and the reason, for one loss after the other."""
+        self._tell = tell
+        self._losses: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="losses", daemon=True).start()
+
+    def add(self, group: str, why: str) -> None:
+        """Return at once."""
+        self._losses.put((group, why))
+
+    def close(self) -> None:
+        """End the thread when it has told what was added. Does not wait for it."""
+        self._losses.put(None)
+
+    def _run(self) -> None:
+        while (loss := self._losses.get()) is not None:
+            self._tell(*loss)
 
 
 def _key(group: str) -> str:

@@ -115,7 +115,7 @@ class _First:
             self.config.serving.timeout,
             self.local,
             self.recorded.played if self.recorded else None,
-            # a connection of the hub's thread
+            # a connection of its own, in which no other thread waits
             partial(tell_lost, store.clone()),  # type: ignore[attr-defined]  # missing in torch's stubs
             notice,
         )

@@ -93,12 +93,17 @@ def trainer(
     order: Order = "admission",
     notice: Callable[[], str] = lambda: "",
     local: LocalReplicas | None = None,
+    tell_lost: Callable[[str, str], object] = lambda group, why: None,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
-    tell = lambda *notice: told.append(notice)  # noqa: E731
+
+    def tell(group: str, why: str) -> None:
+        tell_lost(group, why)
+        told.append((group, why))
+
     hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice)
     dialers = []
 

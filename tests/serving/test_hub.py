@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megatron_stppo.config import ConfigError
@@ -80,6 +82,21 @@ def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
         second = t.hub.wait(lambda: None)  # it is not offered the group yet
         b.dialer.send(Leaving("SIGTERM"))
         until(lambda: t.told[1:] == [(second, "it was asked to end: SIGTERM")])
+
+
+def test_replicas_are_served_while_a_loss_cannot_be_told() -> None:
+    store_answers = threading.Event()
+    with trainer(tell_lost=lambda group, why: store_answers.wait()) as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        a.dialer.send(Leaving("SIGTERM"))
+        until(lambda: t.hub.lost == 1)
+        t.join(b, "b")
+        t.hub.admit(0)
+        for number in b.given():
+            b.finish(number)
+        assert t.hub.wait(t.hub.batch) is not None and not store_answers.is_set()
+        store_answers.set()
 
 
 def test_a_replica_that_was_asked_to_end_is_replaced_without_waiting() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_stppo.serving import parent
-from megatron_stppo.serving.local import LocalReplicas, Serving
+from megatron_stppo.serving.local import LocalReplica, LocalReplicas, Serving
 from megatron_stppo.serving.messages import NotAccepted, process_name
 from tests.serving.hubs import hello, trainer
 from tests.serving.peers import seconds, until
@@ -17,7 +18,7 @@ from tests.serving.peers import seconds, until
 
 def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(tmp_path: Path) -> None:
     local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=1)  # wait for a trainer
-    first = local._processes["replica-0"][0].pid
+    first = local._processes["replica-0"].pid
     found: list[tuple[str, str]] = []
     for number in (1, 2):
         local.kill("replica-0")
@@ -25,7 +26,7 @@ def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(t
         until(lambda: found.extend(local.ended()) or len(found) == number)  # noqa: B023
         assert found[-1][0] == "replica-0" and found[-1][1].startswith("its process ended with -9")
         if number == 1:
-            assert local._processes["replica-0"][0].pid != first and not local.gave_up
+            assert local._processes["replica-0"].pid != first and not local.gave_up
     assert "rollout.engine_restarts is used up" in local.gave_up
 
 
@@ -38,15 +39,23 @@ def test_a_replica_that_ends_when_the_run_must_end_is_not_started_again(tmp_path
 
 def test_a_replica_that_could_not_be_asked_to_end_is_not_waited_for(tmp_path: Path) -> None:
     local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0", "replica-1"], budget=0)
-    assert seconds(lambda: local.close(asked=())) < 5
-    assert all(rank.returncode == -9 for ranks in local._processes.values() for rank in ranks)
+    assert seconds(lambda: local.close(asked=set())) < 5
+    assert [replica.ended() for replica in local._processes.values()] == [-9, -9]
+
+
+def test_a_replica_has_ended_when_all_of_its_ranks_have_and_its_code_is_that_of_the_first() -> None:
+    replica = LocalReplica([subprocess.Popen(("sleep", "60")), subprocess.Popen(("sh", "-c", "exit 3"))])
+    until(lambda: len(replica.left()) == 1)
+    assert replica.ended() is None, "the other rank is killed, and not waited for"
+    until(replica.ended)
+    assert replica.ended() == 3 and replica.left() == []
 
 
 def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_starts(
     tmp_path: Path,
 ) -> None:
     local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=0)
-    own = process_name(local._processes["replica-0"][0].pid)
+    own = process_name(local._processes["replica-0"].pid)
     with trainer(local=local) as (t, connect):
         elsewhere, here = connect(), connect()
         elsewhere.dialer.send(hello("replica-0", process="gpu07-4711"))

@@ -22,7 +22,7 @@ def train_pair(model: Path, run: Path) -> dict[str, Any]:
     (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     local = LocalReplicas(Serving(run, 2, (), 1, None), ["replica-0"], 0)
-    ranks = local._processes["replica-0"]
+    ranks = local._processes["replica-0"]._ranks
     seen: dict[str, Any] = {"hello": trainer.join(3)}
     trainer.play([0, 1, 2], TASKS[:3], SEED)
     trainer.wait_for(1)
