@@ -304,6 +304,21 @@ def test_a_run_in_progress_is_not_trained_by_a_second_process(root: Path, said: 
     )
 
 
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("192.0.2.1", "cannot listen on 192.0.2.1 (Cannot assign requested address); give the address of a"),
+        ("0.0.0.0", "means every interface of this machine; give the address of the one that replicas"),
+    ],
+)
+def test_an_address_for_replicas_that_is_not_one_of_this_machine_is_refused(
+    root: Path, said: Said, address: str, why: str
+) -> None:
+    message = said("train", root / "run.yaml", "serving.replicas=1", f"serving.address={address}")
+    assert message.startswith(f"serving.address={address}: {why}")
+    assert not (root / "runs").exists()
+
+
 @pytest.fixture
 def recorded(root: Path) -> Path:
     """The folder of an asynchronous run of one replica, as far as a repetition reads it first."""
@@ -373,6 +388,12 @@ def test_a_journal_that_cannot_repeat_a_run_is_refused(
     message = said("replay", recorded, "--records", "journal", "run.name=again")
     assert message == line.replace("{run}", str(recorded))
     assert not (root / "runs" / "again").exists()
+
+
+def test_a_repetition_has_another_folder_than_the_recorded_run(said: Said, recorded: Path) -> None:
+    (recorded / "metrics.jsonl").write_text("{}\n")
+    message = said("replay", recorded, "--records", "journal", "run.name=first")
+    assert message == f"run.name=first: {recorded} holds metrics.jsonl; give another run.name"
 
 
 def test_a_journal_is_repeated_from_its_beginning(said: Said, recorded: Path) -> None:

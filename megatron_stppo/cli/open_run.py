@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 
 
 def open_config(
-    path: Path, overrides: list[str] | None, command: str, resume: bool = False, world: int | None = None
+    path: Path,
+    overrides: list[str] | None,
+    command: str,
+    resume: bool = False,
+    world: int | None = None,
+    remedy: str = "give --resume to continue that run, or another run.name",
 ) -> Config:
     """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
 
-    `world`: number of ranks; default: the launcher's. Raises ConfigError.
+    `world`: number of ranks; default: the launcher's. remedy: for a new training whose folder holds a run.
+    Raises ConfigError.
     """
     from megatron_stppo.config_file import load
     from megatron_stppo.launch import process
@@ -39,7 +45,7 @@ def open_config(
     if command == "train" and resume:
         run_folder.check_resume(config)
     elif command == "train":
-        run_folder.check_new(config, "give --resume to continue that run, or another run.name")
+        run_folder.check_new(config, remedy)
     _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -45,6 +46,10 @@ def train(
 
 def _train(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
     """Train. recorded: the asynchronous run to repeat."""
+    if settings.serving.replicas is not None:
+        from megatron_stppo.serving import address
+
+        address.check(settings.serving.address, settings.serving.start, os.environ)
     lock(settings)
     from megatron_stppo.launch import process
     from megatron_stppo.resilience.preemption import PreemptionNotice
@@ -82,7 +87,7 @@ def _repeat(run: Path, overrides: list[str] | None, config: Path, start: str | N
 
     if start is not None:
         raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
-    settings = open_config(config, overrides, "train")
+    settings = open_config(config, overrides, "train", remedy="give another run.name")
     if settings.serving.replicas is None:
         raise ConfigError(
             f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.launch import slurm
 from megatron_stppo.launch.slurm import LOOPBACK
+from megatron_stppo.messages import one_line
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> str:
@@ -35,6 +39,43 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
             "cannot reach; give the address of an interface that connects them"
         )
     return found
+
+
+def check(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if find() does, or if this is the first rank and cannot listen at the address."""
+    name = find(given, starts_replicas, environment)
+    ip = interface(name)
+    if environment.get("RANK", "0") == "0":
+        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+        try:
+            socket.create_server((str(ip), 0), family=family).close()
+        except OSError as error:
+            raise cannot_listen(given or name, ip, error.errno or 0) from None
+
+
+def interface(address: str) -> IPAddress:
+    """Return the address of one interface. Raises ConfigError if `address` is not one, or stands for all."""
+    try:
+        found = ipaddress.ip_address(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError, ValueError):
+        raise ConfigError(
+            f"serving.address={one_line(address)}: is not a known address; give the address of a network "
+            "interface of this machine, for example 127.0.0.1"
+        ) from None
+    if found.is_unspecified:
+        raise ConfigError(
+            f"serving.address={one_line(address)}: means every interface of this machine; give the address "
+            "of the one that replicas connect to"
+        )
+    return found
+
+
+def cannot_listen(address: str, ip: IPAddress, number: int) -> ConfigError:
+    """Return the error for an `ip` of `address` at which listening failed with this errno."""
+    return ConfigError(
+        f"serving.address={one_line(address)}: cannot listen on {ip} ({os.strerror(number)}); "
+        "give the address of a network interface of this machine"
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -7,17 +7,14 @@ every client that has the server's public key.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
-import os
 import secrets
-import socket
 
 import zmq
 from zmq.utils import z85
 
-from megatron_stppo.config import ConfigError
 from megatron_stppo.messages import one_line
+from megatron_stppo.serving.address import cannot_listen, interface
 from megatron_stppo.serving.keys import Connection
 
 log = logging.getLogger(__name__)
@@ -63,7 +60,7 @@ def bind(server: zmq.Socket[bytes], address: str, check: ClientCheck) -> Connect
 
     Raises ConfigError if `address` is not one of this machine's, or stands for all interfaces.
     """
-    ip = _interface(address)
+    ip = interface(address)
     check.protect(server)
     server.backlog = BACKLOG
     server.ipv6 = ip.version == 6
@@ -71,10 +68,7 @@ def bind(server: zmq.Socket[bytes], address: str, check: ClientCheck) -> Connect
     try:
         server.bind(f"tcp://{host}:*")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"serving.address={one_line(address)}: cannot listen on {ip} ({os.strerror(error.errno or 0)}); "
-            "give the address of a network interface of this machine"
-        ) from None
+        raise cannot_listen(address, ip, error.errno or 0) from None
     return Connection(
         address=server.get_string(zmq.LAST_ENDPOINT),
         server_key=check.server_key.decode(),
@@ -82,19 +76,3 @@ def bind(server: zmq.Socket[bytes], address: str, check: ClientCheck) -> Connect
         client_secret=check.client_secret.decode(),
         attempt=check.attempt,
     )
-
-
-def _interface(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    try:
-        found = ipaddress.ip_address(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError, ValueError):
-        raise ConfigError(
-            f"serving.address={one_line(address)}: is not a known address; give the address of a network "
-            "interface of this machine, for example 127.0.0.1"
-        ) from None
-    if found.is_unspecified:
-        raise ConfigError(
-            f"serving.address={one_line(address)}: means every interface of this machine; give the address "
-            "of the one that replicas connect to"
-        )
-    return found

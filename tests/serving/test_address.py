@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.launch.slurm import torchrun_variables
-from megatron_stppo.serving.address import find
+from megatron_stppo.serving.address import check, find
 
 HOSTS = {"gpu07": "10.1.0.7", "gpu08": "127.0.1.1", "ib7": "10.2.0.7"}
 # The first of 8 tasks of a step on one node. The job has 3.
@@ -73,6 +73,13 @@ def test_a_host_that_resolves_its_name_to_the_loopback_needs_an_address() -> Non
     assert find(None, False, one_node) == "127.0.1.1", "replicas of this job are on the same node"
     with pytest.raises(ConfigError, match=r"serving\.address=127\.0\.0\.1: is a loopback address, which"):
         find("127.0.0.1", False, task(**TWO_NODES))
+
+
+def test_only_the_first_rank_must_have_the_address() -> None:
+    with pytest.raises(ConfigError, match=r"serving\.address=192\.0\.2\.1: cannot listen on 192\.0\.2\.1 \("):
+        check("192.0.2.1", False, {"RANK": "0"})
+    check("192.0.2.1", False, {"RANK": "1"})
+    check(None, True, {})
 
 
 def test_an_unknown_host_is_named() -> None:
