@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.serving import parent
 from megatron_stppo.serving.local import LocalReplica, LocalReplicas, Serving
 from megatron_stppo.serving.messages import NotAccepted, process_name
@@ -66,6 +68,18 @@ def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_
         t.join(connect(), "replica-1", process="gpu07-4711")
         assert t.hub.joined() == 2
         local.kill("replica-0")  # it still waits for a trainer
+
+
+def test_a_replica_that_is_used_wrongly_ends_the_run_with_its_line_and_no_traceback_of_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    local = LocalReplicas(Serving(tmp_path, 1, ("run.seed=1",), 1, None), ["replica-0"], budget=1)
+    with trainer(local=local) as (t, _):
+        with pytest.raises(ConfigError, match=r"^run\.seed: a replica takes it from the run; only "):
+            t.hub.wait(lambda: None)
+    assert not raised
 
 
 def test_a_process_ends_soon_after_the_one_that_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
