@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.atomic_replace import replacing
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data import tasks
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.launch import process
@@ -20,6 +20,7 @@ from megatron_stppo.launch.rendezvous import connect_store, host_store
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.learner import build_learner
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.serving import address, keys
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.expected import Expected
@@ -54,7 +55,7 @@ def assemble(
     model_layout.check_engine(config, process.world_size())
     mesh = process.start(config, is_alone=address.is_loopback(_address(config)))
     dtype = process.dtype(config)
-    first = _First.start(config, dtype, recorded) if mesh.rank == 0 else None
+    first = start_first(config, dtype, recorded)
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
     store, at = _store(config)
@@ -119,6 +120,18 @@ class _First:
             partial(tell_lost, store.clone()),  # type: ignore[attr-defined]  # missing in torch's stubs
             notice,
         )
+
+
+def start_first(config: Config, dtype: torch.dtype, recorded: Recorded | None) -> _First | None:
+    """Return what only the first rank has; None on the others. Collective. Raises its ConfigError on all."""
+    first, misuse = None, None
+    if dist.get_rank() == 0:
+        try:
+            first = _First.start(config, dtype, recorded)
+        except ConfigError as error:
+            misuse = str(error)
+    raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
+    return first
 
 
 def _terms(config: Config) -> Terms:
