@@ -22,6 +22,7 @@ from megatron_stppo import __main__ as command_line
 from megatron_stppo.cli import open_run
 from megatron_stppo.config_file import load
 from megatron_stppo.environments.retrieval import BM25Retriever
+from tests.validation.test_checks import write_step
 
 SHAPE = {
     "model_type": "qwen3",
@@ -302,6 +303,22 @@ def test_a_run_in_progress_is_not_trained_by_a_second_process(root: Path, said: 
     assert message == (
         f"run.name=r: {folder} is in use by another process; wait until it ends, or give another run.name"
     )
+
+
+def test_a_finished_run_is_resumed_without_starting_anything(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = root / "runs" / "r"
+    write_step(folder / "checkpoints", 4)
+    arguments = ("train", str(root / "run.yaml"), "--resume", "run.iterations=4", "serving.replicas=1")
+    monkeypatch.setattr(sys, "argv", ["megatron-stppo", *arguments])
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code == 0
+    assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "done"}
+    said = capsys.readouterr().err
+    assert "megatron-stppo: run.iterations=4: step_4 is done; give more to continue the run\n" in said
+    assert "importing" not in said and not (folder / "serving").exists()
 
 
 @pytest.mark.parametrize(

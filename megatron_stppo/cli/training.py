@@ -53,7 +53,13 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
     lock(settings)
     from megatron_stppo.launch import process
     from megatron_stppo.resilience.preemption import PreemptionNotice
-    from megatron_stppo.validation import attempts
+    from megatron_stppo.telemetry.console import say
+    from megatron_stppo.validation import attempts, run_folder
+
+    if resume and (step := run_folder.finished(settings)) is not None:
+        with noting_the_end(settings):
+            given = f"run.iterations={settings.run.iterations}"
+            return say(f"{given}: step_{step} is done; give more to continue the run", is_first_rank())
 
     # before the imports, which take long: without a handler SIGUSR1 would end the process
     notice = PreemptionNotice(settings.run.end_margin)

@@ -44,6 +44,21 @@ def check_resume(config: Config) -> None:
     raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
 
 
+def finished(config: Config) -> int | None:
+    """Return the iteration of the newest checkpoint if no later one is to be trained, else None.
+
+    None if the checkpoint lacks a file: then loading it falls back to an earlier one. Contents are not
+    compared.
+    """
+    checkpoints = config.run.folder / "checkpoints"
+    try:
+        step = step_folder.latest(checkpoints)
+        step_folder.inspect(checkpoints / f"step_{step}")
+    except step_folder.Damaged:
+        return None
+    return step if step >= config.run.iterations else None
+
+
 class _WrittenLedger(msgspec.Struct):
     """The part of serving/ledger.py's state that is checked."""
 

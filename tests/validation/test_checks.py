@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.validation import megatron_fields, serving
 from megatron_stppo.validation.checks import check, check_checkpoint, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, megatron_field_names
-from megatron_stppo.validation.run_folder import check_new, check_resume
+from megatron_stppo.validation.run_folder import check_new, check_resume, finished
 from megatron_stppo.validation.sources import check_replay, check_source
 
 SHAPE = {
@@ -245,6 +246,25 @@ def test_only_an_existing_run_is_resumed(path: Path) -> None:
         check_resume(config)
     (config.run.folder / "checkpoints").mkdir()  # what convert to-megatron writes
     check_resume(config)
+
+
+def test_a_run_is_finished_when_the_last_iteration_has_a_complete_checkpoint(path: Path) -> None:
+    assert finished(load(path)) is None, "a new run"
+    checkpoints = load(path).run.folder / "checkpoints"
+    write_step(checkpoints, 4)
+    last, more = load(path, ["run.iterations=4"]), load(path, ["run.iterations=5"])
+    assert (finished(last), finished(more)) == (4, None)
+    (checkpoints / "step_4" / "state.json").unlink()
+    assert finished(last) is None, "it is resumed from an earlier one"
+
+
+def write_step(checkpoints: Path, step: int) -> None:
+    """Publish a checkpoint that holds nothing but its state."""
+    scratch = checkpoints / f"step_{step}.tmp-0"
+    scratch.mkdir(parents=True)
+    (scratch / "state.json").write_text(json.dumps({"trainers": {"actor": [], "critic": []}}))
+    files = {"state.json": step_folder.describe(scratch / "state.json")}
+    step_folder.publish(scratch, checkpoints / f"step_{step}", step_folder.Manifest(step, files, "", {}, {}))
 
 
 @pytest.mark.parametrize(
