@@ -37,10 +37,12 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
     The staleness of a token is `version` minus the version that generated it; that of a trajectory is the
     staleness of its oldest token.
     """
-    counted, played = outcomes(trajectories), [t for t in trajectories if t.turns]
-    turns = [turn for t in played for turn in t.turns]
-    lengths = sorted(sum(turn.tokens for turn in t.turns) for t in played) or [0]
-    staleness = [version - t.policy_version for t in played] or [0]
+    histories = [t for t in trajectories if t.turns]
+    played = [t for t in histories if t.branch == 0]
+    counted = outcomes([t for t in trajectories if t.branch == 0])
+    turns = [turn for t in histories for turn in t.turns]
+    lengths = sorted(_response_tokens(histories)) or [0]
+    staleness = [version - t.policy_version for t in histories] or [0]
 
     def per_episode(numbers: Iterable[float]) -> float:
         return sum(numbers) / max(1, len(played))
@@ -51,7 +53,8 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         "rollout/called_tool": per_episode(t.tool_calls > 0 for t in played),
         "rollout/tool_calls": per_episode(t.tool_calls for t in played),
         "rollout/turns": len(turns) / max(1, len(played)),
-        "rollout/valid_action_rate": sum(t.valid_actions for t in played) / max(1, len(turns)),
+        "rollout/valid_action_rate": sum(t.valid_actions for t in histories) / max(1, len(turns)),
+        "rollout/branches": len(histories) / max(1, len(played)),
         "rollout/truncated": counted["truncated"] / max(1, len(played)),
         "rollout/overlong_prompts": sum(t.overlong_prompt > 0 for t in trajectories),
         "rollout/response_tokens": statistics.fmean(lengths),
@@ -62,6 +65,15 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         **_token_staleness(tuple(run for turn in turns for run in turn.versions), version),
         **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
     }
+
+
+def _response_tokens(histories: Sequence[Summary]) -> list[int]:
+    """Return the action tokens of each episode, whose histories follow each other."""
+    tokens: list[int] = []
+    for history in histories:
+        tokens += [0] if history.branch == 0 else []
+        tokens[-1] += sum(turn.tokens for turn in history.turns)
+    return tokens
 
 
 def _token_staleness(runs: Versions, version: int) -> dict[str, float]:

@@ -38,7 +38,7 @@ def held_out(
     started = time.perf_counter()
     played = rollouts.play(chosen, config.evaluate.samples, settings, SEED, progress)
     seconds = time.perf_counter() - started
-    every = played.every
+    every = [t for t in played.every if t.branch == 0]  # an episode counts once
     warn("evaluation", every, rollouts.learner.mesh.rank)
     if log is not None:
         log.write(iteration, played.own)
@@ -46,8 +46,8 @@ def held_out(
     return {
         "evaluate/exact_match": counted["ok"] / max(1, len(every) - counted["error"] - counted["timeout"]),
         "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in every),
-        "evaluate/turns": statistics.mean(len(t.turns) for t in every),
+        "evaluate/turns": sum(len(t.turns) for t in played.every) / len(every),
         "evaluate/failed": counted["error"] + counted["timeout"],
         "evaluate/episodes": len(every),
-        "evaluate/tokens_per_second": sum(turn.tokens for t in every for turn in t.turns) / seconds,
+        "evaluate/tokens_per_second": sum(turn.tokens for t in played.every for turn in t.turns) / seconds,
     }

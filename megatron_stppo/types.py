@@ -12,7 +12,7 @@ Conventions
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -81,8 +81,23 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A further history of an agent's episode: a conversation that does not continue an earlier one.
+
+    The reward of the episode is that of its last turn, too. Its prompt may contain turns of other histories,
+    as tokens that the policy reads.
+    Example: an agent that asks (1, 2), gets (7,), and then asks (1, 3) has the branch
+    Branch((1, 3), (turn,)).
+    """
+
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]  # at least one
+    routes: bytes = b""  # as Trajectory.routes
+
+
+@dataclass(frozen=True)
 class Trajectory:
-    """A whole episode: prompt, turns and outcome.
+    """A whole episode: prompt, turns and outcome. An agent's episode may have further histories (branches).
 
     Example: a 2-token prompt, a 3-token turn, its observation of 4 tokens and a 1-token turn have
     2+3+4+1 = 10 tokens, 4 action tokens at positions 2, 3, 4 and 9, and turn offsets (0, 3, 4).
@@ -100,6 +115,30 @@ class Trajectory:
     # [tokens - 1, layers, k] in C order, uint8 or int32: the experts that the engine chose for every token
     # but the last; empty if they were not recorded, or if there are no turns
     routes: bytes = b""
+    branches: tuple[Branch, ...] = ()  # the further histories of the episode, until `histories` divides it
+    branch: int = 0  # the number of this history in its episode, of a trajectory that `histories` returned
+
+    def histories(self) -> list[Trajectory]:
+        """Return a trajectory for each history: the one in the fields above, then the branches.
+
+        They have the task, group and outcome of the episode. What is counted once per episode (tool calls,
+        detail) is that of the first.
+        """
+        first = replace(self, branches=(), valid_actions=min(self.valid_actions, len(self.turns)))
+        others = [
+            Trajectory(
+                self.task,
+                branch.prompt_ids,
+                branch.turns,
+                self.outcome,
+                self.group,
+                valid_actions=len(branch.turns),
+                routes=branch.routes,
+                branch=number,
+            )
+            for number, branch in enumerate(self.branches, 1)
+        ]
+        return [first, *others] if others else [self]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -134,6 +173,7 @@ class Trajectory:
             self.valid_actions,
             self.detail,
             self.overlong_prompt,
+            self.branch,
         )
 
     @property
@@ -179,6 +219,7 @@ class Summary:
     valid_actions: int
     detail: str
     overlong_prompt: int
+    branch: int = 0
 
     @property
     def length(self) -> int:
@@ -231,6 +272,8 @@ class Batch:
     # float32; only if GAE includes observation tokens (data/observed.py), else None
     value_R: torch.Tensor | None = None
     return_R: torch.Tensor | None = None
+    # bool: the first history of each episode; None if every episode has one history
+    first_N: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -14,7 +14,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
@@ -46,7 +46,7 @@ class Worker:
     learner: Learner
     engine: Engine
     reshard: Resharder
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], AnyEnvironment]
     restarts: Restarts
     failures: FailureLimit
     cursor: TaskCursor | None  # over data.train; None if it is not given

@@ -42,7 +42,9 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
         # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
         outcome_N = outcomes(batch.reward_T, batch.action_offsets)
-        advantage_N = group_relative(outcome_N, group_N, batch.live_N, algorithm.advantage == "group")
+        advantage_N = group_relative(
+            outcome_N, group_N, batch.live_N, algorithm.advantage == "group", batch.first_N
+        )
         penalty_T = (reward_T - batch.reward_T).float()
         to_come_T, _ = ops.gae(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets)
         advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T
@@ -69,24 +71,30 @@ def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> boo
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)
     outcome_N = outcomes(batch.reward_T, batch.action_offsets)
-    return bool(group_relative(outcome_N, group_N, batch.live_N, normalised=False).any())
+    return bool(group_relative(outcome_N, group_N, batch.live_N, False, batch.first_N).any())
 
 
-def group_relative(outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalised: bool) -> Tensor:
-    """Return each trajectory's outcome minus the mean of its group's live trajectories, float64 [N].
+def group_relative(
+    outcome_N: Tensor, group_N: Tensor, live_N: Tensor, normalised: bool, first_N: Tensor | None = None
+) -> Tensor:
+    """Return each trajectory's outcome minus the mean of its group's live episodes, float64 [N].
 
     With `normalised` it is divided by the group's population standard deviation. The result is 0 for failed
-    trajectories, and for groups with a single live trajectory or with equal live outcomes.
+    trajectories, and for groups with a single live episode or with equal live outcomes.
 
-    Example: two outcomes (0, 1) become (-1, 1) if normalised, else (-1/2, 1/2).
+    first_N: the first history of each episode; None: every trajectory is an episode. Mean and deviation are
+    over episodes, so that one with several histories counts once.
+    Example: two outcomes (0, 1) become (-1, 1) if normalised, else (-1/2, 1/2). If the second episode has two
+    histories, the outcomes (0, 1, 1) become (-1, 1, 1) and (-1/2, 1/2, 1/2).
     """
     groups, of_N = torch.unique(group_N, return_inverse=True)
-    live = live_N.double()
+    counted_N = live_N if first_N is None else live_N & first_N
+    live = counted_N.double()
     count = live.new_zeros(len(groups)).index_add(0, of_N, live).clamp(min=1)
 
     def group_mean(value_N: Tensor) -> Tensor:
         zeros = value_N.new_zeros(len(groups))
-        return (zeros.index_add(0, of_N, value_N.masked_fill(~live_N, 0)) / count)[of_N]
+        return (zeros.index_add(0, of_N, value_N.masked_fill(~counted_N, 0)) / count)[of_N]
 
     centred_N = outcome_N.double() - group_mean(outcome_N.double())
     variance_N = group_mean(centred_N.square())

@@ -130,7 +130,8 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
 
 
 def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
-    checks.check_trajectories(learner.config, learner.mesh.layout, len(batch.live_N))
+    episodes = len(batch.live_N) if batch.first_N is None else int(batch.first_N.sum())
+    checks.check_trajectories(learner.config, learner.mesh.layout, episodes)
     largest = int(batch.tokens_P.max())
     if largest >= learner.shape.vocab:
         raise ConfigError(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_stppo.config import Config
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.parallel.collectives import broadcast_bytes
@@ -103,7 +103,11 @@ def _serve(replica: Replica, engine: Engine, send: Send) -> None:
 
 @contextmanager
 def first_rank(
-    config: Config, started: Started, name: str, engine: Engine, make_environment: Callable[[], Environment]
+    config: Config,
+    started: Started,
+    name: str,
+    engine: Engine,
+    make_environment: Callable[[], AnyEnvironment],
 ) -> Iterator[FirstRank]:
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment

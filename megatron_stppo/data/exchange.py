@@ -41,7 +41,8 @@ class Played:
 
     @classmethod
     def of(cls, own: list[Trajectory]) -> Played:
-        """Gather the summaries. Collective."""
+        """Gather the summaries. Every history of an episode becomes a trajectory. Collective."""
+        own = [history for trajectory in own for history in trajectory.histories()]
         of_rank = gather_records([t.summary for t in own], Summary)
         return cls([s for summaries in of_rank for s in summaries], own, [len(s) for s in of_rank])
 

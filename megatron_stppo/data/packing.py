@@ -120,6 +120,9 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
         rollout_logprob_T=rollout_logprob_T,
         version_T=column(v for v, _ in runs).repeat_interleave(column(count for _, count in runs)),
         reward_T=reward_T,
+        first_N=torch.tensor([s.branch == 0 for s in summaries])
+        if any(s.branch for s in summaries)
+        else None,
     )
 
 

@@ -21,6 +21,30 @@ class ToolAway(Exception):
 
 
 @dataclass(frozen=True)
+class Request:
+    """A completion that an agent asks for: what the policy reads next, as tokens, and how its turn ends.
+
+    Example: Request(0, (1, 2, 3)) begins an episode; Request(0, (4,)) continues it after the first turn;
+    Request(1, (1, 5)) begins a second history.
+    """
+
+    history: int  # the history that is continued; the number of histories so far for a new one
+    token_ids: tuple[int, ...]  # what is new: the whole prompt of a new history, else what follows its turn
+    stop_strings: tuple[str, ...] = ()
+    max_tokens: int | None = None  # of the turn; None: as many as the run allows
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A turn, as an agent's environment gets it. Example: Completion("Hi", (5, 2), (-0.1, -2.0), "end")."""
+
+    text: str  # without the end-of-text token
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # natural log, of the sampled distribution
+    reason: str = ""  # generation.Reason
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The environment's answer to one action.
 
@@ -37,6 +61,7 @@ class StepResult:
     tool_calls: int = 0  # calls of tools that the action made, those that failed included
     outcome: Outcome | None = None  # set if and only if done
     detail: str = ""  # one line for the user: the extracted answer, or what failed
+    request: Request | None = None  # of an agent that is not done, in place of the observation
     # Not an InitVar: ranks exchange these records with msgspec, which does not support it.
     searched: bool | None = field(default=None, repr=False, compare=False)
 
@@ -64,3 +89,20 @@ class Environment(Protocol):
     async def step(self, action: str) -> StepResult: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class CompletionEnvironment(Protocol):
+    """An environment that answers completions with requests for further ones, such as an agent's.
+
+    It reads and writes tokens where an Environment reads and writes text.
+    """
+
+    async def reset(self, task: Task, seed: int) -> Request: ...
+
+    async def complete(self, completion: Completion) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+AnyEnvironment = Environment | CompletionEnvironment

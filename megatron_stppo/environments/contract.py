@@ -14,17 +14,28 @@ from collections.abc import Awaitable
 from typing import Any, get_args
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.environments.base import (
+    AnyEnvironment,
+    Completion,
+    CompletionEnvironment,
+    Request,
+    StepResult,
+)
 from megatron_stppo.types import Message, Outcome, Task
 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 MAX_SHOWN = 60  # characters of a wrong value in a message
 
 
-async def reset(environment: Environment, task: Task, seed: int) -> tuple[Message, ...]:
-    """Return the messages of `environment.reset`. Raises ConfigError unless they are Messages with text."""
+async def reset(environment: AnyEnvironment, task: Task, seed: int) -> tuple[Message, ...] | Request:
+    """Return the messages of `environment.reset`, or the first request of a CompletionEnvironment.
+
+    Raises ConfigError unless they are Messages with text.
+    """
     where = f"{type(environment).__name__}.reset()"
     messages = await _awaitable(environment, "reset", task, seed)
+    if isinstance(messages, Request):
+        return messages
     if not isinstance(messages, list | tuple) or not messages:
         raise _wrong(where, "returned", messages, "return a list of at least one types.Message")
     for position, message in enumerate(messages):
@@ -36,7 +47,7 @@ async def reset(environment: Environment, task: Task, seed: int) -> tuple[Messag
     return tuple(messages)
 
 
-def stop_strings(environment: Environment) -> tuple[str, ...]:
+def stop_strings(environment: AnyEnvironment) -> tuple[str, ...]:
     """Return the strings that end a turn.
 
     Raises ConfigError unless they are non-empty strings in a tuple or list.
@@ -51,13 +62,17 @@ def stop_strings(environment: Environment) -> tuple[str, ...]:
     return tuple(given)
 
 
-async def step(environment: Environment, action: str) -> StepResult:
+async def step(environment: AnyEnvironment, action: str | Completion) -> StepResult:
     """Return the result of `environment.step`, with its numbers converted to Python's types.
 
-    Raises ConfigError unless it is a StepResult whose fields have the declared types.
+    The environment gets the text of a Completion. A CompletionEnvironment gets the whole of it.
+    Raises ConfigError unless the result is a StepResult whose fields have the declared types.
     """
-    where = f"{type(environment).__name__}.step()"
-    result = await _awaitable(environment, "step", action)
+    takes_all = isinstance(environment, CompletionEnvironment)
+    given = action.text if isinstance(action, Completion) and not takes_all else action
+    name = "complete" if takes_all else "step"
+    where = f"{type(environment).__name__}.{name}()"
+    result = await _awaitable(environment, name, given)
     if not isinstance(result, StepResult):
         raise _wrong(where, "returned", result, "return an environments.base.StepResult")
     _check_text(where, "observation", result.observation)
@@ -77,15 +92,16 @@ async def step(environment: Environment, action: str) -> StepResult:
         tool_calls=calls,
         outcome=result.outcome,
         detail=result.detail,
+        request=result.request,
     )
 
 
-async def close(environment: Environment) -> None:
+async def close(environment: AnyEnvironment) -> None:
     """Call `environment.close`. Raises ConfigError if it is missing or not a coroutine function."""
     await _awaitable(environment, "close")
 
 
-async def _awaitable(environment: Environment, name: str, *arguments: object) -> Any:
+async def _awaitable(environment: AnyEnvironment, name: str, *arguments: object) -> Any:
     method = getattr(environment, name, None)
     if not callable(method):
         raise ConfigError(f"{type(environment).__name__}.{name}: is missing; write `async def {name}`")

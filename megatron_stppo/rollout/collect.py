@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.resilience.faults import ToolsStayAway
@@ -54,7 +54,7 @@ def collect(
     engine: Engine,
     tokenizer: Any,
     tasks: Sequence[Task],
-    make_environment: Callable[[], Environment],
+    make_environment: Callable[[], AnyEnvironment],
     settings: RolloutSettings,
     seed: int,
     group: dist.ProcessGroup | None = None,
@@ -161,7 +161,7 @@ class _Rollout:
         self._first = dist.get_rank(group) == 0
         self._host: EnvironmentHost | None = None  # on the first rank
 
-    def run(self, episodes: Sequence[InProgress], make_environment: Callable[[], Environment]) -> None:
+    def run(self, episodes: Sequence[InProgress], make_environment: Callable[[], AnyEnvironment]) -> None:
         if not self._first:
             return self._drive(episodes)
         settings = self._settings

@@ -22,7 +22,7 @@ from typing import Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
-from megatron_stppo.environments.base import Environment, StepResult, ToolAway
+from megatron_stppo.environments.base import AnyEnvironment, Completion, Request, StepResult, ToolAway
 from megatron_stppo.messages import one_line, printable
 from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.generation import RolloutError
@@ -36,7 +36,7 @@ PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one environment call: messages (reset), a StepResult (step) or a failure.
+    """The result of one environment call: messages or a request (reset), a StepResult (step) or a failure.
 
     Example: Answer(3, result=StepResult("..", 0.0, False, True, 1)), or
     Answer(3, failure="timeout", detail="no answer within 30 s").
@@ -45,6 +45,7 @@ class Answer:
     index: int
     messages: tuple[Message, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    request: Request | None = None  # in place of the messages, of a CompletionEnvironment
     result: StepResult | None = None
     failure: Literal["error", "timeout"] | None = None
     detail: str = ""
@@ -59,7 +60,7 @@ class EnvironmentHost:
 
     def __init__(
         self,
-        make_environment: Callable[[], Environment],
+        make_environment: Callable[[], AnyEnvironment],
         *,
         concurrency: int,
         deadline: float,
@@ -72,7 +73,7 @@ class EnvironmentHost:
         """
         self._make, self._deadline = make_environment, deadline
         self._tools, self._answered = tools or ToolWait(0), answered
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[int, AnyEnvironment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._submitted = 0
         self._calls: set[asyncio.Task[None]] = set()
@@ -98,11 +99,13 @@ class EnvironmentHost:
                 self._environments[index] = self._make()
             environment = self._environments[index]
             messages = await contract.reset(environment, task, seed)
+            if isinstance(messages, Request):
+                return Answer(index, request=messages)
             return Answer(index, messages=messages, stop_strings=contract.stop_strings(environment))
 
         self._submit(index, call)
 
-    def step(self, index: int, action: str) -> None:
+    def step(self, index: int, action: str | Completion) -> None:
         async def call() -> Answer:
             return Answer(index, result=await contract.step(self._environments[index], action))
 

@@ -10,17 +10,21 @@ therefore have the same tokens without exchanging them.
   invalid action. If the context is full instead, the episode ends as truncated. It also ends as truncated if
   an observation leaves no room for an answer; that observation is dropped, because the policy never reads it.
 - The reward of an environment step belongs to the turn that it evaluates.
+- An agent (CompletionEnvironment) sends requests instead of messages and observations: token ids, which are
+  taken as they are. Its episode may have several histories; the reward belongs to the last turn of each. A
+  full context does not end it, because the agent may go on with another history.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stppo.data.chat import encode_chat, encode_plain
-from megatron_stppo.environments.base import StepResult
+from megatron_stppo.environments.base import Completion, Request, StepResult
 from megatron_stppo.rollout.generation import Finished
+from megatron_stppo.rollout.history import History
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
 
 # A closing tag at the end of an observation, such as "</information>\n\n". An observation that is too long is
@@ -50,46 +54,75 @@ class Episode:
     limits: Limits
     tokenizer: Any
     stop_strings: tuple[str, ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-    turns: list[Turn] = field(default_factory=list)
-    context: list[int] = field(default_factory=list)  # prompt, turns and observations: the policy's input
+    histories: list[History] = field(default_factory=lambda: [History()])
+    history: int = 0  # the number of the one that is continued
+    request: Request | None = None  # of an agent, the last one
     outcome: Outcome | None = None
     tool_calls: int = 0
     valid_actions: int = 0
     detail: str = ""
     overlong_prompt: int = 0
-    routes: bytearray = field(default_factory=bytearray)  # see Trajectory.routes
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self._current.prompt_ids
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._current.turns
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt, turns and observations of the history that is continued: the policy's input."""
+        return self._current.context
+
+    @property
+    def played(self) -> int:
+        """The number of turns of all histories."""
+        return sum(len(history.turns) for history in self.histories)
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenise the prompt. A prompt that is too long ends the episode with the outcome `error`."""
         ids = encode_chat(self.tokenizer, messages)
         self.stop_strings = stop_strings
-        self.prompt_ids, self.context = tuple(ids), list(ids)
+        self._current.begin(ids)
         prompt, context = self.limits.max_prompt_tokens, self.limits.max_context
         limit, field = min(
             (prompt, f"rollout.max_prompt_tokens={prompt}"),
             (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
         )
         if len(ids) > limit:
-            self.prompt_ids = self.prompt_ids[:limit]  # not played; cut, so as not to fill a micro-batch
+            self._current.begin(ids[:limit])  # not played; cut, so as not to fill a micro-batch
             self.overlong_prompt = len(ids)
             self.end("error", f"prompt of {len(ids)} tokens exceeds {field}")
+
+    def ask(self, request: Request) -> None:
+        """Continue a history with an agent's request, or begin one."""
+        self.request, self.history, self.stop_strings = request, request.history, request.stop_strings
+        if request.history == len(self.histories):
+            self.histories.append(History())
+        if self.turns:
+            self._current.observe(request.token_ids)
+        else:
+            self._current.begin(request.token_ids)
 
     @property
     def max_tokens(self) -> int:
         """The largest number of tokens of the next turn."""
-        return min(self.limits.max_turn_tokens, self._room)
+        asked = self.request.max_tokens if self.request is not None else None
+        return min(self.limits.max_turn_tokens, self._room, self._room if asked is None else asked)
+
+    @property
+    def _current(self) -> History:
+        return self.histories[self.history]
 
     @property
     def _room(self) -> int:
         return self.limits.max_context - len(self.context)
 
     def add_turn(self, finished: Finished) -> None:
-        self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.versions))
-        self.context += finished.token_ids
-        # A token that was computed again since an earlier turn keeps the experts of that turn.
-        self.routes += finished.routes[len(self.routes) :]
-        if finished.reason == "length" and self._room < 1:
+        self._current.add(finished)
+        if finished.reason == "length" and self._room < 1 and self.request is None:
             self.end("truncated", f"context of {self.limits.max_context} tokens is full")
 
     def action(self, finished: Finished) -> str:
@@ -100,20 +133,26 @@ class Episode:
         )
         return text
 
+    def completion(self, finished: Finished) -> Completion:
+        """Return the turn, for the environment."""
+        return Completion(self.action(finished), finished.token_ids, finished.logprobs, finished.reason)
+
     def answer(self, result: StepResult) -> None:
         """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""
         self.tool_calls += result.tool_calls
         self.valid_actions += result.valid
         if result.done:
-            self._replace_last(observation_ids=(), reward=result.reward)
+            for history in self.histories:
+                history.credit(result.reward)
             assert result.outcome is not None, "environments/contract.py refuses other results"
             self.end(result.outcome, result.detail)
             return
+        self._current.credit(result.reward)
+        if result.request is not None:
+            return self.ask(result.request)
         ids = self._observe(result.observation)
-        fits = len(ids) < self._room
-        self._replace_last(observation_ids=ids if fits else (), reward=result.reward)
-        if fits:
-            self.context += ids
+        if len(ids) < self._room:
+            self._current.observe(ids)
         else:
             self.end("truncated", f"no room for {len(ids)} observation tokens and an answer")
 
@@ -123,17 +162,19 @@ class Episode:
 
     def trajectory(self) -> Trajectory:
         assert self.outcome is not None, "the episode has not ended"
+        first, *others = (history.branch() for history in self.histories)
         return Trajectory(
             self.task,
-            self.prompt_ids,
-            tuple(self.turns),
+            first.prompt_ids,
+            first.turns,
             self.outcome,
             self.group,
             self.tool_calls,
             self.valid_actions,
             self.detail,
             self.overlong_prompt,
-            bytes(self.routes),
+            first.routes,
+            tuple(others),
         )
 
     def _observe(self, text: str) -> tuple[int, ...]:
@@ -144,6 +185,3 @@ class Episode:
         tail = encode_plain(self.tokenizer, closing.group()) if closing else []
         kept = limit - len(tail) if len(tail) < limit else limit
         return tuple(ids[:kept] + tail[: limit - kept])
-
-    def _replace_last(self, *, observation_ids: tuple[int, ...], reward: float) -> None:
-        self.turns[-1] = replace(self.turns[-1], observation_ids=observation_ids, reward=reward)

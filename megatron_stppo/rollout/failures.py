@@ -38,6 +38,7 @@ class FailureLimit:
 
         Raises TooManyFailures, which names the counts, the configuration field and the first failure.
         """
+        played = [t for t in played if t.branch == 0]  # an episode counts once
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
             self._end(len(failed), len(played), "episodes failed", failed)
@@ -72,6 +73,7 @@ def report(played: Sequence[Summary]) -> list[str]:
     17: error: retrieval: status 401", "1 of 64 prompts was too long and is not played: task 30: prompt of
     148 tokens exceeds rollout.max_prompt_tokens=60"].
     """
+    played = [t for t in played if t.branch == 0]
     overlong = [t for t in played if t.overlong_prompt]
     failed = [t for t in played if t.outcome in FAILED and not t.overlong_prompt]
     lines = []

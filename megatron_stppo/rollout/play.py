@@ -131,6 +131,8 @@ class Player:
             episode.end(answer.failure, answer.detail)
         elif answer.result is not None:
             episode.answer(answer.result)
+        elif answer.request is not None:
+            episode.ask(answer.request)
         else:
             episode.start(answer.messages, answer.stop_strings)
         if episode.outcome is not None:
@@ -151,7 +153,7 @@ class Player:
             return self._end(index)
         self._asked[index] = None
         if self._host:
-            self._host.step(index, episode.action(finished))
+            self._host.step(index, episode.completion(finished))
         return None
 
     def _end(self, index: int) -> InProgress:
@@ -165,7 +167,7 @@ class Player:
         self._engine.add(
             str(index),
             episode.context,
-            seed=request_seed(playing.seed, playing.place, len(episode.turns) + 1),
+            seed=request_seed(playing.seed, playing.place, episode.played + 1),
             max_tokens=episode.max_tokens,
             temperature=playing.temperature,
             top_p=playing.top_p,

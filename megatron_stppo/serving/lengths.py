@@ -21,7 +21,11 @@ class Lengths:
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> Lengths:
-        played = [sum(len(turn.token_ids) for turn in t.turns) for t in trajectories if t.turns]
+        played = [
+            sum(len(turn.token_ids) for history in t.histories() for turn in history.turns)
+            for t in trajectories
+            if t.turns
+        ]
         return cls(len(played), sum(played))
 
     def __add__(self, other: Lengths) -> Lengths:

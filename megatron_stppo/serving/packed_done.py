@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from megatron_stppo.serving.messages import Done
-from megatron_stppo.types import Outcome, Task, Trajectory, Turn, Versions
+from megatron_stppo.types import Branch, Outcome, Task, Trajectory, Turn, Versions
 
 ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
 # A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.
@@ -43,6 +43,15 @@ class _PackedTurn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         )
 
 
+class _PackedBranch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    prompt_ids: bytes
+    turns: tuple[_PackedTurn, ...]
+    routes: bytes
+
+    def unpack(self) -> Branch:
+        return Branch(_ids(self.prompt_ids), tuple(turn.unpack() for turn in self.turns), self.routes)
+
+
 class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=True):
     """A Done with the fields of its trajectory, in the order of Trajectory."""
 
@@ -57,6 +66,7 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
     detail: str
     overlong_prompt: int
     routes: bytes
+    branches: tuple[_PackedBranch, ...] = ()
 
     def unpack(self) -> Done:
         """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
@@ -73,6 +83,7 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
                 self.detail,
                 self.overlong_prompt,
                 self.routes,
+                tuple(branch.unpack() for branch in self.branches),
             ),
         )
 
@@ -84,16 +95,7 @@ def packed(done: Done) -> PackedDone:
         done.number,
         played.task,
         _id_bytes(played.prompt_ids),
-        tuple(
-            _PackedTurn(
-                _id_bytes(turn.token_ids),
-                struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob),
-                _id_bytes(turn.observation_ids),
-                turn.reward,
-                turn.versions,
-            )
-            for turn in played.turns
-        ),
+        _packed_turns(played.turns),
         played.outcome,
         played.group,
         played.tool_calls,
@@ -101,6 +103,23 @@ def packed(done: Done) -> PackedDone:
         played.detail,
         played.overlong_prompt,
         played.routes,
+        tuple(
+            _PackedBranch(_id_bytes(branch.prompt_ids), _packed_turns(branch.turns), branch.routes)
+            for branch in played.branches
+        ),
+    )
+
+
+def _packed_turns(turns: Sequence[Turn]) -> tuple[_PackedTurn, ...]:
+    return tuple(
+        _PackedTurn(
+            _id_bytes(turn.token_ids),
+            struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob),
+            _id_bytes(turn.observation_ids),
+            turn.reward,
+            turn.versions,
+        )
+        for turn in turns
     )
 
 

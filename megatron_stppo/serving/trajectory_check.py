@@ -32,10 +32,30 @@ def fault(
     experts: of a layer. routes_per_token: layers * chosen experts if experts are recorded, 0 otherwise.
     Example: "turn 0: version 7 was never sent to this replica".
     """
-    played = done.trajectory
+    if reason := _trajectory_fault(done.trajectory):
+        return reason
+    for played in done.trajectory.histories():
+        reason = _history_fault(played, held, vocabulary, max_context, experts, routes_per_token)
+        if reason:
+            return f"branch {played.branch}: {reason}" if played.branch else reason
+    return ""
+
+
+def _history_fault(
+    played: Trajectory,
+    held: Collection[int],
+    vocabulary: int,
+    max_context: int,
+    experts: int,
+    routes_per_token: int,
+) -> str:
+    """Arguments as of `fault`."""
     length = len(played.prompt_ids)
-    reason = _trajectory_fault(played) or _ids_fault("prompt", played.prompt_ids, vocabulary)
-    if reason:
+    if played.turns and not length:
+        return "turns without a prompt"
+    if played.branch and not played.turns:
+        return "no turns"
+    if reason := _ids_fault("prompt", played.prompt_ids, vocabulary):
         return reason
     last = -1
     for number, turn in enumerate(played.turns):
@@ -50,11 +70,11 @@ def fault(
 
 
 def _trajectory_fault(played: Trajectory) -> str:
-    turns = len(played.turns)
-    if not turns and played.outcome not in FAILED:
+    turns = len(played.turns) + sum(len(branch.turns) for branch in played.branches)
+    if not played.turns and (played.branches or played.outcome not in FAILED):
         return f"no turns, but the outcome {played.outcome}"
-    if turns and not played.prompt_ids:
-        return "turns without a prompt"
+    if played.branch:
+        return "a branch without its episode"
     if not 0 <= played.valid_actions <= turns:
         return f"{played.valid_actions} valid actions in {turns} turns"
     if played.tool_calls < 0 or played.overlong_prompt < 0:

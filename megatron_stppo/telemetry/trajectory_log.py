@@ -60,6 +60,7 @@ class TrajectoryLog:
             "split": task.split,
             "index": task.index,
             "group": trajectory.group,
+            "branch": trajectory.branch,
             "outcome": trajectory.outcome,
             "reward": trajectory.reward,
             "tool_calls": trajectory.tool_calls,

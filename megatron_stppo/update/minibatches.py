@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,17 +13,18 @@ from megatron_stppo.types import Batch
 
 
 def minibatches(trajectories: int, count: int, seed: int, iteration: int, epoch: int) -> list[list[int]]:
-    """Return a random permutation of the trajectories, cut into `count` equal parts.
+    """Return a random permutation of the trajectories, cut into `count` parts, equal up to one trajectory.
 
     The result depends only on the arguments, so resuming needs no saved state.
 
-    Example: 8 trajectories and count 4 give four minibatches of 2.
+    Example: 8 trajectories and count 4 give four minibatches of 2; 9 trajectories, as an agent's episode with
+    a branch adds one, give three of 2 and one of 3.
     """
-    assert trajectories % count == 0, (trajectories, count)
+    assert trajectories >= count, (trajectories, count)
     order = list(range(trajectories))
     random.Random(f"{seed}/{iteration}/{epoch}").shuffle(order)  # a text seed is hashed equally everywhere
-    size = trajectories // count
-    return [order[start : start + size] for start in range(0, trajectories, size)]
+    cuts = [trajectories * part // count for part in range(count + 1)]
+    return [order[start:end] for start, end in pairwise(cuts)]
 
 
 def chosen_tokens(batch: Batch, chosen: Sequence[int]) -> Tensor:

@@ -1,0 +1,103 @@
+"""An agent's episode with several histories: one trajectory each, one episode in every count.
+
+The episode: the agent asks (1, 2), gets 7, 8; asks (1, 3), gets 9; and goes on with (4,) after 7, 8, gets 5.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from megatron_stppo.advantage.estimate import group_relative
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.environments.base import Request, StepResult
+from megatron_stppo.resilience.faults import TooManyFailures
+from megatron_stppo.rollout.episode import Episode, Limits
+from megatron_stppo.rollout.failures import FailureLimit
+from megatron_stppo.rollout.generation import Finished
+from megatron_stppo.serving.lengths import Lengths
+from megatron_stppo.serving.messages import Done
+from megatron_stppo.serving.packed_done import PackedDone, packed
+from megatron_stppo.serving.trajectory_check import fault
+from megatron_stppo.types import Branch, Task, Trajectory, Turn
+from megatron_stppo.update.minibatches import minibatches
+
+TASK = Task("t", (), ("a",), "train", 4)
+
+
+def turn(*ids: int) -> Finished:
+    return Finished("0", ids, (-0.5,) * len(ids), "end", ((3, len(ids)),))
+
+
+def played(reward: float = 1.0) -> Trajectory:
+    episode = Episode(TASK, 6, Limits(10, 4, 4, 20), tokenizer=None)
+    episode.ask(Request(0, (1, 2)))
+    episode.add_turn(turn(7, 8))
+    episode.answer(StepResult("", 0.0, False, True, request=Request(1, (1, 3), ("x",), 2)))
+    assert (episode.context, episode.stop_strings, episode.max_tokens) == ([1, 3], ("x",), 2)
+    episode.add_turn(turn(9))
+    episode.answer(StepResult("", 0.0, False, True, 1, request=Request(0, (4,))))
+    assert (episode.context, episode.stop_strings, episode.max_tokens) == ([1, 2, 7, 8, 4], (), 4)
+    episode.add_turn(turn(5))
+    episode.answer(StepResult("", reward, True, True, outcome="ok", detail="five"))
+    assert episode.played == 3
+    return episode.trajectory()
+
+
+def test_the_reward_belongs_to_the_last_turn_of_every_history() -> None:
+    first, second = played().histories()
+    assert (first.token_ids, second.token_ids) == ((1, 2, 7, 8, 4, 5), (1, 3, 9))
+    assert [t.reward for t in first.turns] == [0.0, 1.0] and [t.reward for t in second.turns] == [1.0]
+    assert (first.branch, second.branch, first.group, second.group) == (0, 1, 6, 6)
+    assert (first.tool_calls, first.valid_actions, second.tool_calls, second.valid_actions) == (1, 2, 0, 1)
+    assert second.histories() == [second], "a trajectory with one history is its own"
+
+
+def test_group_statistics_are_over_episodes_and_hold_for_every_history() -> None:
+    one = Trajectory(TASK, (1,), (Turn((2,), (-0.5,), (), 0.0, ((3, 1),)),), "wrong", group=6)
+    batch = to_batch([*played().histories(), one])
+    assert batch.first_N is not None and batch.first_N.tolist() == [True, False, True]
+    outcome_N, group_N = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([6, 6, 6])
+    centred = group_relative(outcome_N, group_N, batch.live_N, False, batch.first_N)
+    assert centred.tolist() == [0.5, 0.5, -0.5], "the mean of the two episodes is 1/2"
+    scaled = group_relative(outcome_N, group_N, batch.live_N, True, batch.first_N)
+    assert scaled.tolist() == pytest.approx([1, 1, -1], abs=1e-6)
+    assert to_batch([one]).first_N is None
+
+
+def test_metrics_count_an_episode_once_and_all_its_turns() -> None:
+    row = describe_rollouts([t.summary for t in played().histories()], version=3)
+    assert (row["reward/mean"], row["outcome/ok"], row["rollout/branches"]) == (1.0, 1, 2.0)
+    assert (row["rollout/turns"], row["rollout/response_tokens"]) == (3.0, 4)
+    assert (row["rollout/valid_action_rate"], row["rollout/tool_calls"]) == (1.0, 1.0)
+    assert Lengths.of([played()]) == Lengths(episodes=1, tokens=4)
+
+
+def test_a_failed_episode_counts_once_towards_the_limit() -> None:
+    failed = Trajectory(TASK, (), (), "error")
+    episodes = [*played().histories(), *played().histories(), failed]
+    FailureLimit(0.34).check([t.summary for t in episodes])
+    with pytest.raises(TooManyFailures, match="1 of 3 episodes failed"):
+        FailureLimit(0.3).check([t.summary for t in episodes])
+
+
+def test_a_message_with_branches_arrives_as_it_was_and_is_checked() -> None:
+    done = Done(70, played())
+    sent = msgspec.msgpack.encode(packed(done))
+    assert msgspec.msgpack.decode(sent, type=PackedDone).unpack() == done
+    terms = {"held": {3}, "vocabulary": 10, "max_context": 6}
+    assert fault(done, **terms) == ""
+    assert fault(done, **terms | {"vocabulary": 9}) == "branch 1: turn 0: turn: a token id above 8"
+    assert fault(done, **terms | {"max_context": 5}) == "6 tokens exceed rollout.max_context=5"
+    alone = Done(1, Trajectory(TASK, (), (), "error", branches=(Branch((1,), played().turns),)))
+    assert fault(alone, **terms) == "no turns, but the outcome error"
+    assert fault(Done(1, played().histories()[1]), **terms) == "a branch without its episode"
+
+
+def test_minibatches_differ_by_one_trajectory_if_branches_do_not_divide() -> None:
+    parts = minibatches(9, 4, 0, 0, 0)
+    assert sorted(map(len, parts)) == [2, 2, 2, 3] and sorted(n for part in parts for n in part) == list(
+        range(9)
+    )
