@@ -140,17 +140,17 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
     from megatron_stppo.parallel import groups
 
     check(config)
-    join(config.timeout, is_alone)
+    join(config.timeout, is_alone, config.serving.replicas or 0, config.engine_tensor)
     mesh = groups.initialize(config.parallel, config.timeout)
     if mesh.rank == 0:
         print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
     return mesh
 
 
-def join(timeout: timedelta, is_alone: bool = True) -> None:
+def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: int = 1) -> None:
     """Join the default process group. A process without a launcher becomes a world of one rank.
 
-    is_alone: see `meeting` in launch/rendezvous.py.
+    is_alone: see `meeting`, replicas, tensor: see `files_needed`, in launch/rendezvous.py.
     """
     import torch
     import torch.distributed as dist
@@ -158,7 +158,7 @@ def join(timeout: timedelta, is_alone: bool = True) -> None:
     from megatron_stppo.launch.rendezvous import meeting, raise_file_limit
 
     set_ranks()
-    raise_file_limit(world_size())
+    raise_file_limit(world_size(), replicas, tensor)
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)

@@ -102,26 +102,32 @@ def check_nccl_interface(address: str) -> None:
         )
 
 
-def files_needed(world: int) -> int:
-    """Return how many files a rank of `world` may have open."""
-    return 4 * world + OTHER_FILES
-
-
-def raise_file_limit(world: int) -> None:
-    """Raise the soft limit on open files to the hard limit, for the connections of a rank to `world` ranks.
+def files_needed(world: int, replicas: int = 0, tensor: int = 1) -> int:
+    """Return how many files a rank of `world` may have open, with `replicas` of `tensor` ranks each.
 
     A gloo group of n ranks has up to n - 1 connections on every rank, and several of megatron's groups may
-    contain most ranks. The first rank of a node warns if the hard limit is below 4 * world + OTHER_FILES.
+    contain most ranks. The link to a replica (serving/weights.py) has world + tensor - 1 connections, 5 files
+    of gloo's device and of a connection to the store, and on the first rank world + 2 * tensor of the store's
+    server. NCCL's own files are not counted.
+    """
+    return 4 * world + OTHER_FILES + replicas * (2 * world + 3 * tensor + 4)
+
+
+def raise_file_limit(world: int, replicas: int = 0, tensor: int = 1) -> None:
+    """Raise the soft limit on open files to the hard limit. Arguments: see files_needed.
+
+    The first rank of a node warns if the hard limit is below that.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = files_needed(world)
+    needed = files_needed(world, replicas, tensor)
     if hard != resource.RLIM_INFINITY and hard < needed and os.environ.get("LOCAL_RANK", "0") == "0":
         log.warning(
-            "the hard limit on open files (ulimit -Hn) is %d, but a run of %d ranks may need %d; raise it "
+            "the hard limit on open files (ulimit -Hn) is %d, but a run of %d ranks%s may need %d; raise it "
             "on this host, with LimitNOFILE of slurmd.service or in /etc/security/limits.conf",
             hard,
             world,
+            f" and {replicas} replicas" if replicas else "",
             needed,
         )
 

@@ -19,6 +19,7 @@ from megatron_stppo.launch.rendezvous import (
     address_towards,
     check_nccl_interface,
     connect_store,
+    files_needed,
     host_store,
     meeting,
     raise_file_limit,
@@ -141,6 +142,12 @@ def test_gloo_connects_ranks_only_when_they_exchange_data(monkeypatch: pytest.Mo
     assert lazy[1] <= eager[1] - 3
 
 
+def test_a_link_to_a_replica_takes_open_files() -> None:
+    assert files_needed(64) == 4 * 64 + 1024
+    # 71 connections to 63 trainer ranks and 8 of the replica, 5 other files, 80 of the store's server
+    assert files_needed(64, 10, 8) - files_needed(64) == 10 * (71 + 5 + 80)
+
+
 def test_a_rank_may_open_as_many_files_as_the_host_allows_and_the_nodes_first_rank_warns_if_too_few(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,7 +163,9 @@ def test_a_rank_may_open_as_many_files_as_the_host_allows_and_the_nodes_first_ra
     assert told == [(hard, hard)] * 2 and not caplog.records
     with caplog.at_level(logging.WARNING):
         raise_file_limit(1024)
-    (warning,) = caplog.records
+        raise_file_limit(64, 20, 8)
+    warning, of_replicas = caplog.records
+    assert "but a run of 64 ranks and 20 replicas may need 4400; " in of_replicas.getMessage()
     assert warning.getMessage().startswith(
         "the hard limit on open files (ulimit -Hn) is 4096, but a run of 1024 ranks may need 5120; "
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_stppo.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import lower_bound
 from megatron_stppo.serving.losses import why_lost
@@ -47,6 +48,13 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_after_a_sync_the_replica_has_the_trainers_rows_bit_for_bit(four_ranks: Ended) -> None:
     (good,) = four_ranks["good"].result()
     assert good == [(1.0, 1), (-1.0, 2), (1.0, 3), (-1.0, 4), (1.0, 5), (-1.0, 6), (1.0, 7)]
+
+
+def test_a_link_opens_the_files_that_a_rank_makes_room_for(four_ranks: Ended) -> None:
+    first, *others = (seen["files"] for seen in four_ranks["trainer"].result())
+    late = 3  # connections between the trainer's ranks that may be opened meanwhile
+    assert all(4 + 5 <= files <= 4 + 5 + late for files in others), "connections to 4 ranks, 5 others"
+    assert max(others) < first <= files_needed(4, replicas=1) - files_needed(4) + late
 
 
 def test_every_row_travels_once(four_ranks: Ended) -> None:
