@@ -67,8 +67,9 @@ def linear_logprob(
     logits then takes twice the memory. Its gradient is rounded to bfloat16 for the two products.
     The other arguments are those of vocab_logprob.
     The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
-    cotangents are 0, if there are many, except on a GPU (_live_rows). Extra memory: a chunk of logits, and in
-    the backward a float32 gradient of the weight.
+    cotangents are 0, if there are many, except on a GPU (_live_rows). Rows that are not left out must be
+    finite, also if their cotangents are 0: a NaN reaches the gradient of the weight. Extra memory: a chunk of
+    logits, and in the backward a float32 gradient of the weight.
     Raises ValueError that names the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)

@@ -39,6 +39,9 @@ def vocab_logprob(
     overwrite: the backward writes the gradient over the logits instead of into new memory. Use it if the
     module that produced the logits does not need them in its own backward, such as a linear layer.
 
+    A row's results and gradient have the same bits whatever other rows are passed with it. The torch fallback
+    on a GPU does not promise this, because torch chooses the order of a sum there by the number of rows.
+
     With a group of several ranks the forward does one all-gather of [5, T] float32 and the backward no
     communication. Each rank's logits get the gradient of their own columns, so every rank must pass the same
     cotangents.

@@ -27,6 +27,7 @@ def test_100_repeats_are_bitwise_equal(columns, dtype):
     assert all(same_bits(first, logprob_and_gradient(*given)) for _ in range(99))
 
 
+@pytest.mark.row_alone
 @pytest.mark.parametrize(("columns", "dtype"), SHAPES)
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_before_and_after_it(columns, dtype):
     logits, target = draw(40, columns, dtype)

@@ -184,6 +184,7 @@ def test_any_number_may_be_the_ignore_index():
         assert all(x[2].eq(0).all() and x.isfinite().all() and x[0].any() for x in out)
 
 
+@pytest.mark.row_alone
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_row_has_its_own_temperature(dtype):
     logits, target = rows(7, 1003)

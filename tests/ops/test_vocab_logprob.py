@@ -162,6 +162,7 @@ def test_non_finite_logits_are_reported_as_nan_not_as_a_bad_target():
     assert logprob.isnan().tolist() == entropy.isnan().tolist() == [True, False]
 
 
+@pytest.mark.row_alone
 def test_row_chunks_do_not_change_a_bit(monkeypatch):
     logits, target = rows(40, 97)
     whole = ops.vocab_logprob(logits.requires_grad_(), target)
@@ -172,6 +173,7 @@ def test_row_chunks_do_not_change_a_bit(monkeypatch):
     assert gradients(pieces, logits, [torch.ones(40)] * 3).equal(expected)
 
 
+@pytest.mark.row_alone
 def test_a_token_gets_the_same_bits_in_any_microbatch():
     logits, target = rows(33, 1001)
     together = ops.vocab_logprob(logits, target)
