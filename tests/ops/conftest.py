@@ -9,8 +9,8 @@ import pytest
 import torch
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-# Where the bits of a row do not depend on the other rows, as ops/vocab_logprob.py promises. Without the fallback on
-# a GPU: there torch chooses the order of a sum by the number of rows.
+# Where the bits of a row do not depend on the other rows, as ops/vocab_logprob.py promises. Without the
+# fallback on a GPU: there torch chooses the order of a sum by the number of rows.
 ROW_ALONE = [("torch", "cpu"), ("extension", "cpu"), ("extension", "cuda")]
 
 
