@@ -64,6 +64,7 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         "rollout/staleness_max": max(staleness),
         **_token_staleness(tuple(run for turn in turns for run in turn.versions), version),
         **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
+        **environment_metrics(played),
     }
 
 
@@ -74,6 +75,18 @@ def _response_tokens(histories: Sequence[Summary]) -> list[int]:
         tokens += [0] if history.branch == 0 else []
         tokens[-1] += sum(turn.tokens for turn in history.turns)
     return tokens
+
+
+def environment_metrics(played: Iterable[Summary]) -> dict[str, float]:
+    """Return the mean of each metric of the environment, over the episodes that have it.
+
+    Example: episodes with {"score": 1.0}, {"score": 0.0} and {} give {"environment/score": 0.5}.
+    """
+    found: dict[str, list[float]] = {}
+    for episode in played:
+        for name, value in episode.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {f"environment/{name}": statistics.fmean(found[name]) for name in sorted(found)}
 
 
 def _token_staleness(runs: Versions, version: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_stppo.data import tasks
-from megatron_stppo.describe import outcomes
+from megatron_stppo.describe import environment_metrics, outcomes
 from megatron_stppo.rollout.collect import Progress
 from megatron_stppo.rollout.failures import warn
 from megatron_stppo.rollouts import Rollouts, rollout_settings
@@ -50,4 +50,5 @@ def held_out(
         "evaluate/failed": counted["error"] + counted["timeout"],
         "evaluate/episodes": len(every),
         "evaluate/tokens_per_second": sum(turn.tokens for t in played.every for turn in t.turns) / seconds,
+        **{f"evaluate/{name}": value for name, value in environment_metrics(every).items()},
     }

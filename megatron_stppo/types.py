@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:  # an environment and a script need the records without tensors, and not the import of torch
+    import torch
 
 Outcome = Literal["ok", "wrong", "truncated", "error", "timeout"]
 # error and timeout are failures of the environment, not of the policy. Such trajectories carry no loss.
@@ -117,6 +118,7 @@ class Trajectory:
     routes: bytes = b""
     branches: tuple[Branch, ...] = ()  # the further histories of the episode, until `histories` divides it
     branch: int = 0  # the number of this history in its episode, of a trajectory that `histories` returned
+    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, see StepResult
 
     def histories(self) -> list[Trajectory]:
         """Return a trajectory for each history: the one in the fields above, then the branches.
@@ -174,6 +176,7 @@ class Trajectory:
             self.detail,
             self.overlong_prompt,
             self.branch,
+            self.metrics,
         )
 
     @property
@@ -220,6 +223,7 @@ class Summary:
     detail: str
     overlong_prompt: int
     branch: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

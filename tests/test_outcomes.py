@@ -78,8 +78,10 @@ def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
     played_turns = ((2, 0.0, ((3, 2),)), (4, 1.0, ((4, 3), (5, 1))), (1, 0.0, ((4, 1),)))
     turns = [Turn((5,) * n, (-1.0,) * n, (), r, versions) for n, r, versions in played_turns]
     played = [
-        Trajectory(TASK, (1,), tuple(turns[:2]), "ok", tool_calls=1, valid_actions=2),
-        Trajectory(TASK, (1,), (turns[2],), "truncated", tool_calls=0, valid_actions=0),
+        Trajectory(
+            TASK, (1,), tuple(turns[:2]), "ok", tool_calls=1, valid_actions=2, metrics={"a": 1, "b": 2}
+        ),
+        Trajectory(TASK, (1,), (turns[2],), "truncated", tool_calls=0, valid_actions=0, metrics={"a": 0}),
         unplayed("error"),
     ]
     row = describe_rollouts(summaries(played), version=5)
@@ -99,6 +101,8 @@ def test_metrics_of_behaviour_match_a_hand_calculation() -> None:
         "staleness/tokens_0": 1 / 7,
         "staleness/tokens_1": 4 / 7,
         "staleness/tokens_2": 2 / 7,
+        "environment/a": 1 / 2,
+        "environment/b": 2,  # of the one episode that has it
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert "staleness/tokens_3" not in row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -62,6 +63,9 @@ class StepResult:
     outcome: Outcome | None = None  # set if and only if done
     detail: str = ""  # one line for the user: the extracted answer, or what failed
     request: Request | None = None  # of an agent that is not done, in place of the observation
+    # Own numbers of the episode by name. A later step replaces the number of the same name. metrics.jsonl has
+    # their means as environment/NAME.
+    metrics: Mapping[str, float] = field(default_factory=dict)
     # Not an InitVar: ranks exchange these records with msgspec, which does not support it.
     searched: bool | None = field(default=None, repr=False, compare=False)
 

@@ -9,8 +9,10 @@ refuses it.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Mapping
 from typing import Any, get_args
 
 from megatron_stppo.config import ConfigError
@@ -25,6 +27,8 @@ from megatron_stppo.types import Message, Outcome, Task
 
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 MAX_SHOWN = 60  # characters of a wrong value in a message
+MAX_METRICS = 32  # of an episode's step
+METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")  # names that metrics.jsonl, TensorBoard and Prometheus can show
 
 
 async def reset(environment: AnyEnvironment, task: Task, seed: int) -> tuple[Message, ...] | Request:
@@ -93,7 +97,31 @@ async def step(environment: AnyEnvironment, action: str | Completion) -> StepRes
         outcome=result.outcome,
         detail=result.detail,
         request=result.request,
+        metrics=metrics(where, result.metrics),
     )
+
+
+def metrics(where: str, given: object) -> dict[str, float]:
+    """Return the metrics of an environment with Python's floats.
+
+    Raises ConfigError unless they are at most MAX_METRICS finite numbers with names of METRIC.
+    """
+    if not isinstance(given, Mapping) or len(given) > MAX_METRICS:
+        raise _wrong(where, "returned metrics", given, f"give at most {MAX_METRICS} numbers by name")
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or not METRIC.fullmatch(name):
+            raise _wrong(where, "returned a metric named", name, "use 1 to 64 letters, digits and _ . / -")
+        found[name] = finite(where, f"metrics[{name!r}]", value)
+    return found
+
+
+def finite(where: str, name: str, value: object) -> float:
+    """Return a number as Python's float. Raises ConfigError unless it is a finite number."""
+    number = _number(where, value, name)
+    if not math.isfinite(number):
+        raise _wrong(where, f"returned {name}", number, "return a finite number")
+    return number
 
 
 async def close(environment: AnyEnvironment) -> None:
@@ -124,13 +152,13 @@ def _check_text(where: str, name: str, value: object) -> None:
         ) from None
 
 
-def _number(where: str, value: object) -> float:
+def _number(where: str, value: object, name: str = "reward") -> float:
     # numpy's numbers are registered as numbers.Real; torch's tensors are not
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) or getattr(value, "shape", None) == ():
         return float(value)  # type: ignore[arg-type]
-    raise _wrong(where, "returned reward", value, "return a number")
+    raise _wrong(where, f"returned {name}", value, "return a number")
 
 
 def _flag(where: str, name: str, value: object) -> bool:

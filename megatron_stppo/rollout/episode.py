@@ -62,6 +62,7 @@ class Episode:
     valid_actions: int = 0
     detail: str = ""
     overlong_prompt: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -141,6 +142,7 @@ class Episode:
         """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""
         self.tool_calls += result.tool_calls
         self.valid_actions += result.valid
+        self.metrics |= result.metrics
         if result.done:
             for history in self.histories:
                 history.credit(result.reward)
@@ -175,6 +177,7 @@ class Episode:
             self.overlong_prompt,
             first.routes,
             tuple(others),
+            metrics=self.metrics,
         )
 
     def _observe(self, text: str) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
     overlong_prompt: int
     routes: bytes
     branches: tuple[_PackedBranch, ...] = ()
+    metrics: dict[str, float] = {}
 
     def unpack(self) -> Done:
         """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
@@ -84,6 +85,7 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
                 self.overlong_prompt,
                 self.routes,
                 tuple(branch.unpack() for branch in self.branches),
+                metrics=self.metrics,
             ),
         )
 
@@ -107,6 +109,7 @@ def packed(done: Done) -> PackedDone:
             _PackedBranch(_id_bytes(branch.prompt_ids), _packed_turns(branch.turns), branch.routes)
             for branch in played.branches
         ),
+        played.metrics,
     )
 
 

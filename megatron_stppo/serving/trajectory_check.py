@@ -8,11 +8,13 @@ them, in every mode (data/finite.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
 
 from megatron_stppo.data.routes import dtype_of, unknown
+from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.serving.messages import Done
 from megatron_stppo.types import FAILED, Trajectory, Turn
 
@@ -79,6 +81,10 @@ def _trajectory_fault(played: Trajectory) -> str:
         return f"{played.valid_actions} valid actions in {turns} turns"
     if played.tool_calls < 0 or played.overlong_prompt < 0:
         return "a negative number of tool calls or prompt tokens"
+    if len(played.metrics) > MAX_METRICS * (turns + 1) or not all(map(METRIC.fullmatch, played.metrics)):
+        return "metrics that no environment can have"
+    if not all(map(math.isfinite, played.metrics.values())):
+        return "a metric that is not a finite number"
     if played.overlong_prompt and (turns or played.outcome not in FAILED):
         return "a prompt that is too long was played"
     return ""

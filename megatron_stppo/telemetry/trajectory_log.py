@@ -67,6 +67,7 @@ class TrajectoryLog:
             "valid_actions": trajectory.valid_actions,
             "detail": trajectory.detail,
             "overlong_prompt": trajectory.overlong_prompt,
+            "metrics": trajectory.metrics,
             "targets": task.targets,
             "prompt": self._text(trajectory.prompt_ids),
             "turns": [

@@ -66,6 +66,23 @@ def said(call: Any) -> str:
         (StepResult(b"x", 0.0, False, True, False), "returned observation b'x'; return a string"),  # type: ignore[arg-type]
         (StepResult("a\ud800", 0.0, False, True, False), "with '\\ud800'; remove unpaired surrogates"),
         (StepResult("", 1.0, True, True, False, "ok", None), "returned detail None; return a string"),  # type: ignore[arg-type]
+        (
+            StepResult("", 0.0, False, True, metrics=[1]),
+            "returned metrics [1]; give at most 32 numbers by name",
+        ),  # type: ignore[arg-type]
+        (
+            StepResult("", 0.0, False, True, metrics={f"m{i}": 0.0 for i in range(33)}),
+            "; give at most 32 numbers by name",
+        ),
+        (
+            StepResult("", 0.0, False, True, metrics={"a b": 1.0}),
+            "returned a metric named 'a b'; use 1 to 64",
+        ),
+        (StepResult("", 0.0, False, True, metrics={"a": "1"}), "returned metrics['a'] '1'; return a number"),  # type: ignore[dict-item]
+        (
+            StepResult("", 0.0, False, True, metrics={"a": math.inf}),
+            "metrics['a'] inf; return a finite number",
+        ),
     ],
 )
 def test_a_result_of_a_wrong_type_gives_one_line_with_the_remedy(result: Any, message: str) -> None:
@@ -117,6 +134,12 @@ def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
         assert asyncio.run(contract.step(Player(result=given), "e")).reward == float(reward)
 
 
+def test_metrics_become_python_numbers() -> None:
+    given = StepResult("", 0.0, False, True, metrics={"tests/passed": np.int64(3), "late": True})  # type: ignore[dict-item]
+    taken = asyncio.run(contract.step(Player(result=given), "e"))
+    assert repr(taken.metrics) == "{'tests/passed': 3.0, 'late': 1.0}"
+
+
 def test_the_old_name_of_tool_calls_is_accepted() -> None:
     for given, calls in (
         (StepResult("", 0.0, done=False, valid=True, searched=True), 1),
@@ -128,7 +151,7 @@ def test_the_old_name_of_tool_calls_is_accepted() -> None:
 
 
 def test_ranks_can_exchange_results() -> None:
-    given = StepResult("", 0.0, done=False, valid=True, searched=True)
+    given = StepResult("", 0.0, done=False, valid=True, searched=True, metrics={"score": 0.5})
     assert collectives.decode(collectives.encode(given), StepResult) == given
 
 

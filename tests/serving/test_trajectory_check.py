@@ -31,6 +31,13 @@ def test_a_possible_trajectory_has_no_fault() -> None:
     assert found(replace(TRUE, turns=(), valid_actions=0, outcome="error", overlong_prompt=99)) == ""
 
 
+def test_metrics_are_those_that_an_environment_can_have() -> None:
+    assert found(replace(TRUE, metrics={"score": 0.5})) == ""
+    assert found(replace(TRUE, metrics={"score": math.nan})) == "a metric that is not a finite number"
+    for metrics in ({"\x1b[2J": 1.0}, {f"m{i}": 0.0 for i in range(97)}):  # 32 for each turn, and 32
+        assert found(replace(TRUE, metrics=metrics)) == "metrics that no environment can have"
+
+
 def test_a_turn_follows_a_prompt() -> None:
     assert (
         found(replace(TRUE, prompt_ids=())) == "turns without a prompt"
@@ -52,9 +59,11 @@ def test_versions_do_not_decrease_and_are_those_of_all_tokens() -> None:
 
 
 def test_a_message_arrives_unchanged_to_the_last_bit() -> None:
+    metrics = {"score": 0.1, "a": -0.0}
     special = (-0.0, -5e-324, -math.inf, -0.1, -1.7976931348623157e308)
     turn = Turn((2**32 - 1, 0, 1, 2, 3), special, (4,), -0.0, ((4, 5),))
-    done = Done(-7, replace(TRUE, turns=(FIRST, turn), routes=b"\x00\xff", group=3, detail="é", tool_calls=5))
+    played = replace(TRUE, turns=(FIRST, turn), routes=b"\x00\xff", group=3, detail="é", tool_calls=5)
+    done = Done(-7, replace(played, metrics=metrics))
     found = unpack_from_replica(pack(done, MAX), MAX)
     assert found == done and repr(found) == repr(done)  # -0.0 == 0.0
 

@@ -34,6 +34,7 @@ EPISODE = Trajectory(
     tool_calls=1,
     valid_actions=2,
     detail="Lomé",
+    metrics={"score": 0.1},
 )
 
 
