@@ -1,3 +1,47 @@
-"""ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM (arXiv 2511.20718)."""
+"""ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM (arXiv 2511.20718).
+
+This is the Python interface; docs/python.md describes it. Its names are imported when they are first used, so
+that `import megatron_stppo` imports neither torch nor megatron nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_stppo import ops as ops
+    from megatron_stppo.environments.base import Environment as Environment
+    from megatron_stppo.environments.base import StepResult as StepResult
+    from megatron_stppo.interface.commands import evaluate as evaluate
+    from megatron_stppo.interface.commands import load_config as load_config
+    from megatron_stppo.interface.commands import train as train
+    from megatron_stppo.interface.run_tables import read_run as read_run
+    from megatron_stppo.types import Task as Task
 
 __version__ = "0.1.0"
+__all__ = ["Environment", "StepResult", "Task", "evaluate", "load_config", "ops", "read_run", "train"]
+_MODULE = {
+    "Environment": "environments.base",
+    "StepResult": "environments.base",
+    "Task": "types",
+    "evaluate": "interface.commands",
+    "load_config": "interface.commands",
+    "read_run": "interface.run_tables",
+    "train": "interface.commands",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name at its first use (PEP 562)."""
+    if name == "ops":
+        return importlib.import_module(f"{__name__}.ops")
+    if name not in _MODULE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -57,7 +57,10 @@ def main() -> None:
         app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
     except Exception as error:
         code = exit_code(error)
-        report_to_torchrun(f"{type(error).__name__}: {error}" if code is None else f"megatron-stppo: {error}")
+        if code is None:
+            report_to_torchrun(f"{type(error).__name__}: {error}", 1)
+        else:
+            report_to_torchrun(f"megatron-stppo: {error}", code)
         if code is None:
             raise
         say(error)

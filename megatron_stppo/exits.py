@@ -89,16 +89,18 @@ def say(error: Exception) -> None:
         print(f"megatron-stppo: rank {_given('RANK', 'SLURM_PROCID')}: {error}", file=sys.stderr)
 
 
-def report_to_torchrun(message: str) -> None:
-    """Write the message to torchrun's error file.
+def report_to_torchrun(message: str, exit_code: int) -> None:
+    """Write the reason of a failure to torchrun's error file.
 
-    torchrun prints this file below its own traceback, so that the reason is the last text on the console.
+    torchrun prints this file below its own traceback, so that the reason is the last text on the console. It
+    replaces the exit code by 1, which is why the file has it too. interface/commands.py reads the file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):  # the rank's own line is on stderr
             Path(path).write_text(
-                json.dumps({"message": message, "timestamp": str(int(time.time()))}), encoding="utf-8"
+                json.dumps({"message": message, "timestamp": str(int(time.time())), "exit_code": exit_code}),
+                encoding="utf-8",
             )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_stppo
 from megatron_stppo import init
 from megatron_stppo.config import ConfigError
 
@@ -28,7 +29,9 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_new_project_makes_its_model_passes_its_tests_and_trains(tmp_path: Path) -> None:
+def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "my-project"
     said = run(tmp_path, "-m", "megatron_stppo", "init", str(folder)).stdout
     assert sorted(path.name for path in folder.iterdir()) == FILES
@@ -42,7 +45,12 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(tmp_path: Pat
 
     run(folder, "make_model.py")
     assert "4 passed" in run(folder, "-m", "pytest", "-q").stdout
-    run(folder, "-m", "megatron_stppo", "train", "config.yaml", "run.iterations=2")
+    monkeypatch.chdir(folder)  # the same command, through the Python interface
+    trained = megatron_stppo.train("config.yaml", ["run.iterations=2"], modules=".")
+    assert "st_ppo 2/2: reward" in capsys.readouterr().out
+    table = megatron_stppo.read_run(trained)
+    assert table.metrics.index.tolist() == [1, 2] and len(table.episodes) == 2 * 80
+    assert table.episodes.text.str.contains("higher|lower").any()
     rows = [json.loads(row) for row in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]
     assert all(row["outcome/ok"] + row["outcome/wrong"] == 80 for row in rows), "no episode failed"
@@ -67,6 +75,7 @@ def test_an_installed_package_has_the_whole_template(tmp_path: Path) -> None:
         path.name: path.read_text()
         for path in (tmp_path / "megatron_stppo" / "init" / init.TEMPLATE).iterdir()
     }
+    assert (tmp_path / "megatron_stppo" / "py.typed").exists()
     assert built == {name: (TEMPLATE / name).read_text() for name in FILES}
 
 
