@@ -89,7 +89,8 @@ class Config(Section):
         """Seconds. Where tools are played with that can be away, waiting for them is added; an embedded index
         cannot."""
         e = self.environment
-        wait = 0.0 if e.kind == "search" and e.retrieval.kind == "bm25" else e.tool_wait
+        embedded = e.kind == "search" and e.retrieval.kind == "bm25" and e.reward is None
+        wait = 0.0 if embedded else e.tool_wait
         plays = dict.fromkeys(("start_up", "rollout", "evaluate"), wait)
         return {name: limit + plays.get(name, 0.0) for name, limit in self.deadlines.model_dump().items()}
 

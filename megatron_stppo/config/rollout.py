@@ -41,7 +41,15 @@ class RetrievalConfig(Section):
 
 class EnvironmentConfig(Section):
     kind: str = Field(
-        "search", min_length=1, description="search, or MODULE:FACTORY of your own environment on PYTHONPATH"
+        "search",
+        min_length=1,
+        description="search, or MODULE:FACTORY of your own environment on PYTHONPATH",
+    )
+    reward: str | None = Field(
+        None,
+        min_length=1,
+        description="MODULE:FUNCTION on PYTHONPATH that computes the reward of an episode; default: the "
+        "environment's own",
     )
     max_turns: int = Field(4, ge=1, description="turns per episode")
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")

@@ -1,4 +1,4 @@
-"""The environment named by a run's configuration: the search environment, or one that the user wrote.
+"""The environment named by a run's configuration: one of the package, or one that the user wrote.
 
 A configuration is data, but this field names code that will be run. Only modules whose file lies in a folder
 of PYTHONPATH are allowed, because the person who starts the run sets PYTHONPATH. The standard library,
@@ -10,43 +10,65 @@ from __future__ import annotations
 import importlib
 import os
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
-from megatron_stppo.environments import search
+from megatron_stppo.environments import rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
-REMEDY = "give search, or MODULE:FACTORY, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
+BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
+    "search": search.factory,
+}
+REMEDY = (
+    f"give {', '.join(BUILT_IN)}, or MODULE:FACTORY, found on PYTHONPATH "
+    "(PYTHONPATH=. for the current folder)"
+)
+REWARD_REMEDY = "give MODULE:FUNCTION, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return a function that makes one environment per episode.
 
-    Raises ConfigError if the environment cannot be imported or used. A ToolAway that the user's factory
-    raises is passed on.
+    Raises ConfigError if the environment, or the function that `environment.reward` names, cannot be imported
+    or used. A ToolAway that the user's factory raises is passed on.
     Example: kind "guess:factory" calls factory(config) of the module guess; "search" calls search.factory.
     """
-    if config.kind == "search":
-        return search.factory(config)
-    name = config.kind.partition(":")[2]
-    module = _module(config.kind)
-    try:
-        own = getattr(importlib.import_module(module), name or "factory")
+    make = BUILT_IN[config.kind](config) if config.kind in BUILT_IN else _own(config)
+    if config.reward is None:
+        return make
+    where = f"environment.reward={config.reward}"
+    module, name = _named(where, config.reward, "reward", REWARD_REMEDY)
+    with _one_line(where, REWARD_REMEDY):
+        found = getattr(importlib.import_module(module), name)
+    function = rewarded.check_signature(found, where)
+    return lambda: rewarded.Rewarded(make(), function, where)
+
+
+def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """Return what the user's factory returns."""
+    where = f"environment.kind={config.kind}"
+    module, name = _named(where, config.kind, "factory", REMEDY)
+    with _one_line(where, REMEDY):
+        own = getattr(importlib.import_module(module), name)
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
+    if not callable(make):
+        raise ConfigError(
+            f"{where}: its factory must take the section and return a function without arguments; {REMEDY}"
+        )
+    return make
+
+
+@contextmanager
+def _one_line(where: str, remedy: str) -> Iterator[None]:
+    """Turn what the user's code raises into a ConfigError of one line."""
+    try:
+        yield
     except (ConfigError, ToolAway):
         raise
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(
-            f"environment.kind={config.kind}: {_last_line(error)}{type(error).__name__}: {error}; {REMEDY}"
-        ) from None
-    if not callable(make):
-        raise ConfigError(
-            f"environment.kind={config.kind}: its factory must take the section and return a function "
-            f"without arguments; {REMEDY}"
-        )
-    return make
+        raise ConfigError(f"{where}: {_last_line(error)}{type(error).__name__}: {error}; {remedy}") from None
 
 
 def _last_line(error: Exception) -> str:
@@ -60,27 +82,31 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     """Raise ConfigError for an environment that cannot work, before torch and megatron are set up.
 
     For the search environment, check that the retriever is reachable and not empty. With `resume` it need not
-    be reachable yet, because the run waits for it. For a user's module, check only that its file exists: the
-    module may import torch, so it is not imported here.
+    be reachable yet, because the run waits for it. For a user's module, check only that its file exists: the module may import torch, so it is not imported
+    here.
     """
+    if config.reward is not None:
+        _named(f"environment.reward={config.reward}", config.reward, "reward", REWARD_REMEDY)
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
-        return
-    _module(config.kind)
+    elif config.kind in BUILT_IN:
+        BUILT_IN[config.kind](config)
+    else:
+        _named(f"environment.kind={config.kind}", config.kind, "factory", REMEDY)
 
 
-def _module(kind: str) -> str:
-    """Return the name of the module in `kind`, without importing it.
+def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:
+    """Return (module, name) of `text`, without importing the module. Example: "guess" has the default name.
 
     Raises ConfigError unless its file lies in a folder of PYTHONPATH.
     """
-    module = kind.partition(":")[0]
+    module, _, name = text.partition(":")
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"environment.kind={kind}: {module!r} is not a module name; {REMEDY}")
+        raise ConfigError(f"{where}: {module!r} is not a module name; {remedy}")
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         path = Path(folder, *parts)
         if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
-            return module
-    raise ConfigError(f"environment.kind={kind}: no folder of PYTHONPATH has this module; {REMEDY}")
+            return module, name or default
+    raise ConfigError(f"{where}: no folder of PYTHONPATH has this module; {remedy}")

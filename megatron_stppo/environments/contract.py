@@ -116,11 +116,25 @@ def metrics(where: str, given: object) -> dict[str, float]:
     return found
 
 
+def scored(where: str, given: object) -> tuple[float, dict[str, float]]:
+    """Return the reward and the metrics that a user's reward function gave.
+
+    given: a number, or a mapping with "reward" and metrics. Raises ConfigError unless all are finite numbers.
+    Example: {"reward": 1.0, "length": 12} gives (1.0, {"length": 12.0}).
+    """
+    if not isinstance(given, Mapping):
+        return finite(where, "", given), {}
+    if "reward" not in given:
+        raise _wrong(where, "returned", given, 'return a number, or a mapping with "reward"')
+    others = {name: value for name, value in given.items() if name != "reward"}
+    return finite(where, "reward", given["reward"]), metrics(where, others)
+
+
 def finite(where: str, name: str, value: object) -> float:
     """Return a number as Python's float. Raises ConfigError unless it is a finite number."""
     number = _number(where, value, name)
     if not math.isfinite(number):
-        raise _wrong(where, f"returned {name}", number, "return a finite number")
+        raise _wrong(where, f"returned {name}".rstrip(), number, "return a finite number")
     return number
 
 
@@ -158,7 +172,7 @@ def _number(where: str, value: object, name: str = "reward") -> float:
         return float(value)
     if isinstance(value, bool) or getattr(value, "shape", None) == ():
         return float(value)  # type: ignore[arg-type]
-    raise _wrong(where, f"returned {name}", value, "return a number")
+    raise _wrong(where, f"returned {name}".rstrip(), value, "return a number")
 
 
 def _flag(where: str, name: str, value: object) -> bool:
