@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-async medical test test-all chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-async medical sums test test-all chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -43,6 +43,9 @@ quickstart-async: $(STAMP) ## the same with asynchronous training: one core trai
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)
+
+sums: $(STAMP) ## the same on a third task: sums of reasoning-gym, with turns of about 40 tokens
+	@$(BIN)/python examples/quickstart/run.py --example chain_sums --seed $(SEED)
 
 lint: $(STAMP) ## run ruff, mypy, shellcheck and hadolint
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ def minimal(folder: Path) -> Path:
     return written(folder, "model: {path: m}\n")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "medical_choice", "search_agent"])
+@pytest.mark.parametrize("name", ["quickstart", "medical_choice", "reasoning_gym", "search_agent"])
 def test_examples_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     config = load(EXAMPLES / name / "config.yaml")
     assert load(written(tmp_path, config.dump())) == config

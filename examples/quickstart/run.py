@@ -43,10 +43,11 @@ class Example:
     config: Path
 
 
-CHOICE = HERE.parent / "medical_choice"
+CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
     "asynchronous": Example(HERE / "build.py", HERE / "asynchronous.yaml"),
+    "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
 }
 OURS = (HERE / "run.py", HERE / "stages.py")  # sources that do not affect the built files

@@ -43,7 +43,7 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, or MODULE:FACTORY of your own environment on PYTHONPATH",
+        description="search, reasoning_gym, or MODULE:FACTORY of your own environment on PYTHONPATH",
     )
     reward: str | None = Field(
         None,

@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
-from megatron_stppo.environments import rewarded, search
+from megatron_stppo.environments import reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
 BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
     "search": search.factory,
+    reasoning_gym.KIND: reasoning_gym.factory,
 }
 REMEDY = (
     f"give {', '.join(BUILT_IN)}, or MODULE:FACTORY, found on PYTHONPATH "
@@ -82,7 +83,8 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     """Raise ConfigError for an environment that cannot work, before torch and megatron are set up.
 
     For the search environment, check that the retriever is reachable and not empty. With `resume` it need not
-    be reachable yet, because the run waits for it. For a user's module, check only that its file exists: the module may import torch, so it is not imported
+    be reachable yet, because the run waits for it. For reasoning_gym, check that the package is installed.
+    For a user's module, check only that its file exists: the module may import torch, so it is not imported
     here.
     """
     if config.reward is not None:

@@ -41,7 +41,7 @@ def test_a_user_environment_is_created_from_its_section(own, kind):
     ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"],
 )
 def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
-    with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, or MODULE:FACTORY"):
+    with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, or M"):
         choose.factory(EnvironmentConfig(kind=kind))
 
 
