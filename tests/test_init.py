@@ -50,6 +50,7 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
     assert "st_ppo 2/2: reward" in capsys.readouterr().out
     table = megatron_stppo.read_run(trained)
     assert table.metrics.index.tolist() == [1, 2] and len(table.episodes) == 2 * 80
+    assert all(1 < mean <= 3 for mean in table.metrics["environment/guesses"])
     assert table.episodes.text.str.contains("higher|lower").any()
     rows = [json.loads(row) for row in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]

@@ -40,6 +40,7 @@ class GuessTheDigit:
                 valid=valid,
                 outcome="ok" if right else "wrong",
                 detail=action[-1:],
+                metrics={"guesses": self._turns},  # metrics.jsonl gets the mean as environment/guesses
             )
         hint = "a digit?" if not valid else "higher" if int(action[-1]) < self._digit else "lower"
         return StepResult(f" {hint} ", 0.0, done=False, valid=valid)
