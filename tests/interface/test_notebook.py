@@ -45,3 +45,18 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("st_ppo 2/2: reward")]
     assert lines[-1] == "160" and "'evaluate/environment/guesses'" in lines[-2]
     assert not [line for line in lines if "\x1b" in line], "plain lines, no progress bars"
+
+
+@pytest.mark.long
+def test_the_notebook_runs_in_a_notebook_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows the output of the training, which its environment asks to colour."""
+    nbclient = pytest.importorskip("nbclient", reason="needs megatron-stppo[notebook]")
+    nbformat = pytest.importorskip("nbformat", reason="needs megatron-stppo[notebook]")
+    pytest.importorskip("ipykernel", reason="needs megatron-stppo[notebook]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=240, resources=resources).execute()
+    (train,) = (cell for cell in notebook.cells if cell.id == "train")
+    text = "".join(output.text for output in train.outputs)
+    assert "st_ppo 2/2: reward" in text and "\x1b" not in text
