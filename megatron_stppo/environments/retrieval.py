@@ -10,18 +10,29 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import bm25s
 import httpx
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
 from megatron_stppo.environments.base import ToolAway
+
+# If JAX is installed, bm25s calls it while it is imported, and JAX then takes three quarters of the GPU's
+# memory. An entry of None makes `import jax` fail, and bm25s uses numpy.
+_jax = sys.modules.get("jax")
+sys.modules["jax"] = None  # type: ignore[assignment]
+import bm25s  # noqa: E402
+
+if _jax is None:
+    del sys.modules["jax"]
+else:
+    sys.modules["jax"] = _jax
 
 MAX_QUERY = 1_000  # characters of a query; the rest is ignored
 MAX_RESPONSE = 4 * 1024 * 1024  # bytes of a server's answer; longer answers are refused

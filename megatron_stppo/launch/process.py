@@ -7,6 +7,8 @@ replaced, and megatron after that.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -78,6 +80,8 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that triton is missing
+    else:
+        check_transformer_engine()
     if engine:
         from megatron_stppo.launch.vllm_environment import prepare_environment
 
@@ -90,6 +94,23 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
 
     if cpu_platform.needed():
         cpu_platform.install(device)
+
+
+def check_transformer_engine() -> None:
+    """Raise ConfigError if TransformerEngine is installed, but its libraries cannot be loaded.
+
+    megatron imports it whatever model.layers is, and would end with the loader's traceback.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine")
+    except OSError as error:
+        raise ConfigError(
+            f"TransformerEngine is installed, but its libraries cannot be loaded: {error}; put the folders "
+            "of the cuDNN and cuBLAS that torch was installed with first in LD_LIBRARY_PATH, or uninstall "
+            "transformer-engine"
+        ) from error
 
 
 def _ignore_warnings(generations: Sequence[int]) -> None:

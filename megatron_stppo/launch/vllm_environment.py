@@ -27,6 +27,8 @@ def prepare_environment() -> None:
     """Set vLLM's environment variables. On a CPU, also remove the shared memory that killed runs left behind.
 
     - VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine runs in this process, so the reshard reaches its weights.
+    - VLLM_USE_FLASHINFER_SAMPLER=0: FlashInfer cannot return the log-probs of the distribution that was
+      sampled from, which the engine asks for. vLLM would import it and never call it.
     - VLLM_CPU_OMP_THREADS_BIND=nobind (CPU only): engine and trainer share cores, and binding would pin both
       to one core.
     - TORCHDYNAMO_DISABLE=1 (CPU only): compiling the sampler's helpers takes seconds and gains nothing.
@@ -34,6 +36,7 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # For the time of the import, before vLLM sets up its own logging at the same level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if not torch.cuda.is_available():

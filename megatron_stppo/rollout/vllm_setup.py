@@ -65,8 +65,9 @@ def build_vllm(
 
     float32_logits: compute the logits in float32 even if the dtype is bfloat16.
     routes: the worker records the experts that its routers choose (engine_routes.py).
-    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, or if
-    a CPU cannot serve the model. validation/ has checked that the sizes fit the model and the ranks.
+    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, if a CPU
+    cannot serve the model, or if vLLM refuses the sizes, for instance because another process holds the GPU's
+    memory. validation/ has checked that the sizes fit the model and the ranks.
     """
     _check_version()
     check_cuda_functions()
@@ -82,21 +83,26 @@ def build_vllm(
         warnings.simplefilter(
             "ignore", FutureWarning
         )  # vLLM inspects all names of torch, including deprecated ones
-        engine = LLMEngine.from_engine_args(
-            engine_arguments(
-                model_path,
-                tensor=tensor,
-                dtype=dtype,
-                float32_logits=float32_logits,
-                seed=seed,
-                max_context=max_context,
-                max_sequences=max_sequences,
-                kv_cache_gib=kv_cache_gib,
-                gpu_memory_utilization=gpu_memory_utilization,
-                token=token,
-                routes=routes,
-            )
+        arguments = engine_arguments(
+            model_path,
+            tensor=tensor,
+            dtype=dtype,
+            float32_logits=float32_logits,
+            seed=seed,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            token=token,
+            routes=routes,
         )
+        try:
+            engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:  # vLLM's own message says which size does not fit
+            raise ConfigError(
+                f"vLLM cannot be built with rollout.gpu_memory_utilization={gpu_memory_utilization}, "
+                f"rollout.max_sequences={max_sequences} and a context of {max_context} tokens: {error}"
+            ) from error
     # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
     # processes end, even if they are killed.
     dist.barrier()

@@ -6,6 +6,8 @@ import gzip
 import json
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -322,3 +324,11 @@ def test_a_pickle_that_replaces_a_file_of_an_index_is_never_loaded(tmp_path: Pat
             BM25Retriever(tmp_path / "index").lookup("spain", 1)
         file.write_bytes(kept)
     assert not (tmp_path / "alive").exists()
+
+
+def test_the_index_does_not_import_jax_which_would_take_the_gpus_memory(tmp_path: Path) -> None:
+    (tmp_path / "jax.py").write_text("print('imported')\n")
+    program = "import megatron_stppo.environments.retrieval; import sys; print('jax' in sys.modules)"
+    line = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {program}"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

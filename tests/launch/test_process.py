@@ -1,9 +1,15 @@
-"""A rank shows every warning except those of megatron and vLLM about themselves."""
+"""Warnings that a rank shows, and a TransformerEngine whose libraries do not load."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch import process
 
 PROGRAM = """
 import warnings
@@ -28,3 +34,15 @@ def test_only_the_warnings_of_named_modules_and_categories_are_silent() -> None:
         *(f"{kind} of vllms" for kind in ("UserWarning", "RuntimeWarning")),
         *(f"{kind} of torch.cuda" for kind in ("UserWarning", "RuntimeWarning")),
     ]
+
+
+def test_a_transformer_engine_whose_libraries_do_not_load_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.check_transformer_engine()  # none is installed
+    (tmp_path / "transformer_engine.py").write_text(
+        "raise OSError('libcudnn_graph.so.9: undefined symbol')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"libcudnn_graph\.so\.9: undefined symbol; put the folders"):
+        process.check_transformer_engine()

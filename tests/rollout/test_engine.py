@@ -58,6 +58,7 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["poisoned"] = _refused(engine.step)
     engine.abort_all()
     seen["unfinished"] = engine.unfinished
+    seen["too long"] = _refused(lambda: engine._build(max_context=CONTEXT + 1))
     seen["cuda"] = torch.cuda.is_available()
     return seen
 
@@ -201,6 +202,14 @@ def test_written_weights_are_used_and_the_prefix_cache_is_forgotten(
 )
 def test_the_engine_refuses_invalid_calls(seen: dict[str, Any], when: str, message: str) -> None:
     assert seen[when].startswith(message)
+
+
+def test_sizes_that_vllm_refuses_are_named_with_its_reason(seen: dict[str, Any]) -> None:
+    assert seen["too long"].startswith(
+        "ConfigError: vLLM cannot be built with rollout.gpu_memory_utilization="
+    )
+    assert f"a context of {CONTEXT + 1} tokens" in seen["too long"]
+    assert f"max_model_len ({CONTEXT + 1})" in seen["too long"]
 
 
 def test_aborting_leaves_nothing_running(seen: dict[str, Any]) -> None:

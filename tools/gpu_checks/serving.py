@@ -41,7 +41,7 @@ def serving() -> dict[str, Any]:
 
 def _run(line: list[str], folder: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    print(done.stdout[-4000:], done.stderr[-4000:], flush=True)
+    print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise AssertionError(f"exit status {done.returncode}: {' '.join(line)}")
 
