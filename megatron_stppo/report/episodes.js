@@ -139,6 +139,7 @@ class Browser {
     const facts = {
       run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group, "tool calls": one.tool_calls,
       "valid actions": one.valid, targets: one.targets.join(" | "), detail: one.detail,
+      metrics: Object.entries(one.metrics).map(([name, value]) => `${name} ${digits(value)}`).join(", "),
     };
     const list = el("dl", { class: "facts" });
     for (const [name, value] of Object.entries(facts)) {

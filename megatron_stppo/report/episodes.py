@@ -14,6 +14,7 @@ from megatron_stppo.report.lines import Lines, damaged, number, short
 from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
+MAX_METRICS = 96  # of an episode
 MAX_SAID = 8  # ranges of iterations listed one by one
 MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
 RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # columns of update/turns.py
@@ -37,6 +38,7 @@ class EpisodeRow(msgspec.Struct):
     tool_calls: int | None = None
     valid_actions: int | None = None
     detail: str = ""
+    metrics: dict[str, Any] = {}
     targets: list[str] = []
     prompt: str = ""
 
@@ -173,11 +175,18 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | Non
         "tool_calls": episode.tool_calls,
         "valid": episode.valid_actions,
         "detail": _cut(episode.detail),
+        "metrics": _metrics(episode.metrics),
         "targets": [_cut(target) for target in episode.targets[:20]],
         "prompt": _cut(episode.prompt),
         "turns": turns,
         "more_turns": max(0, len(episode.turns) - MAX_TURNS),
     }
+
+
+def _metrics(given: dict[str, Any]) -> dict[str, float]:
+    """Return the environment's metrics that are numbers, at most MAX_METRICS."""
+    found = {_cut(name): number(value) for name, value in list(given.items())[:MAX_METRICS]}
+    return {name: short(value) for name, value in found.items() if value is not None}
 
 
 def _versions(runs: Sequence[tuple[int, int]]) -> str:

@@ -38,6 +38,16 @@ const PANELS = [
   ["Seconds per iteration", { seconds: "seconds" }],
 ];
 
+const OWN = 24; // most panels of the environment's own metrics
+
+// A panel for each metric of the environment, in training and on held-out tasks.
+function environmentPanels(there) {
+  const prefix = "environment/";
+  const names = new Set(there.map((column) => column.replace(/^evaluate\//, "")).filter((column) => column.startsWith(prefix)));
+  return [...names].slice(0, OWN).map((name) =>
+    [`Environment: ${name.slice(prefix.length)}`, { [name]: "training", [`evaluate/${name}`]: "held out" }]);
+}
+
 // [[title, [[column, label], ...]], ...] of the columns of these runs. With several runs, each column has a panel.
 function panels(runs, other) {
   const there = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort(byNumber);
@@ -48,7 +58,7 @@ function panels(runs, other) {
     return numbers.filter(([column, number]) => column === `${before}_${number}` && /^\d+$/.test(number))
       .map(([column, number]) => [column, label.replace("N", number)]);
   };
-  const wanted = other ? [[other, { [other]: other }], ...PANELS] : PANELS;
+  const wanted = [...(other ? [[other, { [other]: other }]] : []), ...PANELS, ...environmentPanels(there)];
   return wanted.flatMap(([title, names]) => {
     const columns = Object.entries(names).flatMap(([name, label]) => found(name, label));
     if (!columns.length) return [];

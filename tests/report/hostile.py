@@ -51,6 +51,7 @@ def write(folder: Path, preset: str = "st_ppo", iterations: int = 4) -> Path:
             "seconds/rollout": 1.0,
             "seconds/update": 3.0,
             "seconds": 4.0,
+            "environment/score": k / 8,
         }
         for k in range(1, iterations + 1)
     ]
@@ -58,7 +59,7 @@ def write(folder: Path, preset: str = "st_ppo", iterations: int = 4) -> Path:
     (folder / "config.yaml").write_text(CONFIG % (json.dumps(folder.name), preset))
     first = [
         episode("ok", 1.0, turn("<search>city</search>", "Paris is a city."), turn("<answer>Paris</answer>")),
-        episode("wrong", 0.0, turn(MARKUP, CODES), detail=CODES),
+        episode("wrong", 0.0, turn(MARKUP, CODES), detail=CODES, metrics={MARKUP: 1, "score": 0.5, "x": "1"}),
         episode("truncated", 0.5, turn("x" * 2**20)),
     ]
     (played / "iteration-00001.jsonl").write_text(lines(*first))

@@ -59,6 +59,7 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Browser, pages: tuple[P
     opened(browser, pages[0])
     enter(browser, "outcome", "wrong")
     assert text(browser, ".turn .text") == hostile.MARKUP
+    assert f"metrics{hostile.MARKUP} 1, score 0.5" in text(browser, ".facts")
     shown = text(browser, ".passage:last-child .text")
     assert shown == "leftU+202Eright U+001B[2J U+2028 U+D800 zeroU+200Bwidth"
     assert text(browser, "h1") == "<img src=x onerror=window.struck=3>"
@@ -93,6 +94,7 @@ def test_every_metric_has_a_panel_that_can_be_read_by_keyboard(
         "Action tokens clipped, share",
         "Gradient norm, actor",
         "Seconds per iteration",
+        "Environment: score",
         "Time by phase, share",
     ]
     browser.ask("document.querySelector('svg').focus()")
