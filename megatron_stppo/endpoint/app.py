@@ -1,0 +1,154 @@
+"""The web application: POST /NAME/v1/chat/completions, POST /NAME/v1/completions, GET /NAME/v1/models.
+
+NAME is that of an episode, whose token every request must have. The token is checked before a body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, ModelCard, ModelList
+
+from megatron_stppo.endpoint import body
+from megatron_stppo.endpoint.asks import Ask, chat_ask, text_ask
+from megatron_stppo.endpoint.refusal import Refusal
+from megatron_stppo.endpoint.reply import Form, Reply, chat_chunks, chat_object, text_chunks, text_object
+from megatron_stppo.endpoint.session import ENDED, Session
+
+log = logging.getLogger(__name__)
+# The same answer for an unknown name, a name of another episode and a wrong token.
+UNKNOWN = "wrong API key, or no such episode"
+
+
+@dataclass(frozen=True)
+class Doors:
+    """The open episodes and what their clients may know. sessions: the open episodes by name."""
+
+    sessions: Mapping[str, Session]
+    model: str
+    max_context: int
+    has_parser: bool
+    body_seconds: float = 30.0  # from the head of a request to the end of its body
+
+
+def application(doors: Doors) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    @app.post("/{name}/v1/chat/completions")
+    async def chat(name: str, request: Request) -> Response:
+        def ask(given: dict[str, Any]) -> Ask:
+            return chat_ask(given, doors.has_parser)
+
+        return await _answered(doors, name, request, ask)
+
+    @app.post("/{name}/v1/completions")
+    async def completions(name: str, request: Request) -> Response:
+        return await _answered(doors, name, request, text_ask)
+
+    @app.get("/{name}/v1/models")
+    async def models(name: str, request: Request) -> Response:
+        session = _session(doors, name, request)
+        session.admit()
+        session.leave()
+        card = ModelCard(id=doors.model, owned_by="megatron_stppo", max_model_len=doors.max_context)
+        return _json(ModelList(data=[card]))
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return _refusal(error)
+
+    return app
+
+
+def _session(doors: Doors, name: str, request: Request) -> Session:
+    """Return the episode of a request. Raises Refusal unless the request has its token."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    session = doors.sessions.get(name)
+    if session is None or not session.opens(token) or scheme.lower() != "bearer":
+        raise Refusal(401, UNKNOWN, "invalid_api_key")
+    return session
+
+
+async def _answered(
+    doors: Doors, name: str, request: Request, make: Callable[[dict[str, Any]], Ask]
+) -> Response:
+    session = _session(doors, name, request)
+    session.admit()
+    try:
+        ask = make(body.read(await _content(request, doors.body_seconds)))
+        ask.is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        session.submit(ask)
+        answer = await _reply(ask, request)
+    finally:
+        session.leave()
+    if isinstance(answer, Refusal):
+        raise answer
+    form = Form(doors.model, ask.logprobs, ask.token_ids, ask.usage_in_stream)
+    if ask.stream:
+        chunks = (chat_chunks if ask.chat else text_chunks)(answer, form)
+        return StreamingResponse(_events(chunks), media_type="text/event-stream")
+    return _json((chat_object if ask.chat else text_object)(answer, form))
+
+
+async def _content(request: Request, seconds: float) -> bytes:
+    """Return the body. Raises Refusal if it is too large or arrives too slowly."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                content += part
+                if len(content) > body.MAX_BYTES:
+                    raise body.too_large()
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {seconds:g} s") from None
+    except ClientDisconnect:
+        raise Refusal(400, "the connection was closed inside the body") from None
+    return bytes(content)
+
+
+async def _reply(ask: Ask, request: Request) -> Reply | Refusal:
+    """Wait for the reply. If the client leaves before, the ask is marked as abandoned."""
+    reply = asyncio.wrap_future(ask.reply)
+    left = asyncio.create_task(_left(request))
+    both: set[asyncio.Future[Any]] = {reply, left}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        ask.abandoned = True
+        return Refusal(499, "the client has closed the connection")
+    except asyncio.CancelledError:
+        ask.abandoned = True
+        return Refusal(410, ENDED)
+    finally:
+        left.cancel()
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _events(chunks: Iterator[BaseModel]) -> Iterator[str]:
+    for chunk in chunks:
+        yield f"data: {chunk.model_dump_json(exclude_none=True)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _json(value: BaseModel, status: int = 200) -> Response:
+    return JSONResponse(value.model_dump(mode="json"), status)
+
+
+def _refusal(error: Refusal) -> Response:
+    info = ErrorInfo(message=str(error), type=error.code, code=error.status)
+    close = {"connection": "close"} if error.status in (401, 408, 413, 429) else {}  # a body may be unread
+    return JSONResponse(ErrorResponse(error=info).model_dump(mode="json"), error.status, headers=close)

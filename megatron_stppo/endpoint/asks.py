@@ -1,0 +1,131 @@
+"""What a request asks for, from the JSON of its body."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from megatron_stppo.endpoint import fields
+from megatron_stppo.endpoint.chat_messages import compared, template_messages
+from megatron_stppo.endpoint.refusal import Refusal
+from megatron_stppo.endpoint.reply import Reply
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+
+
+@dataclass
+class Ask:
+    """One request of an agent for a completion.
+
+    Example: Ask("text", "Once upon", chat=False) of a text completion.
+    """
+
+    kind: Hashable  # see Histories: what must be equal for a history to be continued
+    units: Sequence[Hashable]  # see Histories
+    chat: bool
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = False  # whether the stop string is part of the returned text
+    max_tokens: int | None = None
+    stream: bool = False
+    usage_in_stream: bool = False
+    logprobs: bool = False
+    token_ids: bool = False  # whether they are returned
+    request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
+    digest: bytes = b""  # equal for equal requests
+    is_retry: bool = False  # the client says so
+    abandoned: bool = False  # the client has closed the connection before it got the reply
+    reply: Future[Reply | Refusal] = field(default_factory=Future)
+
+
+def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
+    """Return what POST /v1/chat/completions asks for. Raises Refusal.
+
+    has_parser: whether the run can parse calls of tools.
+    """
+    given = fields.check("chat", body, ChatCompletionRequest)
+    request = _validated(ChatCompletionRequest, given)
+    assert isinstance(request, ChatCompletionRequest)
+    messages = template_messages(given.get("messages") or ())
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    if tools and not has_parser:
+        raise Refusal(400, "tools: environment.tool_parser is not set; name vLLM's parser for the model")
+    if given.get("tool_choice") not in (None, "auto", "none"):
+        raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
+    calls_tools = tools and given.get("tool_choice") != "none"
+    most = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    return Ask(
+        kind=("chat", json.dumps(tools, sort_keys=True)),
+        units=tuple(map(compared, messages)),
+        chat=True,
+        messages=messages,
+        tools=tools,
+        max_tokens=min(most) if most else None,
+        logprobs=bool(given.get("logprobs")),
+        request=request.model_copy(update={"tool_choice": "auto"}) if calls_tools else None,
+        **_common(given),
+    )
+
+
+def text_ask(body: Mapping[str, Any]) -> Ask:
+    """Return what POST /v1/completions asks for. Raises Refusal.
+
+    A list of token ids is taken as it is. In a text, special tokens are text.
+    """
+    given = fields.check("text", body, CompletionRequest)
+    _validated(CompletionRequest, given)
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    is_text = isinstance(prompt, str)
+    if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
+        raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
+    if (given.get("logprobs") or 0) > 1:
+        raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
+    return Ask(
+        kind="text" if is_text else "ids",
+        units=prompt if is_text else tuple(prompt),
+        chat=False,
+        max_tokens=given.get("max_tokens"),
+        logprobs=given.get("logprobs") is not None,
+        **_common(given),
+    )
+
+
+def _common(given: Mapping[str, Any]) -> dict[str, Any]:
+    stop = given.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
+        raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if given.get(name) is not None and given[name] < 1:
+            raise Refusal(400, f"{name}: must be at least 1")
+    return {
+        "stop": stop,
+        "keep_stop": bool(given.get("include_stop_str_in_output")),
+        "stream": bool(given.get("stream")),
+        "usage_in_stream": bool((given.get("stream_options") or {}).get("include_usage")),
+        "token_ids": bool(given.get("return_token_ids")),
+        "digest": hashlib.blake2b(json.dumps(given, sort_keys=True).encode()).digest(),
+    }
+
+
+def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
+    """Return vLLM's record of the request. Raises Refusal with its first error."""
+    try:
+        return protocol.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"][:3])
+        raise Refusal(400, f"{where}: {first['msg']}") from None
+    except (ValueError, TypeError) as error:  # of vLLM's own validators
+        raise Refusal(400, str(error)) from None

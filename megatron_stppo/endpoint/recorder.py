@@ -1,0 +1,188 @@
+"""Records one episode: turns requests of its agent into tokens to read, and turns into replies.
+
+Repeated requests. A request is answered with the completion that an equal request got, instead of a new one,
+if the client says that it repeats it (the header x-stainless-retry-count of OpenAI's clients is above 0), or
+if the connection of the earlier request was closed before it was answered. Every completion is thus recorded
+once. An equal request without these signs is a wish for a second sample: a history of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.tool_parsers import ToolParser
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.chat import encode_plain
+from megatron_stppo.data.conversation import encode_after, encode_conversation
+from megatron_stppo.endpoint.asks import Ask
+from megatron_stppo.endpoint.chat_messages import compared, template_messages
+from megatron_stppo.endpoint.histories import Histories, Match
+from megatron_stppo.endpoint.refusal import Refusal
+from megatron_stppo.endpoint.reply import Reply
+from megatron_stppo.environments.base import Completion, Request
+
+log = logging.getLogger(__name__)
+ParseTools = Callable[[Any, Any], ToolParser]  # a parser's class: (tokenizer, tools) -> parser
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is equal for all episodes of a run.
+
+    tokenizer: used by one thread at a time, which must not be the engine's. ends: ids of end-of-text tokens.
+    """
+
+    tokenizer: Any
+    ends: Collection[int]
+    vocabulary: int
+    max_context: int
+    max_completions: int  # environment.max_turns
+    parser: ParseTools | None = None
+
+
+class Recorder:
+    """Example: ask(first) returns a Request; complete(turn) then returns the Reply to it."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._histories = Histories()
+        self._answered: dict[bytes, tuple[Ask, Reply]] = {}  # by digest, the newest
+        self._current: tuple[Ask, Match, list[int]] | None = None  # what the engine generates
+        self.completions = 0
+        self.tool_calls = 0  # that the last completion made
+        self.reached_limit = ""  # why a request was refused because of the policy's own doing
+
+    def ask(self, ask: Ask) -> Request | Reply:
+        """Return what the policy reads next, or the recorded reply to a repeated request. Raises Refusal."""
+        earlier, reply = self._answered.get(ask.digest, (None, None))
+        if earlier is not None and reply is not None and (ask.is_retry or earlier.abandoned):
+            self._answered[ask.digest] = ask, reply
+            return reply
+        if self.completions >= self._rules.max_completions:
+            self._limit(
+                f"the episode has had environment.max_turns={self._rules.max_completions} completions",
+                "turn_limit",
+            )
+        match = self._histories.place(ask.kind, ask.units)
+        new = self._new_ids(ask, match)
+        tokens, most = len(match.tokens) + len(new), self._rules.max_context
+        if tokens >= most:
+            self._limit(
+                f"the prompt has {tokens} tokens, and rollout.max_context={most} leaves no room for a turn",
+                "context_length_exceeded",
+            )
+        if tokens == 0:
+            raise Refusal(400, "the prompt has no tokens")
+        self._current = ask, match, new
+        ids = new if match.continues else [*match.tokens, *new]
+        return Request(match.history, tuple(ids), ask.stop, ask.max_tokens)
+
+    def complete(self, completion: Completion) -> tuple[Ask, Reply]:
+        """Record the turn that the last Request has got. Return the ask to which it is the reply."""
+        assert self._current is not None, "a completion without a request"
+        (ask, match, new), self._current = self._current, None
+        self.completions += 1
+        reply = self._reply(ask, (*match.tokens, *new), completion)
+        self.tool_calls = len(reply.calls)
+        units = _with_completion(ask, reply)
+        self._histories.record(match, ask.kind, units, new, completion.token_ids)
+        self._answered[ask.digest] = ask, reply
+        return ask, reply
+
+    @property
+    def generating(self) -> Ask | None:
+        """The ask for which a turn is generated."""
+        return self._current[0] if self._current is not None else None
+
+    def _limit(self, why: str, code: str) -> None:
+        self.reached_limit = why
+        raise Refusal(400, why, code)
+
+    def _new_ids(self, ask: Ask, match: Match) -> list[int]:
+        tokenizer, recorded = self._rules.tokenizer, match.units
+        try:
+            if ask.chat and recorded:
+                last, ends = match.tokens[-1], self._rules.ends
+                return encode_after(tokenizer, ask.messages, ask.tools, recorded - 1, last, ends)
+            if ask.chat:
+                return encode_conversation(tokenizer, ask.messages, ask.tools)
+        except ConfigError as error:  # the template rejects the agent's messages
+            raise Refusal(400, str(error)) from None
+        rest: Any = ask.units[recorded:]
+        if isinstance(rest, str):
+            return encode_plain(tokenizer, rest) if recorded else _begun(tokenizer, rest)
+        if not all(0 <= number < self._rules.vocabulary for number in rest):
+            raise Refusal(400, f"prompt: token ids must lie in [0, {self._rules.vocabulary})")
+        return list(rest)
+
+    def _reply(self, ask: Ask, prompt_ids: tuple[int, ...], completion: Completion) -> Reply:
+        text, stop = _until_stop(completion.text, ask)
+        content, calls = self._calls(ask, text)
+        finish = "length" if completion.reason == "length" else "tool_calls" if calls else "stop"
+        decode = self._rules.tokenizer.decode
+        return Reply(
+            text=content,
+            calls=calls,
+            finish_reason=finish,
+            stop_reason=stop,
+            prompt_ids=prompt_ids,
+            token_ids=completion.token_ids,
+            pieces=tuple(
+                decode([number], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for number in completion.token_ids
+            ),
+            logprobs=completion.logprobs,
+        )
+
+    def _calls(self, ask: Ask, text: str) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+        """Return (the text without calls, the calls of tools).
+
+        Ids have 9 letters and digits, as Mistral's template requires, and are equal if a run is repeated.
+        """
+        if ask.request is None or self._rules.parser is None:
+            return text, ()
+        try:
+            parsed = self._rules.parser(self._rules.tokenizer, ask.request.tools).extract_tool_calls(
+                text, ask.request
+            )
+        except Exception:  # the policy may write anything, and a parser may fail: then it has called no tool
+            log.warning("vLLM's tool parser failed on a completion", exc_info=True)
+            return text, ()
+        if not parsed.tools_called:
+            return text, ()
+        return parsed.content or "", tuple(
+            (f"call{self.completions % 1000:03d}{n % 100:02d}", call.function.name, call.function.arguments)
+            for n, call in enumerate(parsed.tool_calls)
+        )
+
+
+def _with_completion(ask: Ask, reply: Reply) -> Any:
+    """Return the units with which a client repeats the request and its completion."""
+    units: Any = ask.units
+    if not ask.chat:
+        return units + (reply.text if isinstance(units, str) else reply.token_ids)
+    calls = [
+        {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call, name, arguments in reply.calls
+    ]
+    (message,) = template_messages([{"role": "assistant", "content": reply.text, "tool_calls": calls}])
+    return (*units, compared(message))
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text after the tokenizer's beginning (<s>). Special tokens in it are text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True, split_special_tokens=True)
+    return ids
+
+
+def _until_stop(text: str, ask: Ask) -> tuple[str, str | None]:
+    """Return the text up to the first stop string, and that string if there is one."""
+    found = [(text.find(stop), stop) for stop in ask.stop if stop in text]
+    if not found:
+        return text, None
+    start, stop = min(found)
+    return text[: start + (len(stop) if ask.keep_stop else 0)], stop

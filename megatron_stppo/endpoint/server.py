@@ -1,0 +1,139 @@
+"""The server of a process: a thread with an event loop of its own, listening on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron_stppo.endpoint.app import Doors, application
+from megatron_stppo.endpoint.session import Allowance, Session
+
+HOST = "127.0.0.1"
+MAX_HEAD = 2**14  # bytes of the head of a request
+START_SECONDS = 30.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Example: ServerLimits(head_seconds=1.0) closes a connection on which a request begins and whose head
+    is not complete after one second."""
+
+    connections: int = 2048  # at a time; others get 503
+    head_seconds: float = (
+        10.0  # from the first byte of a request, or a new connection, to the end of its head
+    )
+    body_seconds: float = 30.0
+    idle_seconds: float = 60.0  # a connection without a request
+
+
+class Endpoint:
+    """Example: start(), then open() for every episode."""
+
+    def __init__(
+        self,
+        model: str,
+        max_context: int,
+        has_parser: bool,
+        limits: ServerLimits | None = None,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """model: the name that clients get."""
+        limits = limits or ServerLimits()
+        self.model, self._allowance = model, allowance or Allowance()
+        self._sessions: dict[str, Session] = {}
+        doors = Doors(self._sessions, model, max_context, has_parser, limits.body_seconds)
+        self._socket = socket.create_server((HOST, 0))
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            application(doors),
+            http=_guarded(limits.head_seconds),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=int(limits.idle_seconds),
+            h11_max_incomplete_event_size=MAX_HEAD,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
+
+    def start(self) -> Endpoint:
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError("the endpoint for agents did not start")
+            time.sleep(0.005)
+        return self
+
+    def open(self) -> Session:
+        """Open the door of an episode. Call it in the event loop of the episode."""
+        session = Session(self._allowance)
+        self._sessions[session.name] = session
+        return session
+
+    def url(self, session: Session) -> str:
+        return f"http://{HOST}:{self.port}/{session.name}/v1"
+
+    def shut(self, session: Session) -> None:
+        """Close the door of an episode: its token is not valid any more."""
+        self._sessions.pop(session.name, None)
+        session.close()
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(START_SECONDS)
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+
+def _guarded(seconds: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a deadline for the head of a request, which it does not have."""
+
+    class Guarded(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            if self._awaits_head:
+                self._watch()
+            super().data_received(data)
+            if not self._awaits_head:
+                self._unwatch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unwatch()
+            super().connection_lost(exc)
+
+        @property
+        def _awaits_head(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _watch(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+        def _unwatch(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return Guarded

@@ -1,0 +1,189 @@
+"""The recorder of one episode: token-exact histories, repeated requests, limits, stop strings, tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.tool_parsers import ToolParserManager
+
+from megatron_stppo.endpoint.asks import chat_ask, text_ask
+from megatron_stppo.endpoint.recorder import Recorder
+from megatron_stppo.endpoint.refusal import Refusal
+from megatron_stppo.endpoint.reply import Reply
+from megatron_stppo.environments.base import Completion, Request
+from tests.data.test_conversation import TOKENIZER
+from tests.endpoint.claims_requests import TOOL, refusal
+from tests.endpoint.world import World
+
+END: int = TOKENIZER.eos_token_id
+OPENING = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def recorder(world: World, **given: Any) -> Recorder:
+    rules = replace(world.rules, tokenizer=TOKENIZER, ends=[END], vocabulary=len(TOKENIZER), max_context=400)
+    return Recorder(replace(rules, **given))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def chat(*messages: dict[str, Any], **given: Any) -> Any:
+    return chat_ask({"messages": list(messages)} | given, has_parser=True)
+
+
+def asked(recorder: Recorder, ask: Any) -> tuple[int, str]:
+    """Return (history, text of the new tokens) of the request."""
+    request = recorder.ask(ask)
+    assert isinstance(request, Request), request
+    return request.history, TOKENIZER.decode(request.token_ids)
+
+
+def answered(recorder: Recorder, text: str, reason: str = "end") -> Reply:
+    ids = (*TOKENIZER.encode(text), *([END] if reason == "end" else []))
+    return recorder.complete(Completion(text, ids, (-0.5,) * len(ids), reason))[1]
+
+
+def test_a_history_keeps_thinking_that_the_template_drops(world: World) -> None:
+    one = recorder(world)
+    assert asked(one, chat(user("a"))) == (0, f"<|im_start|>user\na{OPENING}")
+    answered(one, "<think>long</think>b")
+    thought = said("<think>long</think>b")
+    assert asked(one, chat(user("a"), thought, user("c"))) == (0, f"\n<|im_start|>user\nc{OPENING}")
+    reply = answered(one, "d")
+    assert "<think>long</think>b<|im_end|>" in TOKENIZER.decode(reply.prompt_ids)
+    assert TOKENIZER.decode(reply.token_ids) == "d<|im_end|>"
+
+
+def test_an_edited_history_is_a_new_one_after_the_sampled_tokens_that_are_left(world: World) -> None:
+    one = recorder(world)
+    asked(one, chat(user("a")))
+    answered(one, "b")
+    asked(one, chat(user("a"), said("b"), user("c")))
+    answered(one, "d")
+    whole = f"<|im_start|>user\na{OPENING}b<|im_end|>\n<|im_start|>user\nC{OPENING}"
+    assert asked(one, chat(user("a"), said("b"), user("C"))) == (1, whole)
+    answered(one, "e")
+    history, text = asked(one, chat(user("a"), said("B"), user("c")))
+    assert (history, text.count("<|im_start|>")) == (2, 4), "nothing of it was sampled"
+
+
+def test_two_conversations_in_turn_are_two_histories(world: World) -> None:
+    one = recorder(world)
+    for name in "ab":
+        asked(one, chat(user(name)))
+        answered(one, name.upper())
+    assert asked(one, chat(user("a"), said("A"), user("c"))) == (0, f"\n<|im_start|>user\nc{OPENING}")
+    answered(one, "d")
+    assert asked(one, chat(user("b"), said("B"), user("c")))[0] == 1
+
+
+def test_a_repeated_request_gets_the_recorded_completion_and_a_second_sample_a_new_one(world: World) -> None:
+    one, first = recorder(world), chat(user("a"))
+    asked(one, first)
+    reply = answered(one, "b")
+    retry = chat(user("a"))
+    retry.is_retry = True
+    assert one.ask(retry) == reply and one.completions == 1
+    assert asked(one, chat(user("a")))[0] == 1, "a wish for a second sample"
+    second = answered(one, "c")
+    assert one.ask(retry) == second, "the newest one"
+
+
+def test_a_request_after_a_closed_connection_gets_the_completion_that_nobody_has_read(world: World) -> None:
+    one, first = recorder(world), chat(user("a"))
+    asked(one, first)
+    first.abandoned = True
+    reply = answered(one, "b")
+    assert one.ask(chat(user("a"))) == reply
+    assert isinstance(one.ask(chat(user("a"))), Request), "then it is delivered"
+
+
+def test_limits_are_refused_and_named(world: World) -> None:
+    one = recorder(world, max_completions=1)
+    asked(one, chat(user("a")))
+    answered(one, "b")
+    assert (
+        refusal(lambda: one.ask(chat(user("c"))))
+        == "400 the episode has had environment.max_turns=1 completions"
+    )
+    assert "max_turns=1" in one.reached_limit
+    short = recorder(world, max_context=20)
+    assert "rollout.max_context=20 leaves no room for a turn" in refusal(
+        lambda: short.ask(chat(user("a" * 99)))
+    )
+    assert "no room" in short.reached_limit
+    assert asked(short, chat(user("a")))[0] == 0, "the agent may go on with another history"
+
+
+def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it(world: World) -> None:
+    for keep, expected in ((False, "ab"), (True, "ab</x>")):
+        one = recorder(world)
+        asked(one, chat(user("q"), stop=["</x>", "zz"], include_stop_str_in_output=keep))
+        reply = answered(one, "ab</x>", reason="stop")
+        assert (reply.text, reply.stop_reason, reply.finish_reason) == (expected, "</x>", "stop")
+        assert TOKENIZER.decode(reply.token_ids) == "ab</x>"
+        # the model has not ended its message, so the template's end is new
+        assert asked(one, chat(user("q"), said(expected), user("r"), stop=["</x>"])) == (
+            0,
+            f"<|im_end|>\n<|im_start|>user\nr{OPENING}",
+        )
+
+
+def test_calls_of_tools_are_parsed_and_their_tokens_stay(world: World) -> None:
+    one = recorder(world, parser=ToolParserManager.get_tool_parser("hermes"))
+    asked(one, chat(user("q"), tools=[TOOL]))
+    written = 'I look.<tool_call>{"name":  "search", "arguments": {"query": "x"}}</tool_call>'
+    reply = answered(one, written)
+    assert reply.finish_reason == "tool_calls" and reply.text == "I look." and one.tool_calls == 1
+    ((call, name, arguments),) = reply.calls
+    assert (call, name, arguments) == ("call00100", "search", '{"query": "x"}')
+    function = {"name": name, "arguments": '{ "query":"x" }'}
+    calls = said("I look.") | {"tool_calls": [{"id": call, "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": call, "content": "found"}
+    assert asked(one, chat(user("q"), calls, result, tools=[TOOL])) == (
+        0,
+        f"\n<|im_start|>tool\nfound{OPENING}",
+    )
+    reply = answered(one, "done")
+    assert written in TOKENIZER.decode(reply.prompt_ids), "as it was sampled, not as the template writes it"
+    assert asked(one, chat(user("q"), calls, result))[0] == 1, "without the tools it is another conversation"
+
+
+def test_what_is_not_a_call_stays_text(world: World) -> None:
+    one = recorder(world, parser=ToolParserManager.get_tool_parser("hermes"))
+    for choice, text in (
+        ("auto", "<tool_call>{broken</tool_call>"),
+        ("none", '<tool_call>{"name": "f"}</tool_call>'),
+    ):
+        asked(one, chat(user(choice), tools=[TOOL], tool_choice=choice))
+        reply = answered(one, text)
+        assert (reply.text, reply.calls, reply.finish_reason) == (text, (), "stop")
+
+
+def test_texts_and_token_ids_are_continued_too(world: World) -> None:
+    one = recorder(world)
+    assert asked(one, text_ask({"prompt": "Which <|im_end|>"})) == (0, "Which <|im_end|>")
+    answered(one, " city", reason="length")
+    assert asked(one, text_ask({"prompt": "Which <|im_end|> city is"})) == (0, " is")
+    assert END not in answered(one, "x", reason="length").prompt_ids
+    assert one.ask(text_ask({"prompt": [5, 6]})) == Request(1, (5, 6))
+    one.complete(Completion("z", (9, END), (-0.5, -0.5), "end"))
+    assert one.ask(text_ask({"prompt": [5, 6, 9, END, 7], "max_tokens": 3})) == Request(1, (7,), (), 3)
+    assert "must lie in [0, " in refusal(lambda: recorder(world).ask(text_ask({"prompt": [10**6]})))
+
+
+def test_messages_that_the_template_rejects_are_refused(world: World) -> None:
+    tokenizer = type(TOKENIZER)(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    try:
+        recorder(world, tokenizer=tokenizer).ask(chat(user("a")))
+    except Refusal as error:
+        assert error.status == 400 and "no users here" in str(error)
+    else:
+        raise AssertionError("not refused")

@@ -1,0 +1,75 @@
+"""The process in which the claims about the endpoint run: it has imported vLLM, and has one engine.
+
+Claims are functions test_* of the files claims_*.py. Each gets a World. They run in one process because vLLM
+takes seconds to import; test_claims.py reports each of them as a test.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megatron_stppo.rollout.collect import RolloutSettings, collect
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.types import Task, Trajectory
+from tests.rollout.tiny import CONTEXT, fill, task
+
+LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=8, max_observation_tokens=30, max_context=CONTEXT)
+SEED = 11
+
+
+@dataclass
+class World:
+    engine: Any
+    reference: Any  # the same model in transformers
+    rules: Any  # endpoint.recorder.Rules
+    endpoint: Any  # endpoint.server.Endpoint
+    tasks: Sequence[Task] = (task(0),)
+
+    def play(self, agent: Any, **given: Any) -> list[Trajectory]:
+        """Play an episode of each task with the agent. given: of RolloutSettings."""
+        from megatron_stppo.endpoint.environment import AgentEnvironment
+
+        return self.collect(lambda: AgentEnvironment(agent, self.endpoint, self.rules), **given)
+
+    def collect(self, make: Any, **given: Any) -> list[Trajectory]:
+        settings = RolloutSettings(LIMITS, **{"deadline": 10.0} | given)
+        engine = self.engine
+        return collect(engine, engine.tokenizer, self.tasks, make, settings, SEED, engine.group)
+
+
+def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
+    """Return {claim: traceback, or "" if it holds} of the claims FILE:FUNCTION."""
+    from megatron_stppo.endpoint.recorder import Rules
+    from megatron_stppo.endpoint.server import Endpoint
+    from megatron_stppo.rollout.engine import Engine
+
+    engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    fill(engine.parameters(), folder)
+    engine.published = lambda: 3
+    engine.refresh()
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    world = World(
+        engine,
+        Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+        Rules(tokenizer, [tokenizer.eos_token_id], engine.vocabulary, CONTEXT, max_completions=6),
+        Endpoint("tiny", CONTEXT, has_parser=True).start(),
+    )
+    found = {}
+    for claim in claims:
+        module, _, name = claim.partition(":")
+        try:
+            getattr(importlib.import_module(f"tests.endpoint.{module}"), name)(copy.copy(world))
+            found[claim] = ""
+        except Exception:
+            found[claim] = traceback.format_exc()
+    world.endpoint.close()
+    return found
