@@ -14,6 +14,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.endpoint.opening import open_environment
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
@@ -26,7 +27,6 @@ from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
-from megatron_stppo.rollout.tool_wait import open_environment
 from megatron_stppo.rollouts import rollout_settings, seed_of
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
@@ -192,7 +192,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
     model_layout.check_parallel(config, process.world_size())
     model_layout.check_engine(config, process.world_size())
     mesh, dtype = process.start(config), process.dtype(config)
-    make_environment = open_environment(config.environment, resume)
+    make_environment = open_environment(config, resume)
     with timed("engine", mesh.rank == 0):
         engine = build_engine(config, dtype, routes=training and config.replays_rollout)
         engine.sleep()  # the trainer uses its memory until the first reshard

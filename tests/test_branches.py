@@ -13,7 +13,9 @@ from megatron_stppo.advantage.estimate import group_relative
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.environments.base import Request, StepResult
+from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.resilience.faults import TooManyFailures
+from megatron_stppo.rollout.environment_host import Answer
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import Finished
@@ -94,6 +96,13 @@ def test_a_message_with_branches_arrives_as_it_was_and_is_checked() -> None:
     alone = Done(1, Trajectory(TASK, (), (), "error", branches=(Branch((1,), played().turns),)))
     assert fault(alone, **terms) == "no turns, but the outcome error"
     assert fault(Done(1, played().histories()[1]), **terms) == "a branch without its episode"
+
+
+def test_requests_reach_the_other_ranks_of_an_engine_unchanged() -> None:
+    request = Request(1, (5, 6), ("x",), 3)
+    step = Answer(3, result=StepResult("", 0.0, False, True, 1, request=request, metrics={"a": 1.0}))
+    for answer in (Answer(3, request=request), step):
+        assert decode(encode(answer), Answer) == answer
 
 
 def test_minibatches_differ_by_one_trajectory_if_branches_do_not_divide() -> None:

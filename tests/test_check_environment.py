@@ -172,7 +172,7 @@ def test_a_correct_environment_is_reported_without_problems(check: Check) -> Non
         ("text", "Text: stop_strings '</answer>'; give a tuple"),
         ("needs", "making an episode's environment raised TypeError: "),
         ("fails", "FileNotFoundError: board.json"),
-        ("absent", "has no attribute 'absent'; give search, reasoning_gym, or M"),
+        ("absent", "has no attribute 'absent'; give search, reasoning_gym, agent, or M"),
     ],
 )
 def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(

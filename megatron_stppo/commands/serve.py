@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_stppo.config import Config
+from megatron_stppo.endpoint.opening import open_environment
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
@@ -22,7 +23,7 @@ from megatron_stppo.resilience.deadlines import Watchdog
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.environment_host import EnvironmentHost
-from megatron_stppo.rollout.tool_wait import ToolWait, open_environment
+from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.rollouts import rollout_settings
 from megatron_stppo.serving import journal
 from megatron_stppo.serving.activity import Activity
@@ -75,7 +76,7 @@ def serve(config: Config, started: Started) -> None:
     with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
         with timed("engine", rank == 0):
             engine = build_engine(config, process.dtype(config), routes=config.replays_rollout)
-        make_environment = open_environment(config.environment, resume=True)
+        make_environment = open_environment(config, resume=True)
         timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
         limits = rollout_settings(config).limits
         build = partial(

@@ -43,7 +43,7 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, reasoning_gym, or MODULE:FACTORY of your own environment on PYTHONPATH",
+        description="search, reasoning_gym, agent, or MODULE:FACTORY of your own environment on PYTHONPATH",
     )
     reward: str | None = Field(
         None,
@@ -51,7 +51,27 @@ class EnvironmentConfig(Section):
         description="MODULE:FUNCTION on PYTHONPATH that computes the reward of an episode; default: the "
         "environment's own",
     )
-    max_turns: int = Field(4, ge=1, description="turns per episode")
+    agent: str | None = Field(
+        None,
+        min_length=1,
+        description="agent: MODULE:FUNCTION on PYTHONPATH, `async def FUNCTION(episode)`, which returns the "
+        "reward (docs/agents.md)",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="agent: a program and its arguments, instead of a function; the last line of its output "
+        "is the reward",
+    )
+    command_variables: list[str] = Field(
+        [],
+        description="agent: names of environment variables that the command gets besides PATH and a few more",
+    )
+    tool_parser: str | None = Field(
+        None,
+        description="agent: vLLM's parser of the model's tool calls, such as hermes; needed for tools",
+    )
+    max_turns: int = Field(4, ge=1, description="turns per episode; agent: completions, of all its histories")
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     deadline: float = Field(30.0, gt=0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(
@@ -69,6 +89,17 @@ class EnvironmentConfig(Section):
         "those that called a tool; above it the run ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> EnvironmentConfig:
+        given = [name for name in ("agent", "command") if getattr(self, name) is not None]
+        if self.kind == "agent" and len(given) != 1:
+            raise ValueError(f"kind=agent needs either agent or command, and {len(given)} of them are set")
+        if self.kind == "agent" and self.reward is not None:
+            raise ValueError("reward is set with kind=agent, which returns its reward; remove reward")
+        if self.kind != "agent" and given:
+            raise ValueError(f"{given[0]} is set with kind={self.kind}; set kind=agent, or remove {given[0]}")
+        return self
 
 
 class RolloutConfig(Section):

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
+AGENT = "agent"  # its environment needs the engine's process: endpoint/opening.py
 BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
     "search": search.factory,
     reasoning_gym.KIND: reasoning_gym.factory,
 }
 REMEDY = (
-    f"give {', '.join(BUILT_IN)}, or MODULE:FACTORY, found on PYTHONPATH "
+    f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, found on PYTHONPATH "
     "(PYTHONPATH=. for the current folder)"
 )
-REWARD_REMEDY = "give MODULE:FUNCTION, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
+FUNCTION_REMEDY = "give MODULE:FUNCTION, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -36,12 +39,16 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     or used. A ToolAway that the user's factory raises is passed on.
     Example: kind "guess:factory" calls factory(config) of the module guess; "search" calls search.factory.
     """
+    if config.kind == AGENT:
+        raise ConfigError(
+            "environment.kind=agent: an agent needs a policy; play its episodes with `megatron-stppo rollout`"
+        )
     make = BUILT_IN[config.kind](config) if config.kind in BUILT_IN else _own(config)
     if config.reward is None:
         return make
     where = f"environment.reward={config.reward}"
-    module, name = _named(where, config.reward, "reward", REWARD_REMEDY)
-    with _one_line(where, REWARD_REMEDY):
+    module, name = _named(where, config.reward, "reward", FUNCTION_REMEDY)
+    with _one_line(where, FUNCTION_REMEDY):
         found = getattr(importlib.import_module(module), name)
     function = rewarded.check_signature(found, where)
     return lambda: rewarded.Rewarded(make(), function, where)
@@ -88,14 +95,28 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     here.
     """
     if config.reward is not None:
-        _named(f"environment.reward={config.reward}", config.reward, "reward", REWARD_REMEDY)
+        _named(f"environment.reward={config.reward}", config.reward, "reward", FUNCTION_REMEDY)
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
     elif config.kind in BUILT_IN:
         BUILT_IN[config.kind](config)
-    else:
+    elif config.kind != AGENT:
         _named(f"environment.kind={config.kind}", config.kind, "factory", REMEDY)
+    elif config.agent is not None:
+        _named(f"environment.agent={config.agent}", config.agent, "agent", FUNCTION_REMEDY)
+    elif config.command is not None and shutil.which(config.command[0]) is None:
+        raise ConfigError(
+            f"environment.command={config.command[0]}: no such program; give its path, or set PATH"
+        )
+
+
+def agent(name: str) -> Any:
+    """Import and return the object that environment.agent names. Raises ConfigError if it may not be."""
+    where = f"environment.agent={name}"
+    module, attribute = _named(where, name, "agent", FUNCTION_REMEDY)
+    with _one_line(where, FUNCTION_REMEDY):
+        return getattr(importlib.import_module(module), attribute)
 
 
 def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from megatron_stppo.environments.base import Completion
 from tests.endpoint.world import World
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-QUICK = ServerLimits(connections=12, head_seconds=0.3, body_seconds=0.3)
+QUICK = ServerLimits(connections=12, head_seconds=1.0, body_seconds=1.0)
 
 
 async def policy(world: World, session: Session) -> None:
@@ -153,7 +153,7 @@ def test_slow_heads_and_bodies_are_cut_and_others_are_served(world: World) -> No
         assert (await ask(endpoint, other, other.token))[0] == 200
         assert [await task for task in (*slow_heads, silent)] == [b""] * 4, "closed without an answer"
         status, said = await body
-        assert status == 408 and "did not arrive within 0.3 s" in said
+        assert status == 408 and "did not arrive within 1 s" in said
         # a second request on a connection that is kept
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         content = json.dumps(CHAT).encode()
@@ -167,13 +167,13 @@ def test_slow_heads_and_bodies_are_cut_and_others_are_served(world: World) -> No
 
 
 async def drip(endpoint: Endpoint, content: bytes) -> bytes:
-    """Send a byte every 20 ms, and return what the server answers before it closes the connection."""
+    """Send a byte every 60 ms, and return what the server answers before it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     with suppress(ConnectionError):
         for byte in content:
             writer.write(bytes([byte]))
             await writer.drain()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.06)
     with suppress(ConnectionError):
         return await asyncio.wait_for(reader.read(), 5)
     return b""
@@ -186,19 +186,21 @@ def test_requests_of_an_episode_are_limited_in_number_rate_and_at_a_time(world: 
         assert (await ask(endpoint, other, other.token))[0] == 200, "each episode has its own"
 
     async def rate(endpoint: Endpoint, mine: Session, other: Session) -> None:
-        statuses = [(await ask(endpoint, mine, mine.token))[0] for _ in range(4)]
-        assert statuses[:2] == [200, 200] and statuses.count(429) >= 1
+        answers = await asyncio.gather(*(ask(endpoint, mine, mine.token) for _ in range(8)))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 429}
 
     async def waiting(endpoint: Endpoint, mine: Session, other: Session) -> None:
         half = head(mine, mine.token, 500) + b"{"
         slow = [asyncio.create_task(send(endpoint, half)) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        while mine._waiting < 2:
+            await asyncio.sleep(0.01)
         assert (await ask(endpoint, mine, mine.token))[0] == 429
         assert [(await task)[0] for task in slow] == [408, 408]
         assert (await ask(endpoint, mine, mine.token))[0] == 200, "places are free again"
 
     serving(world, number, allowance=Allowance(requests=3))
-    serving(world, rate, allowance=Allowance(per_second=2.0))
+    serving(world, rate, allowance=Allowance(per_second=1.0))
     serving(world, waiting, allowance=Allowance(waiting=2))
 
 
@@ -208,7 +210,8 @@ def test_connections_are_limited(world: World) -> None:
         assert (await ask(endpoint, mine, mine.token))[0] == 503
         for _, writer in held:
             writer.close()
-        await asyncio.sleep(0.1)
-        assert (await ask(endpoint, mine, mine.token))[0] == 200
+        async with asyncio.timeout(10):
+            while (await ask(endpoint, mine, mine.token))[0] != 200:
+                await asyncio.sleep(0.05)
 
-    serving(world, play, replace(QUICK, head_seconds=5.0))
+    serving(world, play, replace(QUICK, head_seconds=30.0))

@@ -48,10 +48,14 @@ class World:
 
 def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
     """Return {claim: traceback, or "" if it holds} of the claims FILE:FUNCTION."""
+    from vllm.tool_parsers import ToolParserManager
+
     from megatron_stppo.endpoint.recorder import Rules
     from megatron_stppo.endpoint.server import Endpoint
     from megatron_stppo.rollout.engine import Engine
 
+    parser = ToolParserManager.get_tool_parser("hermes")
+    parser = ToolParserManager.get_tool_parser("hermes")
     engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
     fill(engine.parameters(), folder)
     engine.published = lambda: 3
@@ -60,7 +64,9 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
     world = World(
         engine,
         Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
-        Rules(tokenizer, [tokenizer.eos_token_id], engine.vocabulary, CONTEXT, max_completions=6),
+        Rules(
+            tokenizer, [tokenizer.eos_token_id], engine.vocabulary, CONTEXT, max_completions=6, parser=parser
+        ),
         Endpoint("tiny", CONTEXT, has_parser=True).start(),
     )
     found = {}
@@ -72,4 +78,5 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
         except Exception:
             found[claim] = traceback.format_exc()
     world.endpoint.close()
+    engine.close()
     return found

@@ -41,7 +41,9 @@ def test_a_user_environment_is_created_from_its_section(own, kind):
     ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"],
 )
 def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
-    with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, or M"):
+    with pytest.raises(
+        ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, agent, or M"
+    ):
         choose.factory(EnvironmentConfig(kind=kind))
 
 
@@ -59,3 +61,34 @@ def test_a_configuration_cannot_import_modules_that_are_not_on_pythonpath(own, t
         with pytest.raises(ConfigError, match=r"^environment\.kind=.*MODULE:FACTORY, found on PYTHONPATH "):
             refuses(EnvironmentConfig(kind=kind))
     assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kind": "agent"}, "kind=agent needs either agent or command, and 0 of them are set"),
+        ({"kind": "agent", "agent": "a:b", "command": ["c"]}, "and 2 of them are set"),
+        ({"agent": "a:b"}, "agent is set with kind=search; set kind=agent, or remove agent"),
+        ({"kind": "agent", "agent": "a:b", "reward": "a:c"}, "remove reward"),
+    ],
+)
+def test_an_agent_is_one_function_or_command(given, says):
+    with pytest.raises(ValueError, match=says):
+        EnvironmentConfig(**given)
+
+
+def test_an_agent_is_found_on_pythonpath_and_a_command_on_path(own):
+    choose.check(EnvironmentConfig(kind="agent", agent="own_environment:factory"))
+    assert choose.agent("own_environment:factory")(EnvironmentConfig())().turns == 4
+    choose.check(EnvironmentConfig(kind="agent", command=["sh", "-c", "echo 1"]))
+    for given, says in (
+        ({"agent": "os:system"}, r"environment\.agent=os:system: no folder of PYTHONPATH has this module"),
+        (
+            {"command": ["no-such-program"]},
+            r"environment\.command=no-such-program: no such program; give its path",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            choose.check(EnvironmentConfig(kind="agent", **given))
+    with pytest.raises(ConfigError, match="an agent needs a policy"):
+        choose.factory(EnvironmentConfig(kind="agent", agent="own_environment:factory"))

@@ -1,0 +1,85 @@
+"""Opens the environment of a run: that of environment.kind, or the endpoint and the agent."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+from vllm.tool_parsers import ToolParserManager
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.conversation import encode_after
+from megatron_stppo.endpoint.agents import open_agent
+from megatron_stppo.endpoint.environment import AgentEnvironment
+from megatron_stppo.endpoint.recorder import ParseTools, Rules
+from megatron_stppo.endpoint.server import Endpoint
+from megatron_stppo.environments import choose
+from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.rollout import tool_wait
+from megatron_stppo.rollout.vllm_setup import end_of_text_ids
+
+
+def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
+    """Return a function that makes the environment of one episode. Collective.
+
+    For an agent, the first rank of each engine listens on the loopback interface. Arguments and errors
+    otherwise as of tool_wait.open_environment.
+    """
+    if config.environment.kind != choose.AGENT:
+        return tool_wait.open_environment(config.environment, resume)
+    misuse: str | None = None
+    make: Callable[[], AnyEnvironment] = _unused
+    try:
+        make = _agents(config)
+    except ConfigError as error:
+        misuse = str(error)
+    raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
+    return make
+
+
+def _agents(config: Config) -> Callable[[], AnyEnvironment]:
+    section, path = config.environment, config.model.path
+    agent = open_agent(section)
+    model = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    # Not the engine's tokenizer, which another thread uses: encode_plain changes a setting inside.
+    tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    rules = Rules(
+        tokenizer,
+        end_of_text_ids(path, model, tokenizer),
+        int(model.vocab_size),
+        config.max_context,
+        section.max_turns,
+        _parser(section.tool_parser),
+    )
+    _check_template(rules)
+    if dist.get_rank() % config.engine_tensor:
+        return _unused
+    endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
+    return partial(AgentEnvironment, agent, endpoint, rules)
+
+
+def _check_template(rules: Rules) -> None:
+    """Raise ConfigError for a chat template with which no conversation can be continued."""
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    encode_after(rules.tokenizer, chat, None, 1, -1, rules.ends)
+
+
+def _parser(name: str | None) -> ParseTools | None:
+    if name is None:
+        return None
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3) or known
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM has no such parser; choose from {', '.join(near)}"
+        )
+    return ToolParserManager.get_tool_parser(name)
+
+
+def _unused() -> AnyEnvironment:
+    raise AssertionError("environments run on the first rank of an engine only")

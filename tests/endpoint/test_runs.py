@@ -1,0 +1,70 @@
+"""Whole runs with an agent: the trainer's log-probs are those of the engine, colocated and asynchronous."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loop import small_run
+from tests.serving.test_promises import rows, start, weights
+
+AGENT = (
+    "parallel.tensor=1",
+    "run.iterations=3",
+    "run.checkpoint_every=3",
+    "environment.kind=agent",
+    "environment.agent=tests.endpoint.played:agent",
+    "environment.max_turns=3",
+    "environment.retrieval.index=null",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a colocated run and of one with a replica at bound 0."""
+    config = small_run.write(tmp_path_factory.mktemp("agents"))
+    start(["train", str(config), "run.name=colocated", *AGENT])
+    served = ("serving.replicas=1", "serving.timeout=30", "serving.max_staleness=0")
+    start(["train", str(config), "run.name=served", *AGENT, *served])
+    return config.parent / "runs" / "colocated", config.parent / "runs" / "served"
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_the_first_ratio_is_1_and_the_mismatch_below_one_millionth(runs: tuple[Path, Path]) -> None:
+    for row in (row for folder in runs for row in metrics(folder)):
+        assert row["actor/first_kl_to_old"] == 0.0
+        assert 0 < row["mismatch/mean_abs"] < 1e-6 and row["mismatch/current_mean_abs"] < 1e-6
+        assert 1 < row["rollout/branches"] < 2 and row["outcome/error"] == row["outcome/timeout"] == 0
+        assert row["actor/gradient_norm"] > 0 and row["environment/letters"] > 0
+
+
+@pytest.mark.long
+def test_a_run_with_a_replica_is_the_colocated_one_bit_for_bit(runs: tuple[Path, Path]) -> None:
+    colocated, served = runs
+    assert rows(colocated) == rows(served)
+    assert weights(colocated, 3) == weights(served, 3)
+
+
+@pytest.mark.long
+def test_every_history_is_a_trajectory_of_its_episodes_group(runs: tuple[Path, Path]) -> None:
+    lines = (runs[0] / "trajectories" / "iteration-00001.jsonl").read_text().splitlines()
+    played = [json.loads(line) for line in lines]
+    by_episode = [(row["index"], row["branch"], row["group"], len(row["turns"])) for row in played]
+    for first, second in pairwise(played):
+        if second["branch"]:
+            assert (first["group"], first["index"], first["reward"]) == (
+                second["group"],
+                second["index"],
+                second["reward"],
+            )
+            assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
+    assert {branch for index, branch, _, _ in by_episode if index % 2} == {0, 1}
+    assert {branch for index, branch, _, _ in by_episode if not index % 2} == {0}
