@@ -44,14 +44,17 @@ def application(doors: Doors) -> FastAPI:
 
     @app.post("/{name}/v1/chat/completions")
     async def chat(name: str, request: Request) -> Response:
-        def ask(given: dict[str, Any]) -> Ask:
-            return chat_ask(given, doors.has_parser)
+        def ask(content: bytes) -> Ask:
+            return chat_ask(body.read(content), doors.has_parser)
 
         return await _answered(doors, name, request, ask)
 
     @app.post("/{name}/v1/completions")
     async def completions(name: str, request: Request) -> Response:
-        return await _answered(doors, name, request, text_ask)
+        def ask(content: bytes) -> Ask:
+            return text_ask(body.read(content, body.MAX_BYTES))
+
+        return await _answered(doors, name, request, ask)
 
     @app.get("/{name}/v1/models")
     async def models(name: str, request: Request) -> Response:
@@ -77,13 +80,11 @@ def _session(doors: Doors, name: str, request: Request) -> Session:
     return session
 
 
-async def _answered(
-    doors: Doors, name: str, request: Request, make: Callable[[dict[str, Any]], Ask]
-) -> Response:
+async def _answered(doors: Doors, name: str, request: Request, make: Callable[[bytes], Ask]) -> Response:
     session = _session(doors, name, request)
     session.admit()
     try:
-        ask = make(body.read(await _content(request, doors.body_seconds)))
+        ask = make(await _content(request, doors.body_seconds))
         ask.is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         session.submit(ask)
         answer = await _reply(ask, request)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMClientError
 
 from megatron_stppo.endpoint import fields
 from megatron_stppo.endpoint.chat_messages import compared, template_messages
@@ -82,13 +83,13 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     A list of token ids is taken as it is. In a text, special tokens are text.
     """
     given = fields.check("text", body, CompletionRequest)
-    _validated(CompletionRequest, given)
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     is_text = isinstance(prompt, str)
     if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
         raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
+    _validated(CompletionRequest, given | {"prompt": "a"})  # ours is checked above, at once
     if (given.get("logprobs") or 0) > 1:
         raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
     return Ask(
@@ -127,5 +128,5 @@ def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"][:3])
         raise Refusal(400, f"{where}: {first['msg']}") from None
-    except (ValueError, TypeError) as error:  # of vLLM's own validators
+    except (VLLMClientError, ValueError, TypeError) as error:  # of vLLM's own validators
         raise Refusal(400, str(error)) from None

@@ -41,13 +41,17 @@ def compared(message: dict[str, Any]) -> Hashable:
 def _template_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refusal(400, f"{where}: must be an object with a role of {', '.join(sorted(ROLES))}")
-    out = {"role": message["role"], "content": _text(where, message.get("content"))}
+    # OpenAI's new name of the system role; many templates would leave out its messages
+    role = "system" if message["role"] == "developer" else message["role"]
+    out = {"role": role, "content": _text(where, message.get("content"))}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in _list(where, calls)]
-    for name in ("tool_call_id", "name", "reasoning_content"):
+    for name in ("tool_call_id", "name"):
         if isinstance(value := message.get(name), str):
             out[name] = value
-    return out
+    # vLLM's record of a request has renamed reasoning_content, which is what templates read
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return out | ({"reasoning_content": reasoning} if reasoning and isinstance(reasoning, str) else {})
 
 
 def _text(where: str, content: Any) -> str:

@@ -112,6 +112,10 @@ class Recorder:
                 return encode_conversation(tokenizer, ask.messages, ask.tools)
         except ConfigError as error:  # the template rejects the agent's messages
             raise Refusal(400, str(error)) from None
+        except Exception as error:  # a template may fail in any way on messages that it was not written for
+            log.warning("the chat template failed on an agent's messages", exc_info=True)
+            said = f"{type(error).__name__}: {error}"
+            raise Refusal(400, f"messages: the chat template cannot render them ({said})") from None
         rest: Any = ask.units[recorded:]
         if isinstance(rest, str):
             return encode_plain(tokenizer, rest) if recorded else _begun(tokenizer, rest)

@@ -160,7 +160,6 @@ def test_a_client_that_disconnects_gets_its_completion_when_it_asks_again(world:
         )
         writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
         await writer.drain()
-        await asyncio.sleep(0.003)  # the policy begins to write
         writer.close()
         async with httpx.AsyncClient(base_url=episode.base_url, headers=headers) as http:
             await asyncio.sleep(0.2)

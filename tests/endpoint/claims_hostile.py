@@ -68,7 +68,7 @@ async def send(endpoint: Endpoint, content: bytes, host: str = "127.0.0.1") -> t
         writer.write(content)
         await writer.drain()
     with suppress(ConnectionError):
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     start, _, body = answer.decode().partition("\r\n\r\n")
     return (int(start.split()[1]), body) if start else (0, "")
@@ -161,7 +161,7 @@ def test_slow_heads_and_bodies_are_cut_and_others_are_served(world: World) -> No
         assert b"200 OK" in await reader.readline()
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"POST /")
-        assert b"POST" not in await asyncio.wait_for(reader.read(), 5), "the connection is closed"
+        assert b"POST" not in await asyncio.wait_for(reader.read(), 30), "the connection is closed"
 
     serving(world, play)
 
@@ -175,7 +175,7 @@ async def drip(endpoint: Endpoint, content: bytes) -> bytes:
             await writer.drain()
             await asyncio.sleep(0.06)
     with suppress(ConnectionError):
-        return await asyncio.wait_for(reader.read(), 5)
+        return await asyncio.wait_for(reader.read(), 30)
     return b""
 
 

@@ -9,7 +9,6 @@ from vllm.tool_parsers import ToolParserManager
 
 from megatron_stppo.endpoint.asks import chat_ask, text_ask
 from megatron_stppo.endpoint.recorder import Recorder
-from megatron_stppo.endpoint.refusal import Refusal
 from megatron_stppo.endpoint.reply import Reply
 from megatron_stppo.environments.base import Completion, Request
 from tests.data.test_conversation import TOKENIZER
@@ -180,10 +179,10 @@ def test_texts_and_token_ids_are_continued_too(world: World) -> None:
 
 def test_messages_that_the_template_rejects_are_refused(world: World) -> None:
     tokenizer = type(TOKENIZER)(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>")
-    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
-    try:
-        recorder(world, tokenizer=tokenizer).ask(chat(user("a")))
-    except Refusal as error:
-        assert error.status == 400 and "no users here" in str(error)
-    else:
-        raise AssertionError("not refused")
+    for template, said in (
+        ("{{ raise_exception('no users here') }}", "no users here"),
+        ("{{ 'a' + 1 }}", "400 messages: the chat template cannot render them (TypeError"),
+    ):
+        tokenizer.chat_template = template
+        one = recorder(world, tokenizer=tokenizer)
+        assert said in refusal(lambda r=one: r.ask(chat(user("a"))))

@@ -6,10 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
 from megatron_stppo.endpoint import body
 from megatron_stppo.endpoint.asks import chat_ask, text_ask
 from megatron_stppo.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.endpoint.refusal import Refusal
+from megatron_stppo.endpoint.reply import Form, Reply, chat_chunks, chat_object, text_chunks, text_object
 from tests.endpoint.world import World
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -89,6 +93,10 @@ def test_a_body_is_bounded_utf8_json(world: World) -> None:
         (b'{"a": "\xff"}', "400 the body is not valid UTF-8"),
         (b'{"a": "\\ud800"}', "400 the body has an unpaired surrogate"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "400 the body is nested deeper than 64 levels"),
+        (
+            b"{" + b'"a": [], ' * 2**16 + b'"b": 1}',
+            "400 the body has more than 65536 lists, objects and elements",
+        ),
         (b"[" * 10**6, "400 the body is nested deeper than 64 levels"),
         (b" " * (body.MAX_BYTES + 1), "413 the body is larger than 4194304 bytes"),
     ):
@@ -107,3 +115,71 @@ def test_messages_are_compared_without_what_clients_change(world: World) -> None
     assert one(content=None, tool_calls=[call]) == one(content="", tool_calls=[same])
     assert one(content="Hi") != one(content="Ho")
     assert one(role="user", content="a ") != one(role="user", content="a")
+
+
+def test_thinking_and_the_developers_message_reach_the_template(world: World) -> None:
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+    ]
+    ask = chat(messages=[*messages, *HI])
+    assert ask.messages[0] == {"role": "system", "content": "d"}
+    assert ask.messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "r"}
+
+
+def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> None:
+    reply = Reply(
+        "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
+    )
+    form = Form("m", logprobs=True, token_ids=True, usage=True)
+    chunks = [chunk.model_dump() for chunk in chat_chunks(reply, form)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert [delta.get("content") for delta in deltas[:2]] == ["", "I look."]
+    (call,) = deltas[2]["tool_calls"]
+    assert (call["id"], call["function"]) == ("c1", {"name": "f", "arguments": '{"a": 1}'})
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert [choice["token_ids"] for choice in choices if choice["token_ids"]] == [[5, 6]]
+    assert [len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]] == [2]
+    assert choices[-1]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]["total_tokens"] == 4
+    whole = chat_object(reply, form).model_dump()["choices"][0]
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    ((text, usage), plain) = list(text_chunks(reply, form)), text_object(reply, form).model_dump()
+    assert text.model_dump()["choices"][0]["text"] == plain["choices"][0]["text"] == "I look."
+    assert usage.model_dump()["usage"] == plain["usage"]
+    assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1]
+
+
+def test_any_value_of_any_field_is_accepted_or_refused_in_one_line(world: World) -> None:
+    values = [
+        None,
+        0,
+        -1,
+        1.5,
+        10**30,
+        True,
+        "",
+        "x\x00",
+        [],
+        [[]],
+        ["x"],
+        [1],
+        {},
+        {"type": "x"},
+        [{"type": "function"}],
+    ]
+    for field in ChatCompletionRequest.model_fields:
+        for value in values:
+            said = refusal(lambda f=field, v=value: chat(**{f: v}))
+            assert said == "not refused" or said.startswith("400 "), (field, value, said)
+    for field in CompletionRequest.model_fields:
+        for value in values:
+            said = refusal(lambda f=field, v=value: text_ask({"prompt": "a"} | {f: v}))
+            assert said == "not refused" or said.startswith("400 "), (field, value, said)
+    for value in values:
+        for message in (
+            {"role": value},
+            {"role": "user", "content": value},
+            {"role": "assistant", "tool_calls": value},
+        ):
+            said = refusal(lambda m=message: chat(messages=[m]))
+            assert said == "not refused" or said.startswith("400 "), (message, said)
