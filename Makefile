@@ -61,7 +61,7 @@ test: lint ## lint, then all tests; needs no network
 test-all: lint ## test, with the longer matrix of layouts and families
 	$(PYTEST) -m "long or not long"
 
-chaos: $(STAMP) ## try to lose a checkpoint for up to 30 minutes; write the result to docs/reliability.md
+chaos: $(STAMP) ## try to lose a checkpoint or a task for 30 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
 
 AUDIT := .venv-audit

@@ -1,10 +1,11 @@
-"""Try to lose a checkpoint, and write the results into docs/reliability.md.
+"""Try to lose a checkpoint or a task, and write the results into docs/reliability.md.
 
-    python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0]
+    python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0] [--only PART]
 
-There are three parts, drawn from the seed: a save is killed at each of its system calls, a folder of
-checkpoints is damaged at random, and the training program on four gloo ranks gets SIGKILL. The first loss is
-written into the document too, and the program exits with code 1.
+There are four parts, drawn from the seed. "saves": a save is killed at each of its system calls. "damage":
+a folder of checkpoints is damaged at random. "training": the training program on four gloo ranks gets
+SIGKILL. "serving": ranks and replicas of asynchronous training get SIGKILL. The first loss is written into
+the document too, and the program exits with code 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,27 @@ from tests.loop import small_run
 from tests.update import layouts
 
 BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
+SAVES = {
+    False: "killed at each call of a save, in the foreground",
+    True: "killed at each call of a save, in the background",
+}
+DAMAGE, TRAINING = "a damaged folder", "the training program, killed"
+SERVING = "asynchronous training, killed"
+TITLES = (*SAVES.values(), DAMAGE, TRAINING, SERVING)
+PARTS = ("saves", "damage", "training", "serving")
 
 
 def main() -> int:
     arguments = parse()
-    os.environ["PYTHONPATH"] = str(small_run.ROOT)  # the run's environment is a module of the tests
+    # the run's environment is a module of the tests; its tools take 0.1 s in asynchronous runs
+    os.environ.update(PYTHONPATH=str(small_run.ROOT), LATE="0.1")
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         config, model = small_run.write(root), root / "small"
         layouts.write_model(
             model, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2
         )
-        rows, failed = [], ""
+        rows, failed = earlier(arguments.output), ""
         columns = (
             SpinnerColumn(),
             *Progress.get_default_columns(),
@@ -61,11 +71,13 @@ def main() -> int:
                 except Exception:
                     failed = traceback.format_exc()
                     result += " **failed, see below**"
-                rows.append(f"| {title} | {result} | {time.monotonic() - started:.0f} |")
+                seconds, load = time.monotonic() - started, os.getloadavg()[0]
+                today = datetime.date.today()
+                rows[title] = f"| {title} | {result} | {seconds:.0f} | {today} | {load:.0f} |"
                 write(arguments, rows, failed)  # keep the results even if the rest is interrupted
                 if failed:
                     break
-        console.print("\n".join(rows), highlight=False)
+        console.print("\n".join(rows.values()), highlight=False)
     return int(bool(failed))
 
 
@@ -73,13 +85,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs of all four ranks")
+    parser.add_argument(
+        "--kills", type=int, default=50, help="SIGKILLs of all four ranks, and of a rank or a replica"
+    )
     parser.add_argument("--examples", type=int, default=2000, help="damaged folders")
     parser.add_argument(
         "--every", type=int, default=40, help="of the writes into a buffer, die at every n-th"
     )
     parser.add_argument("--calls", type=int, help="at most so many, evenly spaced; default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=PARTS, action="append", help="keep the results of the other parts")
     parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"))
     return parser.parse_args()
 
@@ -99,19 +114,21 @@ def parts(
     process.prepare()
     import torch
 
-    import megatron_stppo.loop  # the ranks are forked with both
+    import megatron_stppo.commands.serve  # the ranks and replicas are forked with these
+    import megatron_stppo.loop
+    import megatron_stppo.serving.start
     import megatron_stppo.worker  # noqa: F401
     from tests.chaos import corruption, killed_saves, one_rank
 
+    wanted = arguments.only or PARTS
     torch.set_num_threads(1)
     gc.freeze()
-    for background in (False, True):
+    for background in (False, True) if "saves" in wanted else ():
         (root / f"{background}").mkdir()
         bench = killed_saves.Bench(root / f"{background}", model, background)
         chosen = bench.worth(arguments.every)
         chosen = chosen[:: -(-len(chosen) // arguments.calls)] if arguments.calls else chosen
-        kind = "in the background" if background else "in the foreground"
-        yield f"killed at each call of a save, {kind}", len(chosen), deaths(bench, chosen)
+        yield SAVES[background], len(chosen), deaths(bench, chosen)
 
     def damage() -> Part:
         batch = 100
@@ -121,8 +138,12 @@ def parts(
             assert code == 0, f"damage with seed {arguments.seed + n}: see above"
             yield (n + 1) * batch, f"{(n + 1) * batch} folders, all damage detected"
 
-    yield "a damaged folder", arguments.examples, damage()
-    yield "the training program, killed", arguments.kills, kills(config, arguments.kills, arguments.seed)
+    if "damage" in wanted:
+        yield DAMAGE, arguments.examples, damage()
+    if "training" in wanted:
+        yield TRAINING, arguments.kills, kills(config, arguments.kills, arguments.seed)
+    if "serving" in wanted:
+        yield SERVING, arguments.kills, serving(config, arguments.kills, arguments.seed)
 
 
 def deaths(bench: Any, chosen: list[int]) -> Part:
@@ -154,18 +175,32 @@ def kills(config: Path, wanted: int, seed: int) -> Part:
         )
 
 
-def write(arguments: argparse.Namespace, rows: list[str], failed: str) -> None:
+def serving(config: Path, wanted: int, seed: int) -> Part:
+    from tests.chaos import killed_serving
+
+    for toll in killed_serving.kill_often(config, wanted, seed):
+        yield toll.kills.total(), str(toll)
+
+
+def earlier(document: Path) -> dict[str, str]:
+    """Return the rows of the document's table, by title."""
+    table = document.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    return {title: rows[title] for title in TITLES if title in rows}
+
+
+def write(arguments: argparse.Namespace, rows: Mapping[str, str], failed: str) -> None:
     """Write the results between the marks of the document."""
-    given = {name: value for name, value in vars(arguments).items() if name != "output" and value is not None}
+    left_out = ("output", "only")
+    given = {n: value for n, value in vars(arguments).items() if n not in left_out and value is not None}
     command = " ".join(f"--{name} {value}" for name, value in given.items())
     text = [
-        f"`python tools/chaos.py {command}`, "
-        f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, load average "
-        f"{os.getloadavg()[0]:.0f} at the end, Python {platform.python_version()}:",
+        f"`python tools/chaos.py {command}`, {os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}; the load average is that at the end of a part:",
         "",
-        "| what | result | seconds |",
-        "|---|---|---|",
-        *rows,
+        "| what | result | seconds | date | load average |",
+        "|---|---|---|---|---|",
+        *(rows[title] for title in TITLES if title in rows),
         *(["", "```", failed.strip(), "```"] if failed else []),
         "",
     ]

@@ -1,7 +1,8 @@
 """The searching environment with tools that take a random time; faults can be planted in a replica.
 
 environment.kind=tests.serving.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times
-are not seeded: no two runs have the same); PLANT, a fault for the audit to find.
+are not seeded: no two runs have the same); HOLD, the path of a file, while which exists no tool answers;
+PLANT, a fault for the audit to find.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,7 @@ from megatron_stppo.types import Message, Task
 from tests.loop import searching
 
 LATE, PLANT = float(os.environ.get("LATE", "0")), os.environ.get("PLANT", "")
+HOLD = Path(os.environ.get("HOLD", "/nowhere"))
 
 
 class Late:
@@ -33,6 +36,8 @@ class Late:
 
     async def step(self, action: str) -> StepResult:
         await asyncio.sleep(self._clock.expovariate(1 / LATE) if LATE else 0)
+        while HOLD.exists():
+            await asyncio.sleep(0.05)
         return await self._environment.step(action)
 
     async def close(self) -> None:
