@@ -22,6 +22,7 @@ from megatron_stppo import __main__ as command_line
 from megatron_stppo.cli import open_run
 from megatron_stppo.config_file import load
 from megatron_stppo.environments.retrieval import BM25Retriever
+from megatron_stppo.serving import keys
 from tests.validation.test_checks import write_step
 
 SHAPE = {
@@ -310,6 +311,9 @@ def test_a_finished_run_is_resumed_without_starting_anything(
 ) -> None:
     folder = root / "runs" / "r"
     write_step(folder / "checkpoints", 4)
+    left_by_a_killed_trainer = keys.path_of(folder)
+    left_by_a_killed_trainer.parent.mkdir()
+    left_by_a_killed_trainer.touch()
     arguments = ("train", str(root / "run.yaml"), "--resume", "run.iterations=4", "serving.replicas=1")
     monkeypatch.setattr(sys, "argv", ["megatron-stppo", *arguments])
     with pytest.raises(SystemExit) as left:
@@ -318,7 +322,7 @@ def test_a_finished_run_is_resumed_without_starting_anything(
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "done"}
     said = capsys.readouterr().err
     assert "megatron-stppo: run.iterations=4: step_4 is done; give more to continue the run\n" in said
-    assert "importing" not in said and not (folder / "serving").exists()
+    assert "importing" not in said and not list((folder / "serving").iterdir())
 
 
 @pytest.mark.parametrize(

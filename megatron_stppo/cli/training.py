@@ -57,6 +57,10 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
     from megatron_stppo.validation import attempts, run_folder
 
     if resume and (step := run_folder.finished(settings)) is not None:
+        from megatron_stppo.serving import keys
+
+        if is_first_rank():  # left by a trainer that was killed after its last checkpoint
+            keys.remove(settings.run.folder)
         with noting_the_end(settings):
             given = f"run.iterations={settings.run.iterations}"
             return say(f"{given}: step_{step} is done; give more to continue the run", is_first_rank())
