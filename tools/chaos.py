@@ -15,6 +15,7 @@ import datetime
 import gc
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -46,13 +47,13 @@ def main() -> int:
     arguments = parse()
     # the run's environment is a module of the tests; its tools take 0.1 s in asynchronous runs
     os.environ.update(PYTHONPATH=str(small_run.ROOT), LATE="0.1")
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        root = Path(folder)
+    rows, failed = earlier(arguments.output), ""
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
         config, model = small_run.write(root), root / "small"
         layouts.write_model(
             model, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2
         )
-        rows, failed = earlier(arguments.output), ""
         columns = (
             SpinnerColumn(),
             *Progress.get_default_columns(),
@@ -73,12 +74,24 @@ def main() -> int:
                     result += " **failed, see below**"
                 seconds, load = time.monotonic() - started, os.getloadavg()[0]
                 today = datetime.date.today()
-                rows[title] = f"| {title} | {result} | {seconds:.0f} | {today} | {load:.0f} |"
+                rows[title] = f"| {title} | {result} | {seconds:.0f} | {today} | {load:.0f} | {machine()} |"
                 write(arguments, rows, failed)  # keep the results even if the rest is interrupted
                 if failed:
                     break
         console.print("\n".join(rows.values()), highlight=False)
+    finally:
+        if failed:
+            print(f"{failed}\nThe runs and their logs are in {root}", file=sys.stderr)
+        else:
+            shutil.rmtree(root)
     return int(bool(failed))
+
+
+def machine() -> str:
+    """Return the number of cores and the processor. Example: "2 cores, AMD EPYC"."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{os.cpu_count()} cores, {next(names, platform.machine())}"
 
 
 def parse() -> argparse.Namespace:
@@ -195,11 +208,11 @@ def write(arguments: argparse.Namespace, rows: Mapping[str, str], failed: str) -
     given = {n: value for n, value in vars(arguments).items() if n not in left_out and value is not None}
     command = " ".join(f"--{name} {value}" for name, value in given.items())
     text = [
-        f"`python tools/chaos.py {command}`, {os.cpu_count()} cores, {platform.machine()}, Python "
-        f"{platform.python_version()}; the load average is that at the end of a part:",
+        f"`python tools/chaos.py {command}`, Python {platform.python_version()}, no GPU; the load average is "
+        "that at the end of a part:",
         "",
-        "| what | result | seconds | date | load average |",
-        "|---|---|---|---|---|",
+        "| what | result | seconds | date | load average | machine |",
+        "|---|---|---|---|---|---|",
         *(rows[title] for title in TITLES if title in rows),
         *(["", "```", failed.strip(), "```"] if failed else []),
         "",

@@ -18,12 +18,14 @@ from megatron_stppo.config import Config
 from megatron_stppo.launch.process import free_port
 from megatron_stppo.serving import local
 from tests.chaos import spares
+from tests.chaos.moments import Orders
 
 # Limits in seconds, for a machine with other load
 TORCHRUN = 30.0  # between torchrun's SIGTERM and its SIGKILL
 ORPHANED = 60.0  # in which the replicas of a killed trainer end by themselves
 REPLACED = 180.0  # in which a killed replica is replaced, and its link closed
 WHOLE = 900.0  # of an attempt
+ANY_TIME = "at any time"
 
 
 class Attempt:
@@ -39,38 +41,51 @@ class Attempt:
         self.log, self._started = run.root / f"{run.name}.log", run.root / f"{run.name}.started"
         self._started.write_text("")
         self._journals = run.folder / "serving" / "journal"
+        world = range(config.parallel.tensor)
         names = [f"replica-{index}" for index in range(config.serving.replicas or 0)]
+        self._orders = Orders([*(f"rank-{rank}" for rank in world), *names])
         self._joined = {name: self._joins(name) for name in names}  # in earlier attempts
         self._spares = len(names) + config.rollout.engine_restarts
         self.clock, port = Clock(), free_port()
-        world = range(config.parallel.tensor)
         self._ranks = [self._fork(arguments, rank, len(world), port) for rank in world]
         self._codes: dict[int, int] = {}  # of the ranks that have ended, by process id
         self._killed = False  # whether a rank was
         self._awaited: dict[str, Replacement] = {}  # by the name of the replica
+        self.ordered: tuple[str, str] | None = None  # who has an order to die, and at what moment
+        self.deaths: list[tuple[str, str]] = []  # victims that were killed, and when
 
     def goes_on(self) -> bool:
         """Return whether all ranks run. Raises AssertionError if one has failed."""
         for pid in set(self._ranks) - self._codes.keys():
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
+                self._note_obedience()
                 self._codes[pid] = os.waitstatus_to_exitcode(status)
                 failed = self._codes[pid] and not self._killed
                 assert not failed, f"a rank ended with {self._codes[pid]}, see {self.log}"
         assert self.clock.now() < WHOLE, f"it does not end, see {self.log}"
+        self._note_obedience()
         return not self._codes
 
     def kill(self, victim: str) -> bool:
         """Kill a process; return False if it does not run, or cannot be replaced in this attempt."""
         kind, _, number = victim.partition("-")
-        if kind == "rank":
-            self._killed, pid = True, self._ranks[int(number)]
-        else:
-            pid = self.replicas().get(victim, 0)
-            if not pid or len(self._all_replicas()) == self._spares:
-                return False
-            self._awaited[victim] = Replacement(self._joins(victim), self.clock)
+        pid = self._ranks[int(number)] if kind == "rank" else self.replicas().get(victim, 0)
+        if not pid or not self._can_be_killed(victim):
+            return False
+        self._note_death(victim, ANY_TIME)
         os.kill(pid, signal.SIGKILL)
+        return True
+
+    def order(self, victim: str, moment: str, part: float) -> bool:
+        """Order a process to kill itself at its next moment of this kind; one order at a time (moments.py).
+
+        Returns False if it cannot be replaced in this attempt.
+        """
+        if not self._can_be_killed(victim):
+            return False
+        self.ordered = victim, moment
+        self._orders.give(victim, moment, part)
         return True
 
     def is_full(self) -> bool:
@@ -99,6 +114,8 @@ class Attempt:
         torchrun would have killed).
         """
         stuck = 0
+        if self.ordered is not None:
+            self._orders.withdraw(self.ordered[0])
         if self._killed:
             self._signal(signal.SIGTERM)
         kill_at = self.clock.now() + TORCHRUN
@@ -133,6 +150,24 @@ class Attempt:
                 found += sum(it.status == psutil.CONN_LISTEN for it in sockets)
         return found
 
+    def _can_be_killed(self, victim: str) -> bool:
+        return victim.startswith("rank") or len(self._all_replicas()) < self._spares
+
+    def _note_obedience(self) -> None:
+        """Note the death of a process that had an order."""
+        if self.ordered is not None and self._orders.obeyed(self.ordered[0]):
+            self._note_death(*self.ordered)
+            self.ordered = None
+
+    def _note_death(self, victim: str, moment: str) -> None:
+        self.deaths.append((victim, moment))
+        with self.log.open("a") as log:
+            log.write(f"--- {victim} was killed {moment}\n")
+        if victim.startswith("rank"):
+            self._killed = True
+        else:
+            self._awaited[victim] = Replacement(self._joins(victim), self.clock)
+
     def _joins(self, name: str) -> int:
         """Return how many replicas of this name have joined, in all attempts: each begins a journal."""
         return sum(path.stat().st_size > 0 for path in self._journals.glob(f"{name}*.jsonl"))
@@ -154,7 +189,9 @@ class Attempt:
         if child:
             return child
         if rank == 0:
-            local.subprocess = spares.Spares(self._spares, self._started).subprocess  # type: ignore
+            waiting = spares.Spares(self._spares, self._started, self._orders)
+            local.subprocess = waiting.subprocess  # type: ignore
+        self._orders.follow(f"rank-{rank}")
         given = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
         os.environ.update({name: str(value) for name, value in given.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,30 @@ from megatron_stppo.data.tasks import TaskCursor
 Key = tuple[str, str, int]  # data source, split, index
 
 
-def check(config: Config) -> None:
-    """Raise AssertionError unless the complete run has trained on each task as often as it was drawn."""
+def check(config: Config) -> int:
+    """Return on how many tasks the complete run has trained.
+
+    Raises AssertionError unless it has trained on each as often as it was drawn, and its metrics describe the
+    same episodes.
+    """
     run, n = config.run, config.run.iterations
-    rows = [json.loads(line)["iteration"] for line in (run.folder / "metrics.jsonl").open()]
-    first = 0 if run.evaluate_every else 1
-    assert rows == list(range(first, n + 1)), f"iterations in metrics.jsonl: {rows}"
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
+    found, first = [row["iteration"] for row in rows], 0 if run.evaluate_every else 1
+    assert found == list(range(first, n + 1)), f"iterations in metrics.jsonl: {found}"
+    for row in rows[-n:]:
+        check_row(row, played(config, row["iteration"]))
     trained = [trained_on(config, iteration) for iteration in range(1, n + 1)]
     {"admission": in_order, "completion": all_but_open}[config.serving.order](config, trained)
+    return sum(map(len, trained))
+
+
+def check_row(row: dict[str, Any], episodes: Sequence[dict[str, Any]]) -> None:
+    """Raise AssertionError unless an iteration's metrics are those of these episodes."""
+    counts = {name: count for name, count in row.items() if name.startswith("outcome/")}
+    own = Counter(f"outcome/{episode['outcome']}" for episode in episodes)
+    assert Counter(counts) == own, f"iteration {row['iteration']}: {counts} in metrics.jsonl, played: {own}"
+    mean = sum(episode["reward"] for episode in episodes) / len(episodes)
+    assert abs(row["reward/mean"] - mean) < 1e-6, (row["iteration"], row["reward/mean"], mean)
 
 
 def in_order(config: Config, trained: Sequence[Sequence[Key]]) -> None:
@@ -51,6 +68,7 @@ def trained_on(config: Config, iteration: int) -> list[Key]:
     samples = config.rollout.samples_per_task
     rows = played(config, iteration)
     keys: list[Key] = [(row["data_source"], row["split"], row["index"]) for row in rows]
+    assert len(keys) == samples * config.rollout.tasks_per_iteration, f"iteration {iteration}: {len(keys)}"
     groups = [keys[at : at + samples] for at in range(0, len(keys), samples)]
     assert all(set(group) == {group[0]} and len(group) == samples for group in groups), groups
     assert [row["group"] for row in rows] == [place // samples for place in range(len(rows))]

@@ -1,7 +1,8 @@
-"""Asynchronous training with two ranks and two replicas, of which a random one is killed at random times.
+"""Asynchronous training with two ranks and two replicas, of which a random one is killed, again and again.
 
-The trainer starts a killed replica again. After a killed rank the others end, as under torchrun, and the run
-is resumed.
+Kills come at random times, and at random times within short moments: while weights move, while a checkpoint
+or the ledger in it is written. The trainer starts a killed replica again. After a killed rank the others end,
+as under torchrun, and the run is resumed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config_file import load
 from megatron_stppo.serving import keys
 from tests.chaos import drawn_tasks
-from tests.chaos.attempt import Attempt, is_started
+from tests.chaos.attempt import ANY_TIME, Attempt, is_started
+from tests.chaos.moments import CHECKPOINT, LEDGER, WEIGHTS
 
 RANKS, REPLICAS, ITERATIONS = 2, 2, 8
-VICTIMS = ("rank-0", "rank-1", "replica-0", "replica-1")
+RANK_NAMES, REPLICA_NAMES = ("rank-0", "rank-1"), ("replica-0", "replica-1")
+VICTIMS = {  # by the moment at which one of them dies
+    ANY_TIME: (*RANK_NAMES, *REPLICA_NAMES),
+    WEIGHTS: (*RANK_NAMES, *REPLICA_NAMES),
+    CHECKPOINT: RANK_NAMES,
+    LEDGER: ("rank-0",),  # the others write none
+}
+OF_EIGHT = (ANY_TIME, ANY_TIME, ANY_TIME, WEIGHTS, WEIGHTS, WEIGHTS, CHECKPOINT, LEDGER)  # kills in a row
 OVERRIDES = (
     f"run.iterations={ITERATIONS}",
     "run.checkpoint_every=1",
@@ -54,7 +63,8 @@ class Toll:
     undisturbed: float = 0.0  # a run without kills
     ports: int = 0  # at which the ranks listened in that run, at most
     runs: int = 0  # that are complete, without the undisturbed one
-    kills: Counter[str] = field(default_factory=Counter)  # by victim
+    tasks: int = 0  # on which these runs have trained
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # by victim and moment
     reassigned: int = 0  # episodes of lost replicas
     replaced: list[float] = field(
         default_factory=list
@@ -62,21 +72,23 @@ class Toll:
     orphaned: float = 0.0  # the longest time in which the replicas of a killed trainer ended
     stuck: int = 0  # ranks that did not end by themselves within torchrun's time after another was killed
 
-    @property
-    def ranks(self) -> int:
-        return sum(count for victim, count in self.kills.items() if victim.startswith("rank"))
-
     def __str__(self) -> str:
         waits = sorted(self.replaced)
         took = f"{waits[len(waits) // 2]:.1f} s, at most {waits[-1]:.1f} s" if waits else "-"
+        ranks = sum(count for (victim, _), count in self.kills.items() if victim in RANK_NAMES)
+        when = ", ".join(f"{self._at(moment)} {moment}" for moment in VICTIMS)
         return (
-            f"{self.kills.total()} SIGKILLs: {self.ranks} of a rank of the trainer, "
-            f"{self.kills.total() - self.ranks} of a replica; {self.runs} runs of {ITERATIONS} iterations "
-            f"({self.undisturbed:.0f} s undisturbed): every task was trained on as often as it was drawn, "
-            f"{self.reassigned} episodes of killed replicas were played again, a replica was replaced in "
-            f"{took} (median of {len(waits)}), the replicas of a killed trainer ended within "
-            f"{self.orphaned:.1f} s, {self.stuck} ranks waited for a killed one until torchrun's SIGKILL"
+            f"{self.kills.total()} SIGKILLs: {ranks} of a rank of the trainer, "
+            f"{self.kills.total() - ranks} of a replica; {when}; {self.runs} runs of {ITERATIONS} iterations "
+            f"({self.undisturbed:.0f} s undisturbed): {self.tasks} tasks were drawn and trained on, none was "
+            f"lost, none was trained on twice; {self.reassigned} episodes of killed replicas were played "
+            f"again, a replica was replaced in {took} (median of {len(waits)}), the replicas of a killed "
+            f"trainer ended within {self.orphaned:.1f} s, {self.stuck} ranks waited for a killed one until "
+            "torchrun's SIGKILL"
         )
+
+    def _at(self, moment: str) -> int:
+        return sum(count for (_, at), count in self.kills.items() if at == moment)
 
 
 def kill_often(config: Path, kills: int, seed: int) -> Iterator[Toll]:
@@ -87,32 +99,37 @@ def kill_often(config: Path, kills: int, seed: int) -> Iterator[Toll]:
     if a replica is not replaced or outlives its trainer, or if anything fails that was not killed.
     """
     draw, toll, first = random.Random(seed), Toll(), list[Tokens]()
+    moments = [moment for _ in range(0, kills, 8) for moment in draw.sample(OF_EIGHT, 8)][:kills]
     write_tasks(config.parent / "many.jsonl", config.parent / "tasks.jsonl")
     for number in itertools.count():
         order = "completion" if number % 3 == 2 else "admission"
         given, arguments = opened(config, f"served-{number}", order)
-        for _ in attempts(given, arguments, draw, toll, kills if number else 0):
+        for _ in attempts(given, arguments, draw, toll, moments if number else ()):
             yield toll
-        drawn_tasks.check(given)
+        tasks = drawn_tasks.check(given)
         assert not keys.path_of(given.run.folder).exists(), "the connection file is left"
         if order == "admission":  # the first iteration was played at version 0, and depends on nothing else
             first = first or tokens(given, 1)
             assert tokens(given, 1) == first, "other seeds"
-        toll.runs += number > 0
+        if number:
+            toll.runs, toll.tasks = toll.runs + 1, toll.tasks + tasks
         yield toll
         if toll.kills.total() >= kills:
             return
 
 
 def attempts(
-    config: Config, arguments: Sequence[str], draw: random.Random, toll: Toll, kills: int
+    config: Config, arguments: Sequence[str], draw: random.Random, toll: Toll, moments: Sequence[str]
 ) -> Iterator[None]:
-    """Start the run, kill, and resume it, until it is complete. Yields after each kill."""
+    """Start the run, kill, and resume it, until it is complete. Yields after each kill.
+
+    moments: of the kills of all runs.
+    """
     complete, folder = False, config.run.folder
     while not complete:
         attempt = Attempt(config, [*arguments, *(["--resume"] if is_started(folder) else [])])
         try:
-            yield from disturb(attempt, draw, toll, kills)
+            yield from disturb(attempt, draw, toll, moments)
             complete, orphaned, stuck = attempt.end()
         finally:
             attempt.kill_all()
@@ -122,25 +139,38 @@ def attempts(
     toll.reassigned += reassigned(folder)
 
 
-def disturb(attempt: Attempt, draw: random.Random, toll: Toll, kills: int) -> Iterator[None]:
-    """Kill until there were `kills`, or a rank has ended. Yields after each kill.
+def disturb(attempt: Attempt, draw: random.Random, toll: Toll, moments: Sequence[str]) -> Iterator[None]:
+    """Kill until there were len(moments) kills, or a rank has ended. Yields after each kill.
 
     The time of every other kill begins when all replicas have joined.
     """
-    clock = attempt.clock
-    next_kill = draw.uniform(0, toll.undisturbed)
-    while attempt.goes_on():
-        if not kills:
+    clock, counted, goes_on = attempt.clock, 0, True
+    next_kill = draw.uniform(0, toll.undisturbed * 0.75)
+    while goes_on:
+        goes_on = attempt.goes_on()
+        for death in attempt.deaths[counted:]:
+            toll.kills[death] += 1
+            next_kill = clock.now() + draw.uniform(0, toll.undisturbed / 3)
+            yield
+        counted = len(attempt.deaths)
+        if not moments:
             toll.ports = max(toll.ports, attempt.listening())
         toll.replaced += attempt.replaced(toll.ports)
         if toll.kills.total() % 2 and not attempt.is_full():
-            next_kill = clock.now() + draw.uniform(0, toll.undisturbed / 2)
-        if toll.kills.total() < kills and clock.now() > next_kill:
-            if attempt.kill(victim := draw.choice(VICTIMS)):
-                toll.kills[victim] += 1
-                next_kill = clock.now() + draw.uniform(0, toll.undisturbed)
-                yield
+            next_kill = clock.now() + draw.uniform(0, toll.undisturbed / 3)
+        done = toll.kills.total()
+        if goes_on and done < len(moments) and clock.now() > next_kill and attempt.ordered is None:
+            strike(attempt, draw, moments[done])
         time.sleep(0.05)
+
+
+def strike(attempt: Attempt, draw: random.Random, moment: str) -> None:
+    """Kill a process, or order its death, if it can be replaced."""
+    victim = draw.choice(VICTIMS[moment])
+    if moment == ANY_TIME:
+        attempt.kill(victim)
+    else:
+        attempt.order(victim, moment, draw.random())
 
 
 def opened(config: Path, name: str, order: str, *overrides: str) -> tuple[Config, list[str]]:

@@ -23,6 +23,7 @@ from typing import IO, Any, NoReturn
 
 from megatron_stppo.__main__ import main
 from megatron_stppo.launch import process
+from tests.chaos.moments import Orders
 
 MESSAGE = 2**16  # bytes of a command line and an environment
 
@@ -31,15 +32,16 @@ class Spares:
     """Forks of this process that wait to become a replica. Make them before this process starts threads.
 
     They end with this process. log: gets a line "PID NAME" for each replica that was started.
+    orders: what each of them follows under its name.
     """
 
-    def __init__(self, count: int, log: Path) -> None:
+    def __init__(self, count: int, log: Path, orders: Orders) -> None:
         self._left, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environment = dict(os.environ)  # of the forks
         for _ in range(count):
             if os.fork() == 0:
                 self._left.close()  # so that a spare sees when the trainer has closed its end
-                _wait(theirs, log)
+                _wait(theirs, log, orders)
         theirs.close()
 
     @property
@@ -102,13 +104,15 @@ def run(arguments: Sequence[str], output: int) -> NoReturn:
         os._exit(code if isinstance(code, int) else 0)
 
 
-def _wait(trainer: socket.socket, log: Path) -> NoReturn:
+def _wait(trainer: socket.socket, log: Path, orders: Orders) -> NoReturn:
     message, descriptors, _, _ = socket.recv_fds(trainer, MESSAGE, 1)
     if not message:
         os._exit(0)
     arguments, environment = json.loads(message)
+    name = arguments[arguments.index("--name") + 1]
+    orders.follow(name)
     with log.open("a") as file:
-        file.write(f"{os.getpid()} {arguments[arguments.index('--name') + 1]}\n")
+        file.write(f"{os.getpid()} {name}\n")
     trainer.send(str(os.getpid()).encode())
     trainer.close()
     os.setsid()

@@ -10,6 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_stppo.launch import process
 from tests.loop import small_run
 
@@ -54,7 +56,14 @@ def disturbed(root: Path, hold: Path) -> dict[str, Any]:
         seen["resumed"] = again.end()
     finally:
         again.kill_all()
-    drawn_tasks.check(given)
+    seen["tasks"] = drawn_tasks.check(given)
+    trained = [drawn_tasks.trained_on(given, iteration) for iteration in range(1, 5)]
+    swapped, twice, lost = [*trained[::-1]], [trained[0], *trained[:3]], trained[1:]
+    for planted in (twice, lost):
+        with pytest.raises(AssertionError, match="trained twice"):
+            drawn_tasks.all_but_open(given, planted)
+    with pytest.raises(AssertionError, match="iteration 1 trained on"):
+        drawn_tasks.in_order(given, swapped)
     return seen | {"reassigned": killed_serving.reassigned(given.run.folder), "log": again.log.read_text()}
 
 
@@ -64,6 +73,7 @@ def until(attempt: Any, is_true: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_each_task_is_trained_on_as_often_as_drawn_although_a_replica_and_the_trainer_are_killed(
     tmp_path: Path,
 ) -> None:
@@ -72,4 +82,4 @@ def test_each_task_is_trained_on_as_often_as_drawn_although_a_replica_and_the_tr
     assert seen["reassigned"] == 3, "the episodes in progress of the replica"
     complete, orphaned, _ = seen["killed"]
     assert not complete and orphaned < 30, "its replicas ended by themselves"
-    assert seen["resumed"][0] and "resumed from step_" in seen["log"]
+    assert seen["tasks"] == 16 and seen["resumed"][0] and "resumed from step_" in seen["log"]

@@ -25,4 +25,5 @@ def test_a_short_run_of_every_part_loses_nothing_and_writes_its_table(tmp_path: 
         check=False,
     )
     assert done.returncode == 0, report.read_text() + done.stderr[-3000:]
-    assert "| 2 of its " in report.read_text() and "| 1 SIGKILLs of 4 ranks, " in report.read_text()
+    for part in ("| 2 of its ", "| 1 SIGKILLs of 4 ranks, ", "| 1 SIGKILLs: "):
+        assert part in report.read_text()
