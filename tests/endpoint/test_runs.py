@@ -15,7 +15,8 @@ from tests.serving.test_promises import rows, start, weights
 AGENT = (
     "parallel.tensor=1",
     "run.iterations=3",
-    "run.checkpoint_every=3",
+    "run.checkpoint_every=1",
+    "run.keep_every=1",
     "environment.kind=agent",
     "environment.agent=tests.endpoint.played:agent",
     "environment.max_turns=3",
@@ -68,3 +69,13 @@ def test_every_history_is_a_trajectory_of_its_episodes_group(runs: tuple[Path, P
             assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
     assert {branch for index, branch, _, _ in by_episode if index % 2} == {0, 1}
     assert {branch for index, branch, _, _ in by_episode if not index % 2} == {0}
+
+
+@pytest.mark.long
+def test_a_run_is_replayed_bit_for_bit_and_every_log_prob_passes_the_audit(runs: tuple[Path, Path]) -> None:
+    colocated, served = runs
+    start(["replay", str(colocated), "run.name=again"])
+    assert weights(colocated.parent / "again", 3) == weights(colocated, 3)
+    assert "passed: each token within 1e-05 nats" in start(["audit", str(served)])
+    start(["replay", str(served), "--records", "journal", "run.name=repeated"])
+    assert rows(served.parent / "repeated") == rows(served)
