@@ -83,13 +83,16 @@ int gae(Pointer reward, Pointer value, Pointer trajectories, Pointer turns, int6
   return STPPO_CALL(Gae, gae)(a, on_gpu, where);
 }
 
-int bucket_copy(Pointer slices, int64_t count, int source, int target, bool on_gpu, Pointer where) {
-  const BucketCopy a{to<Slice>(slices), count, Dtype(source), Dtype(target)};
+int bucket_copy(Pointer slices, int64_t count, Pointer owners, int64_t pieces, int source, int target, bool on_gpu,
+                Pointer where) {
+  const BucketCopy a{to<Slice>(slices), count, to<int>(owners), pieces, Dtype(source), Dtype(target)};
   return STPPO_CALL(BucketCopy, bucket_copy)(a, on_gpu, where);
 }
 
-int bucket_checksum(Pointer slices, int64_t count, int source, int target, Pointer sums, bool on_gpu, Pointer where) {
-  const BucketChecksum a{to<SummedSlice>(slices), count, Dtype(source), Dtype(target), to<uint32_t>(sums)};
+int bucket_checksum(Pointer slices, int64_t count, Pointer owners, int64_t pieces, int source, int target, Pointer sums,
+                    Pointer counters, bool on_gpu, Pointer where) {
+  const BucketChecksum a{to<SummedSlice>(slices), count, to<int>(owners), pieces, Dtype(source), Dtype(target),
+                         to<uint32_t>(sums),     to<uint32_t>(counters)};
   return STPPO_CALL(BucketChecksum, bucket_checksum)(a, on_gpu, where);
 }
 
@@ -106,6 +109,8 @@ PYBIND11_MODULE(_csrc, m) {
   m.attr("surrogate_row") = int(SURROGATE_ROWS * SURROGATE_SUMS);
   m.attr("surrogate_totals") = SURROGATE_TOTALS;
   m.attr("segment_sums") = SEGMENT_SUMS;
+  m.attr("copy_piece") = COPY_PIECE;
+  m.attr("checksum_block") = CHECKSUM_BLOCK;
   py::class_<Logits>(m, "Logits").def(py::init(&logits));
   m.def("clipped_surrogate", &clipped_surrogate);  // objective, ratios and coefficients in one pass
   m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of one shard of logits

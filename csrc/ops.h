@@ -101,15 +101,21 @@ struct Gae {
 Status gae_cpu(const Gae &, int threads);
 Status gae_cuda(const Gae &, void *stream);
 
-// For the reshard: copy many two-dimensional slices, with a cast.
+// For the reshard: copy many two-dimensional slices, with a cast. CUDA: a slice is cut into pieces of a fixed number of
+// elements, numbered through all slices. Every block works on one piece.
+constexpr int64_t COPY_PIECE = 4096;  // elements
+constexpr int64_t CHECKSUM_BLOCK = 16384;  // 16-bit numbers after the cast; a float32 is two of them
 struct Slice {
   const void *source;
   void *target;
   int64_t rows, width, source_stride, target_stride;  // in elements
+  int64_t first_piece;                                // number of the slice's first piece
 };
 struct BucketCopy {
   const Slice *slices;  // on the op's device
   int64_t count;
+  const int *owners;    // CUDA: [pieces] index of the slice of every piece
+  int64_t pieces;
   Dtype source, target;
 };
 Status bucket_copy_cpu(const BucketCopy &, int threads);
@@ -120,12 +126,16 @@ struct SummedSlice {
   const void *source;
   int64_t rows, width, stride;  // in elements
   int64_t place;                // index of its sum
+  int64_t first_piece;
 };
 struct BucketChecksum {
   const SummedSlice *slices;  // on the op's device
   int64_t count;
+  const int *owners;          // as in BucketCopy
+  int64_t pieces;
   Dtype source, target;
-  uint32_t *sums;  // [places, 2]: low and high half of each sum; zero before the call
+  uint32_t *sums;      // [places, 2]: low and high half of each sum; CPU: zero before the call
+  uint32_t *counters;  // CUDA: [count, 3], zero before and after the call
 };
 Status bucket_checksum_cpu(const BucketChecksum &, int threads);
 Status bucket_checksum_cuda(const BucketChecksum &, void *stream);

@@ -17,8 +17,10 @@ __global__ void __launch_bounds__(THREADS) gradient_kernel(VocabGradient a) {
   for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) row_gradient<T, VALUES>(a, row);
 }
 
-__global__ void __launch_bounds__(THREADS) merge_kernel(VocabMerge a) {
-  const int64_t row = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+constexpr int MERGE_THREADS = 32;  // few, so that some thousand rows occupy every multiprocessor
+
+__global__ void __launch_bounds__(MERGE_THREADS) merge_kernel(VocabMerge a) {
+  const int64_t row = int64_t(blockIdx.x) * MERGE_THREADS + threadIdx.x;
   if (row >= a.rows) return;
   merge_row(a, row);
   if (a.out.missing[row]) a.out.logprob[row] = NAN;  // NaN, because nothing is read back to the host to raise an error
@@ -60,8 +62,8 @@ Status vocab_gradient_cuda(const VocabGradient &a, void *stream) {
 
 Status vocab_merge_cuda(const VocabMerge &a, void *stream) {
   if (a.rows == 0) return OK;
-  const unsigned grid = unsigned((a.rows + THREADS - 1) / THREADS);
-  merge_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
+  const unsigned grid = unsigned((a.rows + MERGE_THREADS - 1) / MERGE_THREADS);
+  merge_kernel<<<grid, MERGE_THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
   return last_launch();
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.bucket_copy import expressible, on_device
+from megatron_stppo.ops.bucket_copy import cut, expressible
 from megatron_stppo.ops.registration import has_data, registered
 
 PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
@@ -72,8 +72,8 @@ class BucketChecksum:
         sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
         if extension.applies(sums):
             tables, others = self._tables if chosen is None else self._described(chosen)
-            for kind, table in tables:
-                _sum_up(table, *kind, sums)
+            for kind, slices, owners in tables:
+                _sum_up(slices, owners, *kind, sums)
         else:
             others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
         for place, pair in others:
@@ -82,8 +82,8 @@ class BucketChecksum:
 
     def _described(
         self, chosen: Sequence[int]
-    ) -> tuple[list[tuple[tuple[int, int], Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
-        """Return ([(types, records of csrc)], [(place, pair that csrc does not support)])."""
+    ) -> tuple[list[tuple[tuple[int, int], Tensor, Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
+        """Return ([(types, *records of csrc)], [(place, pair that csrc does not support)])."""
         records: dict[tuple[int, int], list[list[int]]] = {}
         others = []
         for place, index in enumerate(chosen):
@@ -93,14 +93,24 @@ class BucketChecksum:
             elif tensor.numel():
                 kind = extension.DTYPES[tensor.dtype], extension.DTYPES[dtype]
                 records.setdefault(kind, []).append([*_rows(tensor), place])
-        return [(kind, on_device(rows, self._device)) for kind, rows in records.items()], others
+        tables = []
+        for kind, rows in records.items():
+            sizes = [rows_of * width for _, rows_of, width, *_ in rows]
+            piece = extension.CHECKSUM_BLOCK // (2 if kind[1] == extension.FLOAT32 else 1)
+            tables.append((kind, *cut(rows, sizes, piece, self._device)))
+        return tables, others
 
 
 @registered("bucket_checksum", writes=("sums",))
-def _sum_up(slices: Tensor, source_type: int, target_type: int, sums: Tensor) -> None:
-    """Write the checksums of slices into `sums`. slices: records of csrc, int64. Types: extension.DTYPES."""
+def _sum_up(slices: Tensor, owners: Tensor, source_type: int, target_type: int, sums: Tensor) -> None:
+    """Write the checksums of slices into `sums`.
+
+    slices, owners: the results of `cut`. source_type, target_type: extension.DTYPES.
+    """
     if has_data(slices):
-        extension.run("bucket_checksum", slices.device, slices, len(slices), source_type, target_type, sums)
+        counts = slices, len(slices), owners, len(owners)
+        counters = extension.tickets(slices.device, 3 * len(slices))
+        extension.run("bucket_checksum", slices.device, *counts, source_type, target_type, sums, counters)
 
 
 def _rows(tensor: Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,11 @@ class BucketCopy:
                 pairs.setdefault(kind, []).append((source, target))
         # arguments of _copy, which keep the tensors alive
         self._calls: list[tuple[Any, ...]] = [
-            (on_device(rows, device), *kind, *map(list, zip(*pairs[kind], strict=True)))
+            (
+                *cut(rows, [source.numel() for source, _ in pairs[kind]], extension.COPY_PIECE, device),
+                *kind,
+                *map(list, zip(*pairs[kind], strict=True)),
+            )
             for kind, rows in slices.items()
         ]
 
@@ -61,13 +66,22 @@ class BucketCopy:
 
 @registered("bucket_copy", writes=("targets",))
 def _copy(
-    slices: Tensor, source_type: int, target_type: int, sources: list[Tensor], targets: list[Tensor]
+    slices: Tensor,
+    owners: Tensor,
+    source_type: int,
+    target_type: int,
+    sources: list[Tensor],
+    targets: list[Tensor],
 ) -> None:
-    """Copy sources[i] to targets[i]. slices: their records for csrc, int64. Types: extension.DTYPES."""
+    """Copy sources[i] to targets[i].
+
+    slices, owners: the results of `cut` for them. source_type, target_type: extension.DTYPES.
+    """
     if not has_data(slices):
         return
     if extension.applies(slices):
-        extension.run("bucket_copy", slices.device, slices, len(slices), source_type, target_type)
+        counts = slices, len(slices), owners, len(owners)
+        extension.run("bucket_copy", slices.device, *counts, source_type, target_type)
         return
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
@@ -112,7 +126,23 @@ def _slice(source: Tensor, target: Tensor) -> list[int]:
     return [extension.pointer(source), extension.pointer(target), rows, width, *strides]
 
 
-def on_device(slices: list[list[int]], device: torch.device) -> Tensor:
-    """Return csrc's records as one int64 tensor on `device`, one row per record."""
+def cut(
+    records: list[list[int]], elements: Sequence[int], piece: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return csrc's records int64 [N, 7] and the owners of the pieces int32 [pieces], both on `device`.
+
+    Slice i has elements[i] elements and is cut into pieces of `piece` elements. One block of a GPU works on
+    each piece. A record ends with the number of its slice's first piece. owners[j] is the index of the slice
+    that piece j belongs to.
+    piece: 0 if the extension is not built. There are no pieces then.
+
+    Example: slices of 10 and 3 elements in pieces of 4 -> first pieces 0 and 3, owners [0, 0, 0, 1]
+    """
+    counts = [-(-size // piece) if piece else 0 for size in elements]
+    first = itertools.accumulate(counts[:-1], initial=0)
     # on the host, whatever torch.set_default_device says: only host memory can be pinned
-    return to_device(torch.tensor(slices, dtype=torch.int64, device="cpu"), device)
+    with torch.device("cpu"):
+        table = torch.tensor([[*record, f] for record, f in zip(records, first, strict=True)])
+        index, times = torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)
+        owners = index.repeat_interleave(times, output_size=sum(counts))
+    return to_device(table, device), to_device(owners, device)

@@ -30,6 +30,8 @@ DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 # constants of csrc/ops.h
 SURROGATE_TILE = _csrc.surrogate_tile if _csrc else 0
 SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per tile
+COPY_PIECE = _csrc.copy_piece if _csrc else 0  # elements
+CHECKSUM_BLOCK = _csrc.checksum_block if _csrc else 0  # 16-bit numbers
 
 
 def parts() -> dict[str, str]:

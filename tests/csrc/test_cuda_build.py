@@ -75,20 +75,23 @@ def test_every_kernel_compiles_and_spills_few_registers(op, arch, built):
     assert kernels, f"{op}.cu has no kernel for sm_{arch}"
     for name, (registers, spilled) in kernels.items():
         print(f"sm_{arch} {op}: {name}: {registers} registers, {spilled} bytes spilled")
-        allowed_registers, allowed_spills = limits(op, arch)
+        allowed_registers, allowed_spills = limits(op, name, arch)
         assert spilled <= allowed_spills, name
         assert registers <= allowed_registers, name
 
 
-def limits(op: str, arch: str) -> tuple[int, int]:
+def limits(op: str, kernel: str, arch: str) -> tuple[int, int]:
     """(registers, bytes spilled) that a kernel may use.
 
     With 64 registers, 32 warps of the surrogate fit on a multiprocessor, which hides the latency of memory.
     One register of it is spilled. sm_100 has not been tuned: two blocks of 256 threads fit, as for the other
-    ops.
+    ops. gae_kernel<false> stores 20 bytes and loads 20. With 80 registers it spills nothing, but takes 42.0
+    instead of 39.0 us on an H100 for 2,048 x 2,048 tokens.
     """
     if op == "clipped_surrogate":
         return (128, 112) if arch == "100" else (64, 8)
+    if "gae_kernelILb0E" in kernel:
+        return 64, 40
     return 128, 8 if arch == "100" else 0
 
 
