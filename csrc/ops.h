@@ -14,7 +14,9 @@ enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 // Reference implementation: algorithm/surrogate.py.
 enum SurrogateSum : int { OBJECTIVE, CLIPPED, LIVE, BIAS_SQ, GRAD_SQ, K1, K3, LOGIT_BIAS_SQ, LOGIT_GRAD_SQ, SURROGATE_SUMS };
 constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
-constexpr int64_t SURROGATE_TILE = 4096;  // tokens + segments that one partial sum covers
+// Tokens + segments that one partial sum covers. On an H100, tiles of 4,096 are 5 to 15 % faster than tiles of 2,048 from
+// 4M tokens on, and up to 39 % slower with at most 0.5M tokens (docs/performance.md).
+constexpr int64_t SURROGATE_TILE = 4096;
 constexpr int SURROGATE_ROWS = 4;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
 
 struct Surrogate {
@@ -29,7 +31,7 @@ struct Surrogate {
   float *gradient, *bias;                          // [T] g_u, b_u; bias may be null
   float *totals;                                   // [SURROGATE_TOTALS], see surrogate_totals
   double *workspace;                               // [SURROGATE_ROWS, tiles, SURROGATE_SUMS]
-  unsigned *tickets;                               // CUDA: [1 + tiles], zero before and after the call
+  unsigned *tickets;                               // CUDA: [2 + 2 tiles], zero before and after the call
   int64_t max_blocks;                              // CUDA: does not change any result
   // For turns that are split over ranks, the op is called twice. The first call writes `part` and nothing else. The
   // caller sums it over the ranks and passes the result as `whole` to the second call. Both are [S, SEGMENT_SUMS]:

@@ -6,9 +6,8 @@ namespace stppo {
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int64_t SINGLE = 4, TINY = 32, MEDIUM = 512;  // longest segment for a lane, for 8 lanes, and for a warp
-constexpr int64_t LONG = 32768;                         // longest segment for one block; a longer one is a giant
-constexpr int MAX_LONG = int(SURROGATE_TILE / MEDIUM) + 1;
+constexpr int64_t SINGLE = 4, TINY = 32, MEDIUM = 1024;  // longest segment for a lane, for 8 lanes, and for a warp
+constexpr int64_t LONG = 32768;                          // longest segment for one block; a longer one is a giant
 constexpr int SLICE_SUMS = 4 + 1;  // the fields of Sums; the two counts share one double
 constexpr unsigned ALL = 0xffffffffu;
 static_assert(SURROGATE_ROWS * SURROGATE_SUMS >= 2 * SURROGATE_SUMS + 2 * SLICE_SUMS, "the workspace's parts fit");
@@ -24,18 +23,9 @@ struct Sums {
   int up, down;  // tokens of nonzero weight with advantage above 0, and below 0
 };
 
-struct Shared {
-  // The sums of the tile by thread. They are here and not in registers, so that more warps fit on a multiprocessor.
-  double of_thread[SURROGATE_SUMS][THREADS];
-  double result[SURROGATE_SUMS], of_warp[WARPS][SURROGATE_SUMS];
-  Sums sums_of_warp[WARPS];
-  Range own;  // the segments that start in the tile
-  int64_t long_segments[MAX_LONG];
-  int long_count;
-  Sums of_segment[THREADS];   // of the segment that a lane owns
-  uint8_t listed[WARPS][32];  // lanes whose segments the warp processes together
-  bool last;
-};
+// The columns of the tokens, of which a thread adds up a few hundred at most, are summed in float32 by a thread and in
+// float64 over the threads of a block.
+using OfThread = float[SURROGATE_SUMS][THREADS];
 
 struct Token {
   float logprob, old_logprob, advantage, weight, sum_p_sq;
@@ -46,9 +36,7 @@ __device__ __forceinline__ Token load(const Surrogate &a, int64_t i) {
           a.weight ? __ldcs(a.weight + i) : a.uniform_weight, a.sum_p_sq ? __ldcs(a.sum_p_sq + i) : 0};
 }
 
-constexpr int DEPTH = 3;  // tokens that a thread loads before it adds the first of them
-
-// The sums over up to DEPTH tokens that do not depend on segments: live tokens, and their KL to the old policy.
+// A thread's sums over the tokens that it reads, whatever their segments: live tokens, and their KL to the old policy.
 struct Monitors {
   float live, k1, k3;
 };
@@ -60,51 +48,52 @@ __device__ __forceinline__ void monitor(const Token &t, Monitors &m) {
   m.k3 += is_near_zero(delta) ? expm1_minus_near_zero(delta) : expm1_minus(delta);
 }
 
-__device__ __forceinline__ void flush(const Monitors &m, Shared &shared) {
-  shared.of_thread[LIVE][threadIdx.x] += m.live;
-  shared.of_thread[K1][threadIdx.x] += m.k1;
-  shared.of_thread[K3][threadIdx.x] += m.k3;
-}
+__device__ __forceinline__ double difference(const Token &t) { return double(t.logprob) - double(t.old_logprob); }
 
-__device__ __forceinline__ void add(const Surrogate &a, const Token &t, Sums &s, Monitors &m) {
-  const double product = t.weight == 0 ? 0 : double(t.weight) * double(t.advantage);
-  s.delta += double(t.logprob) - double(t.old_logprob);
-  if (t.advantage < 0) s.loss += product;
+// Add a token to its segment's sums. `product` is its weight times its advantage.
+__device__ __forceinline__ void add(double delta, float advantage, double product, bool live, Sums &s) {
+  s.delta += delta;
+  if (advantage < 0) s.loss += product;
   else s.gain += product;
-  s.up += t.weight != 0 && t.advantage > 0;
-  s.down += t.weight != 0 && t.advantage < 0;
-  if (a.sum_p_sq) s.steepness += slope(t.logprob, t.sum_p_sq);
-  monitor(t, m);
+  s.up += live && advantage > 0;
+  s.down += live && advantage < 0;
 }
 
-// Return the sums over tokens first, first + step, .. of a segment.
-__device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64_t last, int step, Shared &shared) {
+constexpr int DEPTH = 2;  // tokens that a thread loads before it adds the first of them; 1: 1.2 times slower on an H100
+
+// Return the sums over tokens first, first + step, .. of a segment, read from the device's memory.
+__device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64_t last, int step, Monitors &m) {
   Sums s{};
   for (int64_t i = first; i < last; i += DEPTH * step) {
     Token t[DEPTH];
-    Monitors m{};
 #pragma unroll
     for (int k = 0; k < DEPTH; ++k)
       if (i + k * step < last) t[k] = load(a, i + k * step);
 #pragma unroll
-    for (int k = 0; k < DEPTH; ++k)
-      if (i + k * step < last) add(a, t[k], s, m);
-    flush(m, shared);
+    for (int k = 0; k < DEPTH; ++k) {
+      if (i + k * step >= last) continue;
+      const bool live = t[k].weight != 0;
+      add(difference(t[k]), t[k].advantage, live ? double(t[k].weight) * double(t[k].advantage) : 0, live, s);
+      if (a.sum_p_sq) s.steepness += slope(t[k].logprob, t[k].sum_p_sq);
+      monitor(t[k], m);
+    }
   }
   return s;
 }
 
 // Sum over the `width` lanes that hold parts of one segment. Each of these lanes gets the result.
-__device__ __forceinline__ Sums lanes_sum(Sums s, int width) {
+template <int WIDTH>
+__device__ __forceinline__ Sums lanes_sum(Sums s, bool with_steepness) {
+  int counts = s.up | s.down << 16;  // below 2^16 each: a warp sums at most LONG / WARPS tokens
 #pragma unroll
-  for (int distance = width / 2; distance > 0; distance /= 2) {
+  for (int distance = WIDTH / 2; distance > 0; distance /= 2) {
     s.delta += __shfl_xor_sync(ALL, s.delta, distance);
     s.gain += __shfl_xor_sync(ALL, s.gain, distance);
     s.loss += __shfl_xor_sync(ALL, s.loss, distance);
-    s.steepness += __shfl_xor_sync(ALL, s.steepness, distance);
-    s.up += __shfl_xor_sync(ALL, s.up, distance);
-    s.down += __shfl_xor_sync(ALL, s.down, distance);
+    if (with_steepness) s.steepness += __shfl_xor_sync(ALL, s.steepness, distance);
+    counts += __shfl_xor_sync(ALL, counts, distance);
   }
+  s.up = counts & 0xffff, s.down = counts >> 16;
   return s;
 }
 
@@ -113,45 +102,55 @@ __device__ __forceinline__ void combine(Sums &s, const Sums &other) {
   s.up += other.up, s.down += other.down;
 }
 
-// Sum tokens [first, last) with the whole block. Every thread gets the result.
-__device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, Shared &shared) {
-  const Sums mine = lanes_sum(add_all(a, first + threadIdx.x, last, THREADS, shared), 32);
+// Sum tokens [first, last) with the whole block. Thread 0 gets the result.
+__device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, Sums *of_warp, Monitors &m) {
+  const Sums mine = lanes_sum<32>(add_all(a, first + threadIdx.x, last, THREADS, m), a.sum_p_sq);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
   __syncthreads();
-  if (threadIdx.x % 32 == 0) shared.sums_of_warp[threadIdx.x / 32] = mine;
+  Sums total = mine;
+  if (threadIdx.x == 0)
+#pragma unroll 1
+    for (int w = 1; w < WARPS; ++w) combine(total, of_warp[w]);
   __syncthreads();
-  Sums total = shared.sums_of_warp[0];
-  for (int w = 1; w < WARPS; ++w) combine(total, shared.sums_of_warp[w]);
   return total;
 }
 
-// Sum shared.of_thread over all threads into shared.result, in a fixed order.
-__device__ void block_sum(Shared &shared) {
-  for (int k = 0; k < SURROGATE_SUMS; ++k) {
-    double sum = shared.of_thread[k][threadIdx.x];
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(ALL, sum, distance);
-    if (threadIdx.x % 32 == 0) shared.of_warp[threadIdx.x / 32][k] = sum;
-  }
+// Sum over a warp's lanes in a fixed order.
+__device__ __forceinline__ double warp_sum(double sum) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(ALL, sum, distance);
+  return sum;
+}
+
+// Write the sums over all threads to a row, in a fixed order.
+__device__ __forceinline__ void write_row(const float (&mine)[SURROGATE_SUMS], OfThread &of_thread, double *row) {
+#pragma unroll
+  for (int k = 0; k < SURROGATE_SUMS; ++k) of_thread[k][threadIdx.x] = mine[k];
   __syncthreads();
-  if (threadIdx.x < SURROGATE_SUMS) {
-    double total = 0;
-    for (int w = 0; w < WARPS; ++w) total += shared.of_warp[w][threadIdx.x];
-    shared.result[threadIdx.x] = total;
+  const int lane = threadIdx.x % 32;
+  for (int k = threadIdx.x / 32; k < SURROGATE_SUMS; k += WARPS) {
+    double sum = 0;
+#pragma unroll
+    for (int j = 0; j < WARPS; ++j) sum += of_thread[k][lane + 32 * j];
+    sum = warp_sum(sum);
+    if (lane == 0) __stcg(row + k, sum);
   }
-  __syncthreads();
 }
 
 // Return whether this block is the last of `count` blocks to arrive here. For the last block, everything that the
-// others wrote before is visible. The ticket starts at 0 and is 0 again afterwards.
-__device__ bool arrives_last(unsigned *ticket, int64_t count, Shared &shared) {
-  __threadfence();
+// others wrote before is visible to reads that bypass the L1 cache. The ticket starts at 0 and is 0 again afterwards.
+// Only thread 0 executes the fences: together with the barriers they order the writes of all threads, and a fence in
+// every warp would make each of them wait for its own writes.
+__device__ bool arrives_last(unsigned *ticket, int64_t count, bool &last) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    shared.last = atomicAdd(ticket, 1u) == unsigned(count - 1);
-    if (shared.last) *ticket = 0;
+    __threadfence();
+    last = atomicAdd(ticket, 1u) == unsigned(count - 1);
+    if (last) *ticket = 0;
+    __threadfence();
   }
   __syncthreads();
-  if (shared.last) __threadfence();
-  return shared.last;
+  return last;
 }
 
 }  // namespace

@@ -229,7 +229,7 @@ def run(
         math.inf if dual_clip is None else dual_clip,
         pooling == "sum",
         *outputs,
-        *(workspace, extension.tickets(logprob.device, 1 + tiles), MAX_BLOCKS, part, whole),
+        *(workspace, extension.tickets(logprob.device, 2 + 2 * tiles), MAX_BLOCKS, part, whole),
     )
     if status == extension.BAD_OFFSETS and offsets is not None:
         check_offsets("segment_offsets", offsets, total)  # finds the same error and raises

@@ -79,6 +79,15 @@ inline int __syncthreads_or(int value) {
   __syncthreads();
   return any;
 }
+inline int __syncthreads_count(int value) {
+  static int count;
+  __syncthreads();
+  count = 0;
+  __syncthreads();
+  count += value != 0;
+  __syncthreads();
+  return count;
+}
 inline void __syncwarp(unsigned mask = ~0u) { emulator::meet(emulator::SYNC, mask, 0, emulator::lane()); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
