@@ -23,6 +23,10 @@ from megatron_stppo import ops
 REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would take longer than the benchmark
 IGNORED = -100
 CHUNK = 4096  # rows of logits, the default of ops.linear_logprob
+FLOAT32_SUMS = (
+    "linear_logprob",
+    "linear_loss",
+)  # sum the gradient of the weight in float32, whatever its type
 
 
 class Produced(torch.autograd.Function):
@@ -205,15 +209,18 @@ def linear_rows(
                     variants.append(Variant(name, run, reference=reference))
             moved = hidden.element_size() * (3 * rows * width + 3 * columns * width)
             found = bench.rows(section, f"valid {part:g}", rows, moved, variants, cold)
-            gradients = hidden.element_size() * (hidden.numel() + weight.numel())
-            yield [with_gemm_times(row, found[0], bench.device, gradients, chunk) for row in found]
+            yield [with_gemm_times(row, found[0], bench.device, hidden, weight, chunk) for row in found]
 
 
-def with_gemm_times(row: Row, gemm: Row, device: str, gradients: int, chunk: int) -> Row:
-    """Add the time in units of the GEMM's time, and the memory beyond the gradients in chunks of logits."""
+def with_gemm_times(row: Row, gemm: Row, device: str, hidden: Tensor, weight: Tensor, chunk: int) -> Row:
+    """Add the hidden size, time / the GEMM's time, and memory beyond the gradients in chunks of logits."""
     seconds, unit = row.seconds(device), gemm.seconds(device)
-    extra = {} if seconds is None or unit is None else {"gemm_times": seconds / unit}
+    extra = {"hidden_size": float(hidden.shape[1])}
+    if seconds is not None and unit is not None:
+        extra["gemm_times"] = seconds / unit
     if row.peak_bytes is not None:
+        per_weight = 4 if row.variant in FLOAT32_SUMS else weight.element_size()
+        gradients = hidden.element_size() * hidden.numel() + per_weight * weight.numel()
         extra["chunks"] = (row.peak_bytes - gradients) / chunk
     return dataclasses.replace(row, extra=extra)
 
