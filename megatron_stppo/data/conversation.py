@@ -42,8 +42,7 @@ def encode_after(
     """
     place = f"{unused_opening((messages, tools))}completion{CLOSE}"
     replaced = [
-        {**message, "content": place} if index == completion else message
-        for index, message in enumerate(messages)
+        _placed(message, place) if index == completion else message for index, message in enumerate(messages)
     ]
     text, texts = _rendered(tokenizer, replaced, tools)
     _, found, rest = text.rpartition(place)
@@ -55,6 +54,17 @@ def encode_after(
             "token, so that the tokens that were sampled cannot be continued; change the template"
         )
     return ids[end + 1 :] if ids[end] == last_id else ids[end:]
+
+
+def _placed(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the message with `place` as its content, and as the name of the last tool that it calls.
+
+    Some templates leave out the content of a message that calls tools.
+    """
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    if calls:
+        calls[-1]["function"] = {**calls[-1]["function"], "name": place}
+    return {**message, "content": place} | ({"tool_calls": calls} if calls else {})
 
 
 def _rendered(tokenizer: Any, messages: Messages, tools: Tools) -> tuple[str, dict[str, str]]:

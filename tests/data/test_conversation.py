@@ -65,6 +65,20 @@ def test_tool_calls_are_rendered_in_a_prompt_and_not_after_a_completion() -> Non
     assert len(controls(TOKENIZER, encode_after(TOKENIZER, chat, None, 1, END, [END]))) == 3
 
 
+def test_a_template_may_leave_out_the_text_beside_a_call() -> None:
+    """Llama 3's does."""
+    template = TEMPLATE.replace("{{ text }}", "{% if not m.tool_calls %}{{ text }}{% endif %}")
+    tokenizer: Any = byte_level(QWEN, template)
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+    chat: list[dict[str, Any]] = [
+        CHAT[0],
+        {"role": "assistant", "content": "I look.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "Rome"},
+    ]
+    ids = encode_after(tokenizer, chat, None, 1, tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert tokenizer.decode(ids) == "\n<|im_start|>tool\nRome<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_a_template_without_an_end_of_text_token_after_the_assistant_is_refused() -> None:
     tokenizer, _ = TOKENIZERS["qwen"]
     bare = byte_level(QWEN, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
