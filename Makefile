@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-async medical sums test test-all chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async medical sums test test-all chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -40,6 +40,9 @@ quickstart: $(STAMP) ## train the search agent: about 4 minutes on 2 cores, no G
 
 quickstart-async: $(STAMP) ## the same with asynchronous training: one core trains, one serves
 	@$(BIN)/python examples/quickstart/run.py --example asynchronous --seed $(SEED)
+
+quickstart-agent: $(STAMP) ## the same with the environment as a script of OpenAI's SDK, examples/agents/search.py
+	@PYTHONPATH=examples/agents $(BIN)/python examples/quickstart/run.py --example agent --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from megatron_stppo.config_file import load
 
@@ -44,7 +45,7 @@ def test_a_changed_setting_redoes_what_depends_on_it(
     assert {name for name in before if before[name] != after[name]} == again
 
 
-@pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous"])
+@pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous", "agent"])
 def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_file(
     driver: ModuleType, name: str
 ) -> None:
@@ -63,6 +64,20 @@ def test_the_asynchronous_example_trains_on_the_core_that_its_replica_leaves(dri
         for stage in driver.plan(load(example.config), [], example)
     ]
     assert ranks == ["", *("--nproc-per-node=2",) * 2, "--nproc-per-node=1", "--nproc-per-node=2"]
+
+
+def test_the_agent_is_trained_with_the_settings_of_the_built_in_environment(driver: ModuleType) -> None:
+    file = driver.EXAMPLES["agent"].config
+    text = file.read_text().replace("runs/quickstart-agent/", "runs/quickstart/")
+    ours, built_in = (yaml.safe_load(text), yaml.safe_load(driver.CONFIG.read_text()))
+    assert ours.pop("environment") == {
+        "kind": "agent",
+        "agent": "search:agent",
+        "max_turns": built_in["environment"]["max_turns"] + 1,  # the last answer is a completion too
+        "max_observation_tokens": built_in.pop("environment")["max_observation_tokens"],
+    }
+    assert ours["run"].pop("name") == "quickstart-agent" and built_in["run"].pop("name") == "quickstart"
+    assert ours == built_in
 
 
 def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Example:
 CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
+    "agent": Example(HERE / "build.py", HERE / "agent.yaml"),
     "asynchronous": Example(HERE / "build.py", HERE / "asynchronous.yaml"),
     "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
