@@ -26,7 +26,14 @@ from megatron_stppo.config_file import load
 from megatron_stppo.launch import process
 
 CONFIG = Path(__file__).parents[1] / "examples" / "quickstart" / "agent.yaml"
-BUILT_IN = ("environment.kind=search", "environment.agent=null", "environment.max_turns=3")
+BUILT_IN = (
+    "environment.kind=search",
+    "environment.agent=null",
+    "environment.max_turns=3",
+    "environment.retrieval.kind=bm25",
+    "environment.retrieval.index=runs/quickstart-agent/data/index",
+    "environment.retrieval.topk=1",
+)
 
 
 @dataclass(frozen=True)

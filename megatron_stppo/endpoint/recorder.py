@@ -127,7 +127,6 @@ class Recorder:
         text, stop = _until_stop(completion.text, ask)
         content, calls = self._calls(ask, text)
         finish = "length" if completion.reason == "length" else "tool_calls" if calls else "stop"
-        decode = self._rules.tokenizer.decode
         return Reply(
             text=content,
             calls=calls,
@@ -135,12 +134,15 @@ class Recorder:
             stop_reason=stop,
             prompt_ids=prompt_ids,
             token_ids=completion.token_ids,
-            pieces=tuple(
-                decode([number], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                for number in completion.token_ids
-            ),
+            pieces=tuple(map(self._piece, completion.token_ids)) if ask.logprobs else (),
             logprobs=completion.logprobs,
         )
+
+    def _piece(self, number: int) -> str:
+        text: str = self._rules.tokenizer.decode(
+            [number], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def _calls(self, ask: Ask, text: str) -> tuple[str, tuple[tuple[str, str, str], ...]]:
         """Return (the text without calls, the calls of tools).

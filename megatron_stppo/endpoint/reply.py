@@ -48,7 +48,7 @@ class Reply:
     stop_reason: str | None  # the stop string
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    pieces: tuple[str, ...]  # the text of each token
+    pieces: tuple[str, ...]  # the text of each token, if the client asked for log-probs
     logprobs: tuple[float, ...]
 
     @property

@@ -63,6 +63,7 @@ class Endpoint:
             log_level="error",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             limit_concurrency=limits.connections,
             timeout_keep_alive=int(limits.idle_seconds),
             h11_max_incomplete_event_size=MAX_HEAD,
