@@ -60,7 +60,7 @@ LOST = re.compile(r"replica (\S+) is lost: (.*); ([0-9]+) episodes are played ag
 class Toll:
     """What the kills of all runs cost. Times are seconds."""
 
-    undisturbed: float = 0.0  # a run without kills
+    undisturbed: float = 0.0  # the last run without kills; the machine's load changes
     ports: int = 0  # at which the ranks listened in that run, at most
     runs: int = 0  # that are complete, without the undisturbed one
     tasks: int = 0  # on which these runs have trained
@@ -127,7 +127,8 @@ def attempts(
     """
     complete, folder = False, config.run.folder
     while not complete:
-        attempt = Attempt(config, [*arguments, *(["--resume"] if is_started(folder) else [])])
+        again = is_started(folder)
+        attempt = Attempt(config, [*arguments, *(["--resume"] if again else [])])
         try:
             yield from disturb(attempt, draw, toll, moments)
             complete, orphaned, stuck = attempt.end()
@@ -135,7 +136,8 @@ def attempts(
             attempt.kill_all()
         toll.stuck += stuck
         toll.orphaned = max(toll.orphaned, 0.0 if complete else orphaned)
-        toll.undisturbed = toll.undisturbed or attempt.clock.now()
+        if complete and not (again or attempt.deaths):
+            toll.undisturbed = attempt.clock.now()
     toll.reassigned += reassigned(folder)
 
 
