@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async medical sums test test-all chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async medical sums test test-all test-agents chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -64,6 +64,19 @@ test: lint ## lint, then all tests; needs no network
 test-all: lint ## test, with the longer matrix of layouts and families
 	$(PYTEST) -m "long or not long"
 
+# Environments for agents of other packages, whose dependencies contradict each other and tools/lock-cpu.txt.
+AGENTS := .venv-agents .venv-verifiers .venv-openenv
+.venv-agents: PACKAGES := openai-agents==0.24.0 mcp==2.3.0
+.venv-verifiers: PACKAGES := verifiers==0.4.0
+.venv-openenv: PACKAGES := openenv-core==0.3.0
+
+$(AGENTS):
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
+
+test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages; installs them at first, from an index
+	$(PYTEST) tests/adapters/test_packages.py
+
 chaos: $(STAMP) ## try to lose a checkpoint or a task for 30 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
 
@@ -103,5 +116,5 @@ check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and na
 	$(GPU)/bin/python tools/check_cuda_environment.py --json $(GPU)/checks.json
 
 clean: ## remove everything that make has created, except runs/
-	rm -rf .venv $(AUDIT) $(GPU) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ ROOT = Path(megatron_stppo.__file__).parent
 # its own row. So the five stages do not depend on each other, and share only types.py.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("types", "algorithm", "messages", "atomic_replace"),
-    ("config",),
+    ("config", "adapters"),
     ("config_file", "ops", "parallel"),
     ("data",),
     ("sharding",),
