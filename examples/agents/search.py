@@ -20,7 +20,7 @@ from megatron_stppo.environments.retrieval import BM25Retriever
 from megatron_stppo.environments.search import CORRECTION, STOP_STRINGS, render
 
 DATA = Path(os.environ.get("SEARCH_DATA", "runs/quickstart-agent/data"))
-TOKENIZER: Any = AutoTokenizer.from_pretrained(DATA / "model")
+TOKENIZER: Any = AutoTokenizer.from_pretrained(DATA / "model", trust_remote_code=False)
 INDEX = BM25Retriever(DATA / "index")
 SEARCHES = 3  # after which only an answer counts
 CERTIFICATES = ssl.create_default_context()  # reading them for every episode would take longer than a turn
