@@ -32,6 +32,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         t.hub.admit(0)
         assert (a.given(), b.given()) == ([0, 1], [2, 3])
         b.finish(2)
+        until(lambda: t.hub.queues()["episodes_finished"] == 1)  # b and a have connections of their own
         a.finish(1)
         a.finish(0)
         batch = t.hub.wait(t.hub.batch)
