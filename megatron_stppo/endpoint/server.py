@@ -52,8 +52,8 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         doors = Doors(self._sessions, model, max_context, has_parser, limits.body_seconds)
         self._socket = socket.create_server((HOST, 0))
-        # Connections inherit it. asyncio sets it only for sockets that name their protocol. Without it the body
-        # of a reply waits for the client's acknowledgement of its head, up to 40 ms.
+        # Connections inherit it. asyncio sets it only for sockets that name their protocol. Without it the
+        # body of a reply waits for the acknowledgement of its head, up to 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
