@@ -108,7 +108,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, help="at most so many, evenly spaced; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=PARTS, action="append", help="keep the results of the other parts")
-    parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"))
+    about = "an existing document; the results replace those between its marks"
+    parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"), help=about)
     return parser.parse_args()
 
 

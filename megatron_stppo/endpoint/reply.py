@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 from vllm.entrypoints.generate.base.protocol import (
@@ -127,32 +128,29 @@ def chat_chunks(reply: Reply, form: Form) -> Iterator[BaseModel]:
 
 
 def text_object(reply: Reply, form: Form) -> BaseModel:
-    choice = CompletionResponseChoice(
-        index=0,
-        text=reply.text,
-        logprobs=_text_logprobs(reply) if form.logprobs else None,
-        finish_reason=reply.finish_reason,
-        stop_reason=reply.stop_reason,
-        token_ids=list(reply.token_ids) if form.token_ids else None,
-        prompt_token_ids=list(reply.prompt_ids) if form.token_ids else None,
-    )
+    choice = CompletionResponseChoice(**_text_choice(reply, form))
     return CompletionResponse(model=form.model, choices=[choice], usage=reply.usage)
 
 
 def text_chunks(reply: Reply, form: Form) -> Iterator[BaseModel]:
-    choice = CompletionResponseStreamChoice(
-        index=0,
-        text=reply.text,
-        logprobs=_text_logprobs(reply) if form.logprobs else None,
-        finish_reason=reply.finish_reason,
-        stop_reason=reply.stop_reason,
-        token_ids=list(reply.token_ids) if form.token_ids else None,
-        prompt_token_ids=list(reply.prompt_ids) if form.token_ids else None,
-    )
+    choice = CompletionResponseStreamChoice(**_text_choice(reply, form))
     first = CompletionStreamResponse(model=form.model, choices=[choice])
     yield first
     if form.usage:
         yield first.model_copy(update={"choices": [], "usage": reply.usage})
+
+
+def _text_choice(reply: Reply, form: Form) -> dict[str, Any]:
+    """Return the fields that the choice of an object and that of a chunk have in common."""
+    return {
+        "index": 0,
+        "text": reply.text,
+        "logprobs": _text_logprobs(reply) if form.logprobs else None,
+        "finish_reason": reply.finish_reason,
+        "stop_reason": reply.stop_reason,
+        "token_ids": list(reply.token_ids) if form.token_ids else None,
+        "prompt_token_ids": list(reply.prompt_ids) if form.token_ids else None,
+    }
 
 
 def _chat_logprobs(reply: Reply) -> ChatCompletionLogProbs:
