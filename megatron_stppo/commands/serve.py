@@ -33,7 +33,7 @@ from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
 from megatron_stppo.serving.keys import FOLDER, Connection
 from megatron_stppo.serving.live import Live
-from megatron_stppo.serving.messages import MOST_BYTES, Hello, process_name
+from megatron_stppo.serving.messages import MOST_BYTES, Alive, FromReplica, Hello, process_name
 from megatron_stppo.serving.news import NewsSource, Send
 from megatron_stppo.serving.replayed import Replayed
 from megatron_stppo.serving.replica import FirstRank, Replica
@@ -114,6 +114,12 @@ def first_rank(
     activity, e = Activity(), config.environment
     recording = journal.Journal(started.run, name)
     dialer = Dialer(started.connection, MOST_BYTES, lambda: activity.counters)
+
+    def send(message: FromReplica) -> None:
+        """Send the newest counters, and then the message: an iteration that ends with it has both."""
+        dialer.send(Alive(activity.counters))
+        dialer.send(message)
+
     try:
         with EnvironmentHost(
             make_environment,
@@ -123,7 +129,7 @@ def first_rank(
             answered=dialer.wake,
         ) as host:
             inbox = Inbox(dialer, host, config.serving.timeout, lambda: started.notice.reason, started.parent)
-            source = _source(config, started, inbox, dialer.send, recording)
+            source = _source(config, started, inbox, send, recording)
             dialer.send(_hello(config, name, engine))
             yield FirstRank(source, dialer.send, host, activity)
     finally:

@@ -139,12 +139,15 @@ class Replica:
         return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p)
 
     def _report(self, ended: Sequence[InProgress]) -> None:
-        """Send the trajectories of episodes that have ended."""
+        """Send the counters and the trajectories of episodes that have ended.
+
+        The counters go first: when a trajectory completes a batch, the metrics of the iteration have them.
+        """
         self._activity.played(self._player.tokens, len(ended))
         if self._first and ended:
+            self._first.send(Alive(self._activity.counters))
             for playing in ended:
                 self._first.send(Done(playing.index, playing.episode.trajectory()))
-            self._first.send(Alive(self._activity.counters))  # so that metrics are of this moment
 
 
 def _next(source: NewsSource, player: Player) -> News:
