@@ -96,10 +96,16 @@ def raw_client(to: Connection, curve: bool = True, routing_id: bytes = b"") -> I
 
 
 def taken(side: Any, count: int) -> list[Any]:
-    """Return the next `count` messages."""
+    """Return the next `count` messages. There must be no others yet."""
+    found = first_of(side, count)
+    assert len(found) == count
+    return found
+
+
+def first_of(side: Any, count: int) -> list[Any]:
+    """Return the next messages, at least `count`: signs of life may follow at any time (`quick`)."""
     found: list[Any] = []
     until(lambda: found.extend(side.take(1.0)) or len(found) >= count)
-    assert len(found) == count
     return found
 
 

@@ -31,6 +31,7 @@ from tests.serving.peers import (
     MAX,
     connected,
     dialing,
+    first_of,
     listening,
     quick,
     replica_process,
@@ -80,7 +81,7 @@ def test_take_waits_for_a_message_and_returns_early_when_another_thread_wakes_it
 def test_both_sides_send_signs_of_life_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
     with connected(Counters(steps=3)) as (listener, dialer, peer):
-        assert taken(listener, 2) == [(peer, Alive(Counters(steps=3)))] * 2
+        assert first_of(listener, 2)[:2] == [(peer, Alive(Counters(steps=3)))] * 2
         for _ in range(2):
             until(lambda: dialer.silence > 0.05)
             until(lambda: dialer.silence < 0.05)  # another one has arrived
@@ -92,7 +93,7 @@ def test_a_replica_says_nothing_before_its_first_message(monkeypatch: pytest.Mon
     with listening() as listener, dialing(listener) as dialer:
         assert listener.take(0.3) == []
         dialer.send(Ready(1))
-        assert taken(listener, 1)[0][1] == Ready(1)
+        assert first_of(listener, 1)[0][1] == Ready(1)
 
 
 def test_a_process_that_hangs_is_noticed_by_its_silence_and_one_that_is_killed_at_once(
@@ -100,7 +101,7 @@ def test_a_process_that_hangs_is_noticed_by_its_silence_and_one_that_is_killed_a
 ) -> None:
     quick(monkeypatch)
     with listening() as listener, replica_process(listener.connection) as process:
-        ((peer, _),) = taken(listener, 1)
+        peer, _ = first_of(listener, 1)[0]
         os.kill(process.pid, signal.SIGSTOP)
         until(lambda: 0.5 < listener.silence(peer) < math.inf)
         os.kill(process.pid, signal.SIGKILL)
@@ -145,7 +146,7 @@ def test_closing_never_hangs_with_a_dead_peer_and_unsent_messages(monkeypatch: p
     monkeypatch.setattr(listener_file, "LINGER", 0.3)
     monkeypatch.setattr(dialer_file, "LINGER", 0.3)
     with listening() as listener, replica_process(listener.connection) as process:
-        ((peer, _),) = taken(listener, 1)
+        peer, _ = first_of(listener, 1)[0]
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(100):
             listener.send(peer, Stop("x" * (MAX // 2)))  # more than TCP's buffers
