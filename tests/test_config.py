@@ -51,7 +51,7 @@ def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
-def test_the_papers_form_is_st_ppo_and_five_settings(tmp_path: Path) -> None:
+def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:
     paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
     st_ppo = load(minimal(tmp_path)).algorithm
     assert st_ppo.preset == "st_ppo"
@@ -63,6 +63,7 @@ def test_the_papers_form_is_st_ppo_and_five_settings(tmp_path: Path) -> None:
         "correction_unit": "mean",
         "correction_strength": 1.0,
         "correction_floor": 0.0,
+        "aggregation": "sequence_mean_token_mean",
     }
 
 

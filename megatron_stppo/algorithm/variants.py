@@ -13,7 +13,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"segments": "turn", "correction": "off", "advantage": "gae"},
     "s_ppo": {"segments": "token", "correction": "logit", "advantage": "gae"},
     "st_ppo": {"segments": "turn", "correction": "logit", "advantage": "gae"},
-    # st_ppo as printed in the paper: the gradient of the mean loss divided by its exact ||C||, even if small
+    # st_ppo as printed in the paper: a mean over trajectories of means over their tokens, whose gradient is
+    # divided by its exact ||C||, even if ||C|| is small
     "paper": {
         "segments": "turn",
         "correction": "gradient",
@@ -21,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction_unit": "mean",
         "correction_strength": 1,
         "correction_floor": 0,
+        "aggregation": "sequence_mean_token_mean",
         "advantage": "gae",
     },
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},

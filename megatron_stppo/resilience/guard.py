@@ -48,7 +48,7 @@ class UpdateGuard:
         Collective. All ranks return the same values. Raises DoNotRestart when more steps than
         run.nonfinite_budget were refused.
         """
-        self._count_held(iteration, bool(row.get("actor/held")))
+        self._count_held(iteration, row.get("actor/held", 0.0) == 1.0)
         spikes = [str(spike) for spike in self._spikes.look(row)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
         spiked = any_rank(bool(spikes))

@@ -128,10 +128,12 @@ def actor_step(
 ) -> ActorStep:
     """Make one optimizer step on the chosen trajectories. Collective.
 
-    If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`
-    everything is computed and reported, but weights and optimizer state do not change.
+    If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`, and
+    where no token carries loss, everything is computed and reported, but weights and optimizer state do not
+    change: Adam would take a step on its momentum and the weight decay alone.
     """
     a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
+    hold = hold or tokens == 0
     microbatches = packer.pack(loss.batch, chosen)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)

@@ -23,7 +23,8 @@ def critic_step(
     """Make one optimizer step on the chosen trajectories and return the step's metrics. Collective.
 
     The loss is the mean over their live action tokens on ALL data-parallel ranks. If the loss or the gradient
-    is not finite, the step is skipped on all ranks.
+    is not finite, the step is skipped on all ranks. Without a live token, weights and optimizer state do not
+    change.
     """
     live_T = batch.live_T & chosen_tokens(batch, chosen)
     weight_T = live_T.float() / live_T.sum().clamp(min=1)
@@ -33,7 +34,7 @@ def critic_step(
     mean_loss = float(total(records, 1, packer.mesh))
     norm = critic.reduce()
     rate = critic.learning_rate
-    stepped = critic.step(norm, finite=math.isfinite(mean_loss))
+    stepped = critic.step(norm, finite=math.isfinite(mean_loss), hold=not live_T.any())
     return {
         "critic/loss": mean_loss,
         "critic/gradient_norm": norm,

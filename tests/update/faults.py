@@ -131,6 +131,11 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     spoil("log-prob of the update", None, update_alone)
     spoil("reward, without scores", "reward_T", reward_alone)
     spoil("none", None, lambda given: update(learner, given, 0)[0])
+    spoil(
+        "no live token",
+        None,
+        lambda given: update(learner, replace(given, live_N=given.live_N & False), 0)[0],
+    )
     return found
 
 

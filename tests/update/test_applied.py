@@ -15,13 +15,14 @@ HALVED = {
     "correction_strength": 1,
     "correction_floor": 2.0,
 }
+PRINTED = {"preset": "paper", "aggregation": "token_mean"}  # with the weights of turn_ppo, to compare the two
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"preset": "turn_ppo"},
     "step": {**HALVED, "correction_apply": "step"},
     "gradient": {**HALVED, "correction_apply": "gradient"},
-    "paper": {"preset": "paper"},
-    "relative": {"preset": "paper", "correction_unit": "relative"},
-    "stronger": {"preset": "paper", "correction_unit": "relative", "correction_strength": 10},
+    "paper": PRINTED,
+    "relative": {**PRINTED, "correction_unit": "relative"},
+    "stronger": {**PRINTED, "correction_unit": "relative", "correction_strength": 10},
     "st_ppo": {"preset": "st_ppo"},
     "probed": {"preset": "st_ppo", "correction_probe": True},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},

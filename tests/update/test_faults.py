@@ -19,7 +19,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimizer_untouched(
     model: str,
 ) -> None:
-    """Two data-parallel ranks, and two tensor-parallel ranks of which only one may have a NaN loss."""
+    """Two data-parallel ranks, and two tensor-parallel ranks of which only one may have a NaN loss.
+
+    A minibatch without a live token leaves them untouched too, after a step that has given Adam momentum.
+    """
     skipped = {role: {f"{role}/skipped": 1.0} for role in ("actor", "critic")}
     both = skipped["actor"] | skipped["critic"]
     for found in itertools.chain(*run_ranks(faults.step_on_faults, 2, model, (1, 2))):
@@ -34,6 +37,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_leaves_weights_and_optimize
             "log-prob of the update": (both, True, 6, 5),
             "reward, without scores": (both, True, 7, 6),
             "none": (dict.fromkeys(both, 0.0), False, 7, 6),
+            "no live token": (dict.fromkeys(both, 0.0), True, 7, 6),
         }
 
 
