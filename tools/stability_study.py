@@ -4,9 +4,9 @@
         [--budget-minutes 60] [--plan] [--report]
 
 Every run is a process on one core. All runs of a seed share its build and cold start. A finished run is
-skipped. An interrupted run (by the budget or Ctrl-C) continues from its checkpoint. docs/study.md has the
-protocol. Its tables and figures, and the small files in docs/study/ from which they are made, are updated at
-the end, or by --report alone from existing results.
+skipped. An interrupted run (by the budget or Ctrl-C) continues from its checkpoint.
+docs/study/first-round.md has the protocol of the first round. Its tables and figures, and the small files in
+docs/study/ from which they are made, are updated at the end, or by --report alone from existing results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             done = work(tasks, ledger, root, given.jobs, given.budget_minutes)
         gather(runs, ledger, root, given.docs / "study", given.iterations)
-        report(given.docs / "study", given.docs / "study.md")
+        report(given.docs / "study", given.docs / "study" / "first-round.md")
     except ValueError as error:
         print(f"stability_study: {error}", file=sys.stderr)
         return 2
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--report", action="store_true", help="only write the tables and figures, from existing results"
     )
     parser.add_argument("--root", type=Path, default=ROOT / "runs" / "study", help="folder for the runs")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of study.md and study/")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder that contains study/")
     return parser.parse_args(argv)
 
 

@@ -39,9 +39,13 @@ def test_an_algorithm_with_the_name_of_a_preset_equals_the_preset(name: str) -> 
     assert studied == load(CONFIG, [f"algorithm.preset={name}"]).algorithm
 
 
-def test_the_papers_form_is_the_preset_of_that_name() -> None:
+def test_the_papers_form_of_the_first_round_is_the_preset_of_that_name_but_for_the_weights_of_tokens() -> (
+    None
+):
     a = load(CONFIG, matrix.Run("gentle", "st_ppo_paper", 0).overrides()).algorithm
-    assert a == load(CONFIG, ["algorithm.preset=paper"]).algorithm.model_copy(update={"preset": a.preset})
+    preset = load(CONFIG, ["algorithm.preset=paper"]).algorithm
+    assert (a.aggregation, preset.aggregation) == ("token_mean", "sequence_mean_token_mean")
+    assert a == preset.model_copy(update={"preset": a.preset, "aggregation": a.aggregation})
     assert (a.segments, a.correction, a.correction_apply) == ("turn", "gradient", "gradient")
     assert (a.correction_unit, a.correction_floor) == ("mean", 0)
 
@@ -219,7 +223,9 @@ def finish(
 
 
 def test_finished_runs_reach_the_document_and_replace_only_themselves(tmp_path: Path) -> None:
-    document, folder = tmp_path / "study.md", tmp_path / "study"
+    folder = tmp_path / "study"
+    folder.mkdir()
+    document = folder / "first-round.md"
     document.write_text(f"before\n{BEGIN}of last time\n{END}after\n")
     root = tmp_path / "runs"
     root.mkdir()

@@ -1,4 +1,4 @@
-"""The tables of docs/study.md, from runs.csv and steps.parquet, and the figures beside them."""
+"""The tables of docs/study/first-round.md, from runs.csv and steps.parquet, and the figures beside them."""
 
 from __future__ import annotations
 
