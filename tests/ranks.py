@@ -3,9 +3,7 @@
 Example: `run_ranks(add_up, 2, 5)` calls `add_up(5)` on two ranks whose default process group is ready, and
 returns [rank 0's result, rank 1's result]. `function` must be importable (defined at the top level of a
 module), and arguments and results must be picklable. The first rank that raises ends the others, and its
-traceback is raised here. On a CPU, ranks are forked from a process that has imported tests/preloaded.py. With
-`engine=True` they start without these imports, because vLLM has to be imported before the CPU platform is
-installed.
+traceback is raised here. On a CPU, ranks are forked from a process that has imported tests/preloaded.py.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -32,20 +31,21 @@ class RankError(AssertionError):
     """A rank raised, died or exceeded the timeout. The message has the rank and its traceback."""
 
 
-def run_ranks(
-    function: Callable[..., Any], world: int, *args: Any, timeout: float = 120, engine: bool = False
-) -> list[Any]:
+def context() -> BaseContext:
+    """Return the context in which the processes of tests start."""
+    found = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    found.set_forkserver_preload(["tests.preloaded"])
+    return found
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Run function(*args) on ranks 0..world-1 and return the results in rank order. Raises RankError."""
-    context, port = (
-        mp.get_context("spawn" if engine or torch.cuda.is_available() else "forkserver"),
-        free_port(),
-    )
-    context.set_forkserver_preload(["tests.preloaded"])
+    start, port = context(), free_port()
     environment = dict(os.environ)
     pipes, processes = [], []
     for rank in range(world):
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(
+        receive, send = start.Pipe(duplex=False)
+        process = start.Process(
             target=_rank, args=(rank, world, port, timeout, environment, send, function, args)
         )
         process.start()

@@ -5,6 +5,7 @@ Needs nvcc, no GPU. Registers per kernel: `pytest tests/csrc/test_cuda_build.py 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -112,14 +113,25 @@ def test_objects_for_all_architectures_link_without_a_driver(built, tmp_path):
     )
 
 
+@pytest.fixture(scope="module")
+def ptx(built, tmp_path_factory):
+    """A function from an op to the PTX of its kernels."""
+
+    @functools.cache
+    def ptx(op: str) -> str:
+        source, out = CSRC / f"{op}.cu", tmp_path_factory.mktemp("ptx") / f"{op}.ptx"
+        line = [nvcc(), *FLAGS[:2], *FLAGS[4:], "-ptx", "-arch=compute_90a", str(source), "-o", str(out)]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return out.read_text()
+
+    return ptx
+
+
 @pytest.mark.parametrize(("op", "kernel"), WIDE)
-def test_long_rows_and_columns_move_16_bytes_at_a_time(op, kernel, built, tmp_path):
+def test_long_rows_and_columns_move_16_bytes_at_a_time(op, kernel, ptx):
     """Checked in PTX: the assembler turns four-word accesses into LDG.E.128 and STG.E.128."""
-    source, out = CSRC / f"{op}.cu", tmp_path / f"{op}.ptx"
-    line = [nvcc(), *FLAGS[:2], *FLAGS[4:], "-ptx", "-arch=compute_90a", str(source), "-o", str(out)]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    mine = [x for x in re.split(r"\.entry ", out.read_text()) if re.match(rf"\w+{kernel}", x)]
+    mine = [x for x in re.split(r"\.entry ", ptx(op)) if re.match(rf"\w+{kernel}", x)]
     assert len(mine) == 1, f"{kernel} is not in the PTX"
     for access in WIDE[op, kernel]:
         assert re.search(rf"{access}\.global\S*\.v4\.[ubf]32", mine[0]), f"{kernel} has no 16-byte {access}"

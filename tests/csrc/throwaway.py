@@ -26,11 +26,16 @@ def for_instruction_set(march: str, folder: Path) -> ModuleType:
     """Compile the CPU ops for one instruction set instead of clones for several."""
     flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
     sources = {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
-    return _build(f"for_{march.replace('-', '_')}", sources, [], folder)
+    name = f"for_{march.replace('-', '_')}"
+    _build(name, sources, [], folder)
+    return load(name, folder)
 
 
-def with_emulated_cuda(folder: Path) -> ModuleType:
-    """Every .cu on the CPU, in place of the GPU: pass on_gpu=True with tensors in the CPU's memory."""
+def build_emulated_cuda(folder: Path) -> None:
+    """Every .cu on the CPU, in place of the GPU: pass on_gpu=True with tensors in the CPU's memory.
+
+    Use load("emulated", folder).
+    """
     flags = ["-O2", f"-I{EMULATOR}", "-include", str(EMULATOR / "cuda_on_cpu.h"), "-Wno-unknown-pragmas"]
     sources: dict[Path, Sequence[str]] = {EMULATOR / "cuda_on_cpu.cpp": flags}
     for path in sorted(CSRC.glob("*.cu")):
@@ -40,12 +45,10 @@ def with_emulated_cuda(folder: Path) -> ModuleType:
         plain.write_text(text)
         sources[plain] = flags
     sources |= {path: ["-O1", "-fopenmp", "-DSTPPO_CLONES="] for path in sorted(CSRC.glob("*_cpu.cpp"))}
-    return _build("emulated", sources, ['-DSTPPO_CUDA="emulated"'], folder)
+    _build("emulated", sources, ['-DSTPPO_CUDA="emulated"'], folder)
 
 
-def _build(
-    name: str, sources: dict[Path, Sequence[str]], binding_flags: Sequence[str], folder: Path
-) -> ModuleType:
+def _build(name: str, sources: dict[Path, Sequence[str]], binding_flags: Sequence[str], folder: Path) -> None:
     """Run two compilers at a time. The namespace is renamed, so that one process can load several builds."""
     includes = [f"-I{CSRC}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     every = ["g++", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w", f"-Dstppo={name}", *includes]
@@ -58,14 +61,22 @@ def _build(
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compiled, jobs))
-    library = folder / name / f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library = _library(name, folder)
     library.parent.mkdir()
     _run(["g++", "-shared", "-fopenmp", *objects, "-o", str(library)])
-    spec = importlib.util.spec_from_file_location(f"{name}._csrc", library)
+
+
+def load(name: str, folder: Path) -> ModuleType:
+    """Import the build `name` of this folder."""
+    spec = importlib.util.spec_from_file_location(f"{name}._csrc", _library(name, folder))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _library(name: str, folder: Path) -> Path:
+    return folder / name / f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _run(line: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +18,10 @@ import psutil
 import yaml
 
 from megatron_stppo.environments.retrieval import BM25Retriever
+from tests.forking import stand_in
 from tests.loop.listeners import Listener, Watchdog
 from tests.rollout.tiny import build_model
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 # Every run has these variables; no run may write their values anywhere.
 SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
 ROOT = Path(__file__).parents[2]  # where environment.kind finds modules of the tests
@@ -88,32 +87,39 @@ class Done:
     listeners: frozenset[Listener]
 
 
-def run(command: str, config: Path, *arguments: str) -> Done:
-    return run_command((command, str(config), *arguments))
+def torchrun(ranks: int = 2, python: str = "") -> list[str]:
+    """Return the words that start the program on `ranks` ranks. python: by default, that of tests/forking."""
+    launcher = [python or stand_in.python(), "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", "-m", "megatron_stppo"]
+
+
+def run(command: str, config: Path, *arguments: str, python: str = "") -> Done:
+    return run_command((command, str(config), *arguments), python=python)
 
 
 def train_until(path: Path, config: Path, *arguments: str) -> None:
     """Train, and kill all ranks at once and without warning as soon as `path` exists."""
-    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "megatron_stppo", "train", str(config), *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT, start_new_session=True
-    ) as process:
+    command, nothing = [*torchrun(), "train", str(config), *arguments], subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nothing, stderr=nothing, env=ENVIRONMENT) as process:
         deadline = time.monotonic() + 240
         while not path.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        # torchrun gives each rank a session of its own: killing its group would leave them alive
-        ranks = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        for pid in (process.pid, *ranks):
-            os.kill(pid, signal.SIGKILL)
+        started = [*psutil.Process(process.pid).children(recursive=True), *stand_in.processes()]
+        for one in (process, *started):
+            one.kill()
+        psutil.wait_procs(started)
     assert path.exists()
 
 
-def run_command(arguments: tuple[str, ...], ranks: int = 2) -> Done:
+def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") -> Done:
     """Run a command under torchrun, as a user starts it."""
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_stppo", *arguments]
     with (
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [*torchrun(ranks, python), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
         ) as process,
         Watchdog(process.pid) as watchdog,
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.telemetry import rows
+from tests.forking import stand_in
 from tests.loop.small_run import ENVIRONMENT
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "old_run"
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_stppo", *arguments],
+        [stand_in.python(), "-m", "megatron_stppo", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

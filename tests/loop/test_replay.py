@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatron_stppo.data.tasks import TaskCursor, read
+from tests.forking import stand_in
 from tests.loop import small_run
 from tests.loop.test_resume import rows
 
@@ -60,11 +61,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def command(root: Path, ranks: int, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command with the environment above and `path` on PYTHONPATH, under torchrun for ranks > 1."""
-    program = [*small_run.TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else [sys.executable]
+    """Run a command with the environment above, under torchrun for ranks > 1.
+
+    It is forked from a process that has imported vLLM, unless it has a `path` for PYTHONPATH.
+    """
+    python = sys.executable if path else stand_in.python()
+    program = small_run.torchrun(ranks, python) if ranks > 1 else [python, "-m", "megatron_stppo"]
     found = os.pathsep.join(filter(None, (path, str(root), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [*program, "-m", "megatron_stppo", *arguments],
+        [*program, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -123,10 +128,10 @@ def no_engine(config: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def replayed(config: Path, recorded: tuple[Path, str], no_engine: str) -> Path:
+def replayed(config: Path, recorded: tuple[Path, str]) -> Path:
     """Run iterations 1 to 3 from the recorded rollouts, with a dump of every batch."""
     given = ("run.name=replayed", "run.iterations=3", "run.dump=all")
-    done = command(config.parent, 2, "replay", str(recorded[0]), *given, path=no_engine)
+    done = command(config.parent, 2, "replay", str(recorded[0]), *given)
     assert done.returncode == 0, done.stderr[-3000:]
     return config.parent / "runs" / "replayed"
 
@@ -181,9 +186,7 @@ def test_a_spike_rolls_back_once_per_checkpoint_and_the_run_continues_with_the_n
     assert found[6]["mismatch/mean_abs"] < 1e-5, "the engine serves the restored weights"
 
 
-def test_replayed_rollouts_give_the_same_numbers_without_an_engine(
-    recorded: tuple[Path, str], replayed: Path
-) -> None:
+def test_replayed_rollouts_give_the_same_numbers(recorded: tuple[Path, str], replayed: Path) -> None:
     assert rows(replayed) == rows(recorded[0])[:3]
 
 
@@ -193,7 +196,7 @@ def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
     assert tensors(replayed / "checkpoints/step_3") == tensors(recorded[0] / "checkpoints/step_3")
 
 
-def test_replayed_batches_give_the_same_steps_on_other_ranks_and_use_the_budget_again(
+def test_batches_replayed_without_an_engine_give_the_same_steps_on_other_ranks_and_use_the_budget_again(
     config: Path, replayed: Path, no_engine: str
 ) -> None:
     given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", "--records", "batches")
@@ -211,7 +214,7 @@ def test_replayed_batches_give_the_same_steps_on_other_ranks_and_use_the_budget_
 def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(
     config: Path, recorded: tuple[Path, str], no_engine: str
 ) -> None:
-    """Replay four iterations of the run with all rewards replaced by 1."""
+    """Replay four iterations of the run with all rewards replaced by 1, without an engine."""
     constant = config.parent / "constant"
     (constant / "trajectories").mkdir(parents=True)
     for name in (f"iteration-{n:05d}.jsonl" for n in range(1, 5)):

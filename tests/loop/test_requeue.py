@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.checkpoint.step_folder import compare, inspect
+from tests.forking import stand_in
 from tests.loop import small_run
 from tests.loop.test_resume import rows
 from tests.slurm import cluster
@@ -26,6 +27,7 @@ def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) ->
     paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
     paths["MASTER_PORT"] = str(small_run.free_port())  # the job's default port is the same in all tests
     paths["PYTHONPATH"] = str(small_run.ROOT)  # the small run's environment is a module of the tests
+    paths["PYTHON"] = stand_in.python()
     options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
     return cluster.submit(root / f"slurm-{name}", script, *options, **paths, **variables)
 

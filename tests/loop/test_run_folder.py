@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config_file import load
+from tests.forking import stand_in
 from tests.loop import small_run
 
 
@@ -29,9 +30,9 @@ def train(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, env=small_run.ENVIRONMENT, timeout=240)
 
 
-def command(config: Path, *arguments: str) -> list[str]:
+def command(config: Path, *arguments: str, python: str = "") -> list[str]:
     one_rank = ("parallel.tensor=1", *arguments)
-    return [sys.executable, "-m", "megatron_stppo", "train", str(config), *one_rank]
+    return [python or stand_in.python(), "-m", "megatron_stppo", "train", str(config), *one_rank]
 
 
 def files(folder: Path) -> dict[Path, bytes]:
@@ -60,8 +61,9 @@ def test_a_name_is_not_reused_and_a_mistyped_name_is_not_resumed(config: Path) -
 
 
 def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> None:
+    """A forked process would not have the process id of its stand-in."""
     lock = config.parent / "runs" / "shared" / "lock"
-    with started(config, "run.name=shared") as first:
+    with started(config, "run.name=shared", python=sys.executable) as first:
         wait_for_holder(lock, first)
         second = train(config, "run.name=shared")
         assert (second.returncode, second.stderr) == (
@@ -70,7 +72,7 @@ def test_two_trainings_of_one_name_do_not_run_at_the_same_time(config: Path) -> 
             f"{socket.gethostname()}; wait until it ends, or give another run.name\n",
         )
     assert first.returncode == -signal.SIGKILL
-    with started(config, "run.name=shared") as third:
+    with started(config, "run.name=shared", python=sys.executable) as third:
         wait_for_holder(lock, third)
 
 
@@ -114,10 +116,10 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
 
 
 @contextmanager
-def started(config: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(config: Path, *arguments: str, python: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """Start a training, and kill it at the end of the block."""
     # A shell starts background jobs with SIGINT ignored, and a run keeps this; tests may run in such a job.
-    line = ["env", "--default-signal=INT", *command(config, *arguments)]
+    line = ["env", "--default-signal=INT", *command(config, *arguments, python=python)]
     with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=small_run.ENVIRONMENT) as process:
         try:
             yield process

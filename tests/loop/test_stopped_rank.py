@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,15 +30,7 @@ def signalled(config: Path, name: str, what: signal.Signals, world: int = 2) -> 
     """Return ({rank: seconds from the signal to rank 1 until the rank ended}, output of the run)."""
     rows, printed = config.parent / "runs" / name / "metrics.jsonl", config.parent / f"{name}.txt"
     given = (f"run.name={name}", "run.iterations=100000", "run.checkpoint_every=100000", *LIMITS)
-    command = [
-        *small_run.TORCHRUN,
-        f"--nproc-per-node={world}",
-        "-m",
-        "megatron_stppo",
-        "train",
-        str(config),
-        *given,
-    ]
+    command = [*small_run.torchrun(world, sys.executable), "train", str(config), *given]
     with (
         printed.open("w") as file,
         subprocess.Popen(command, stdout=file, stderr=file, env=small_run.ENVIRONMENT) as launcher,

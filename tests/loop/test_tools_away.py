@@ -85,8 +85,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
         url = f"environment.retrieval.url=http://127.0.0.1:{retriever.server_address[1]}/retrieve"
         given = ("environment.kind=tests.loop.searching:factory", "environment.retrieval.kind=http", url)
         limits = (f"environment.tool_wait={WAIT}", "environment.retrieval.retries=0", "parallel.tensor=1")
-        command = [*small_run.TORCHRUN, "--nproc-per-node=2", "-m", "megatron_stppo", "train", str(config)]
-        command += ["run.name=away", "run.checkpoint_every=1000", *given, *limits, *arguments]
+        command = [*small_run.torchrun(), "train", str(config), "run.name=away", "run.checkpoint_every=1000"]
+        command += [*given, *limits, *arguments]
         with log.open("w") as stderr:
             process = subprocess.Popen(command, env=small_run.ENVIRONMENT, stderr=stderr)
             try:

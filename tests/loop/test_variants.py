@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.documented import undocumented, unreported
+from tests.forking import stand_in
 from tests.loop import canaries, small_run
 from tests.ranks import run_ranks
 
@@ -52,6 +53,8 @@ CASES = {
     ),
 }
 
+STARTED = "tensor_to_replicas_s_ppo"  # by torchrun and Python themselves; the others are forked
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,8 +73,10 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
 ) -> None:
     overrides = [override.format(root=config.parent) for override in CASES[name]]
     overrides.append(f"telemetry.prometheus_port={small_run.free_port()}")
+    python = sys.executable if name == STARTED else ""
     with small_run.retriever(config.parent) as asked:
-        done = small_run.run("train", config, f"run.name={name}", "run.iterations=1", *overrides, *asked)
+        given = (f"run.name={name}", "run.iterations=1", *overrides, *asked)
+        done = small_run.run("train", config, *given, python=python)
     finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
     folder = config.parent / "runs" / name
@@ -165,7 +170,7 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
     run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
     overrides = (f"run.name={run.name}", *CASES[run.name])
     sets = [part for override in overrides[:1] for part in ("--set", override)]
-    convert = [sys.executable, "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
+    convert = [stand_in.python(), "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
     done = subprocess.run(
         [*convert, *overrides[1:], *sets],
         capture_output=True,
@@ -194,11 +199,10 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
 
 def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_run.Done]) -> None:
     """An exception are torchrun's stores, which always listen on every interface (SECURITY.md)."""
-    assert finished
-    for done in finished.values():
-        ranks = {listener.address for listener in done.listeners if listener.owner == "rank"}
-        assert ranks and ranks <= {"127.0.0.1", "::1"}, "gloo and the Prometheus endpoint listen at least"
-        assert sum(listener.owner == "agent" for listener in done.listeners) <= 2, "for agents, for ranks"
+    done = finished[STARTED]
+    ranks = {listener.address for listener in done.listeners if listener.owner == "rank"}
+    assert ranks and ranks <= {"127.0.0.1", "::1"}, "gloo and the Prometheus endpoint listen at least"
+    assert sum(listener.owner == "agent" for listener in done.listeners) <= 2, "for agents, for ranks"
 
 
 def test_no_secret_is_in_the_files_or_the_output_of_a_run(

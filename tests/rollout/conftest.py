@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from tests.once import once
 from tests.ranks import run_ranks
 from tests.rollout import alone, test_async_steps
 from tests.rollout.tiny import build_model
@@ -30,10 +32,21 @@ def reference(tiny_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def seen_alone(tiny_folder: Path) -> dict[str, Any]:
-    return run_ranks(alone.observe, 1, tiny_folder, engine=True)[0]
+def seen_alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return seen(tmp_path_factory, "seen_alone", alone.observe, tiny_folder)
 
 
 @pytest.fixture(scope="session")
-def seen_asynchronous(tiny_folder: Path) -> dict[str, Any]:
-    return run_ranks(test_async_steps.observe, 1, tiny_folder, timeout=240, engine=True)[0]  # type: ignore[no-any-return]
+def seen_asynchronous(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return seen(tmp_path_factory, "seen_asynchronous", test_async_steps.observe, tiny_folder)
+
+
+def seen(factory: pytest.TempPathFactory, name: str, observe: Any, model: Path) -> dict[str, Any]:
+    """Return observe(model), called on a rank for all files of tests together."""
+
+    def write(folder: Path) -> None:
+        (folder / "seen").write_bytes(pickle.dumps(run_ranks(observe, 1, model, timeout=240)[0]))
+
+    found = pickle.loads((once(factory, name, write) / "seen").read_bytes())
+    assert isinstance(found, dict)
+    return found

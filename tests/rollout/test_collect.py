@@ -169,7 +169,7 @@ def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_t
 
 
 def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
-    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240, engine=True)
+    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
     assert first == second
     awaited, again, overlapped = first
     assert awaited == again
@@ -180,7 +180,7 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, ref
 def test_dividing_tasks_among_replicas_changes_nothing_and_a_failure_ends_all_replicas(
     tiny_folder: Path, seen: dict[str, Any]
 ) -> None:
-    ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240, engine=True)
+    ranks = run_ranks(observe_replicas, 2, tiny_folder, timeout=240)
     (first, misuse, broken), (second, misuse_too, broken_too) = ranks
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]

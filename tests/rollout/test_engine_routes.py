@@ -50,7 +50,7 @@ def see(root: Path) -> Any:
     @functools.cache
     def see(name: str) -> list[dict[str, Any]]:
         family, ranks, *given = (CASES | MORE)[name]
-        return run_ranks(replaying.observe, ranks, root / family, *given, timeout=240, engine=True)
+        return run_ranks(replaying.observe, ranks, root / family, *given, timeout=240)
 
     return see
 

@@ -39,7 +39,7 @@ def test_engine_serves_the_checkpoint_that_the_trainer_loaded(tmp_path: Path, fa
     world, parallel, engine_tensor = (CASES | MORE)[family]
     write_model(tmp_path, family, **SIZES)
     build_tokenizer().save_pretrained(tmp_path)
-    seen = run_ranks(families.observe, world, tmp_path, parallel, engine_tensor, engine=True)
+    seen = run_ranks(families.observe, world, tmp_path, parallel, engine_tensor)
     assert all(other == seen[0] for other in seen)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     for number, prompt in enumerate(families.PROMPTS):

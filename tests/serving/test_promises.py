@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.documented import undocumented
+from tests.forking import stand_in
 from tests.loop import small_run
 from tests.loop.test_resume import NOT_EQUAL
 
@@ -39,17 +40,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A function that trains, and returns the run's folder."""
     config = small_run.write(tmp_path_factory.mktemp("served"))
 
-    def train(name: str, *overrides: str, **variables: str) -> Path:
-        start(["train", str(config), f"run.name={name}", *COMMON, *overrides], **variables)
+    def train(name: str, *overrides: str, python: str = "", **variables: str) -> Path:
+        start(["train", str(config), f"run.name={name}", *COMMON, *overrides], python=python, **variables)
         return config.parent / "runs" / name
 
     return train
 
 
-def start(arguments: list[str], status: int = 0, **variables: str) -> str:
-    """Run a command in one process, and return what it printed."""
+def start(arguments: list[str], status: int = 0, python: str = "", **variables: str) -> str:
+    """Run a command in one process, and return what it printed. It is forked, unless `python` starts it."""
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_stppo", *arguments],
+        [python or stand_in.python(), "-m", "megatron_stppo", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -92,7 +93,7 @@ def asynchronous(run: Run) -> Path:
 
 def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
     colocated = run("colocated", "run.iterations=4")
-    served = run("bound0", "run.iterations=4", *SERVED, "serving.max_staleness=0")
+    served = run("bound0", "run.iterations=4", *SERVED, "serving.max_staleness=0", python=sys.executable)
     assert rows(served) == rows(colocated)
     assert not any(row.get("actor/held") for row in rows(served)), "the actor must be updated"
     assert all(trajectories(served, n) == trajectories(colocated, n) for n in range(1, 5))

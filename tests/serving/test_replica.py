@@ -214,7 +214,7 @@ def seen(model: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the trainer and the replicas saw."""
     with ThreadPoolExecutor(2) as both:
         trainer = both.submit(run_ranks, train, 1, model, run)
-        replicas = both.submit(run_ranks, serve, 1, model, run, engine=True)
+        replicas = both.submit(run_ranks, serve, 1, model, run)
         return trainer.result()[0], replicas.result()[0]
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.serving import keys
 from megatron_stppo.serving.local import LocalReplicas, Serving
 from megatron_stppo.serving.messages import Leaving
+from tests.forking import stand_in
 from tests.ranks import run_ranks
 from tests.rollout.tiny import build_model
 from tests.serving.scripted import Scripted
 from tests.serving.test_replica import SEED, TASKS, config, versions
 
 
-def train_pair(model: Path, run: Path) -> dict[str, Any]:
+def train_pair(model: Path, run: Path, python: str) -> dict[str, Any]:
+    sys.executable = python
     trainer = Scripted(run, model)
     given = config(model, run, rollout={"engine_tensor": 2, "kv_cache_gib": 0.05})
     (run / keys.FOLDER / keys.CONFIG).write_text(given.dump())
@@ -38,7 +41,7 @@ def train_pair(model: Path, run: Path) -> dict[str, Any]:
 def test_two_ranks_play_as_one_replica_and_leave_together_after_a_signal(tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "pair"
     build_model(model)
-    (seen,) = run_ranks(train_pair, 1, model, run)
+    (seen,) = run_ranks(train_pair, 1, model, run, stand_in.python())
     assert (seen["hello"].tensor, seen["hello"].name) == (2, "replica-0")
     assert {v for t in seen["played"].values() for turn in versions(t) for v in turn} == {3, 4}
     assert (seen["leaving"], seen["codes"]) == (Leaving("SIGTERM"), [0, 0])

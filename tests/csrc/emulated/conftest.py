@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from megatron_stppo.ops import extension
-from tests.csrc.throwaway import with_emulated_cuda
+from tests.csrc.throwaway import build_emulated_cuda, load
+from tests.once import once
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
     if platform.machine() != "x86_64":
         pytest.skip("the emulator switches between threads in x86-64 assembly")
-    return with_emulated_cuda(tmp_path_factory.mktemp("emulated"))
+    return load("emulated", once(tmp_path_factory, "emulated", build_emulated_cuda))
 
 
 @pytest.fixture(scope="module", params=["rising", "falling", "shuffled"], autouse=True)
