@@ -2,13 +2,19 @@
 platform and megatron, in this order, and what the commands import."""
 
 import gc
+import multiprocessing.process
 import os
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy
+import torch
 
 from megatron_stppo.launch import process
 
-_given = dict(os.environ)
+GIVEN = dict(os.environ)
+_MAIN = multiprocessing.current_process()
 process.prepare()
-VARIABLES = {name: value for name, value in os.environ.items() if _given.get(name) != value}
 
 
 def _is_prepared(engine: bool = True, device: str = "cpu") -> None:
@@ -25,6 +31,25 @@ import megatron_stppo.commands.serve  # noqa: E402
 import megatron_stppo.loop  # noqa: E402
 import megatron_stppo.report.page  # noqa: E402
 import megatron_stppo.serving.start  # noqa: E402
-import megatron_stppo.worker  # noqa: E402, F401
+import megatron_stppo.worker  # noqa: E402
+
+VARIABLES = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
+
+
+def start(stand_in: int) -> None:
+    """Make this forked process the main process of a program. stand_in: the process that it runs for."""
+    started: Any = multiprocessing.process
+    started._current_process, started._parent_process, started._children = _MAIN, None, set()
+    _MAIN.name = "MainProcess"  # multiprocessing has given it the name of its fork
+    tracker: Any = resource_tracker._resource_tracker  # of pytest's shared memory
+    os.close(tracker._fd)
+    tracker._fd = tracker._pid = None  # the program starts its own when it needs one
+    numpy.random.seed()
+    torch.default_generator.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    name = megatron_stppo.commands.serve.process_name
+    # A trainer expects the process that it has started: that is the stand-in.
+    megatron_stppo.commands.serve.process_name = lambda pid: name(stand_in if pid == os.getpid() else pid)
+
 
 gc.freeze()  # a collection in a forked process does not look at, and so copy, what is imported here

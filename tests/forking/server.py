@@ -19,6 +19,21 @@ from typing import NoReturn
 
 from tests.forking.client import FORWARDED
 
+# Python and libraries read these at their start. With another value, Python itself starts the program.
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_", "TRANSFORMERS_")
+READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")  # _become does what they ask for
+# pyarrow's allocator has handlers that stop and start its thread around a fork.
+THREADS = {"jemalloc_bg_thd"}
+
+
+@dataclass(frozen=True)
+class Python:
+    """What a process needs to know of the Python that it stands for."""
+
+    program: str
+    stand_in: str
+    path: list[str]  # sys.path of `python -m`, without the working directory and PYTHONPATH
+
 
 def listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,8 +64,14 @@ class Request:
         return cls(int(client), int(umask), folder, arguments, named, files)
 
 
-def serve(listener: socket.socket, alive: Connection, python: str, stand_in: str) -> None:
+def serve(listener: socket.socket, alive: Connection, python: Python) -> None:
     """Fork the processes of all clients, until the other end of `alive` is closed."""
+    threads = [
+        Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")
+    ]
+    others = sorted(threads)
+    others.remove(Path("/proc/self/comm").read_text().strip())
+    assert set(others) <= THREADS, f"forked processes would lack the threads {others}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the clients
     signal.signal(signal.SIGCHLD, _reap)
     with selectors.DefaultSelector() as selector:
@@ -62,7 +83,7 @@ def serve(listener: socket.socket, alive: Connection, python: str, stand_in: str
                 if os.fork() == 0:
                     selector.close()
                     listener.close()
-                    _keep(connection, python, stand_in)
+                    _keep(connection, python)
 
 
 def _reap(*_: object) -> None:
@@ -71,7 +92,7 @@ def _reap(*_: object) -> None:
             pass
 
 
-def _keep(connection: socket.socket, python: str, stand_in: str) -> NoReturn:
+def _keep(connection: socket.socket, python: Python) -> NoReturn:
     """Fork the process, and send the client its process id and, when it has ended, its exit status.
 
     If the client ends first, the process is killed.
@@ -82,7 +103,7 @@ def _keep(connection: socket.socket, python: str, stand_in: str) -> NoReturn:
         child = os.fork()
         if child == 0:
             connection.close()
-            _become(request, python, stand_in)
+            _become(request, python)
         for file in request.files:
             os.close(file)
         connection.sendall(f"{child}\n".encode())
@@ -100,43 +121,65 @@ def _keep(connection: socket.socket, python: str, stand_in: str) -> NoReturn:
         os._exit(0)
 
 
-def _become(request: Request, python: str, stand_in: str) -> NoReturn:
+def _become(request: Request, python: Python) -> NoReturn:
     """Run the module in this process, as Python would."""
     code = 1
     try:
+        preloaded = sys.modules["tests.preloaded"]
         os.setsid()
         os.umask(request.umask)
         os.chdir(request.folder)
-        os.environ.clear()
-        os.environ.update(sys.modules["tests.preloaded"].VARIABLES | request.variables)
         for number, file in enumerate(request.files):
             os.dup2(file, number)
             os.close(file)
-        sys.stdin = open(0, closefd=False)  # multiprocessing has closed it
         for number in FORWARDED:
             signal.signal(number, signal.SIG_DFL)
+        if request.arguments[0] == "-u":
+            request.arguments.pop(0)
+            request.variables["PYTHONUNBUFFERED"] = "1"
+        if request.arguments[0] != "-m" or not _fits(request.variables, preloaded.GIVEN, preloaded.VARIABLES):
+            unbuffered = ["-u"] * ("PYTHONUNBUFFERED" in request.variables)
+            os.execve(python.program, [python.program, *unbuffered, *request.arguments], request.variables)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(preloaded.VARIABLES | request.variables)
+        sys.stdin = open(0, closefd=False)  # multiprocessing has closed it
+        if "PYTHONUNBUFFERED" in request.variables:
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         os.getppid = lambda: _parent(request.client)
-        words = [word for word in request.arguments if word != "-u"]
-        if words[0] != "-m":
-            os.execv(python, [python, *request.arguments])
-        sys.executable, sys.argv = stand_in, words[1:]
+        preloaded.start(request.client)
+        sys.executable, sys.argv = python.stand_in, request.arguments[1:]
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:0] = [request.folder, *filter(None, paths)]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.path[:] = [request.folder, *filter(None, paths), *python.path]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # a program finds them only if its path has them
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        if isinstance(end.code, str):
+        if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code & 255)  # the end of Python takes seconds: it takes all modules apart
+
+
+def _fits(variables: dict[str, str], given: dict[str, str], prepared: dict[str, str]) -> bool:
+    """Return whether libraries would be imported under these variables as they were imported here.
+
+    given, prepared: the variables of this process before and after the imports.
+    """
+    read = {name for name in {*variables, *given} if name.startswith(READ_AT_START)} - {*READ_LATER}
+    return all(variables.get(name) in (given.get(name), prepared.get(name)) for name in read)
 
 
 def _parent(process: int) -> int:

@@ -4,7 +4,9 @@ Importing torch, vLLM and megatron takes 10 s of one core, more than the runs of
 imported them (tests/preloaded.py), and forks a process whenever its client, a small program, asks for one.
 The client passes on arguments, variables, working directory, umask and the standard files. It forwards
 signals to the process, ends as the process ends, and takes it along when it is killed. The process has the
-parent of the client, but a process id of its own. All processes hash strings with one seed.
+parent of the client, but a process id of its own. All processes hash strings with one seed, and a process
+ends without taking its modules apart. Python itself starts what is not a module, and a module for which a
+variable has another value that is read at import (server.READ_AT_START).
 
 Example: subprocess.run([stand_in.python(), "-m", "megatron_stppo", "train", "config.yaml"]). In the process,
 sys.executable is the stand-in too, so that the processes that it starts are forked as well.
@@ -14,6 +16,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -39,7 +44,8 @@ def python() -> str:
     path.chmod(0o700)
     listener = server.listen(path.with_name("socket"))
     receive, send = context().Pipe(duplex=False)
-    process = context().Process(target=server.serve, args=(listener, receive, sys.executable, str(path)))
+    python = server.Python(sys.executable, str(path), _plain_path())
+    process = context().Process(target=server.serve, args=(listener, receive, python))
     process.start()
     listener.close()
     receive.close()
@@ -52,6 +58,15 @@ def python() -> str:
 
     atexit.register(end)
     return str(path)
+
+
+def _plain_path() -> list[str]:
+    """Return sys.path of a Python that was started elsewhere and without PYTHONPATH."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    line = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
+    done = subprocess.run(line, capture_output=True, check=True, env=plain)
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
 def processes() -> list[psutil.Process]:

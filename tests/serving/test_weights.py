@@ -142,8 +142,7 @@ def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_pa
         {
             "trainer": (linked_engine.train, 2, (tmp_path,)),
             "replica": (linked_engine.serve, 1, (tmp_path,)),
-        },
-        engines=("replica",),
+        }
     )
     (seen,) = ended["replica"].result()
     assert seen["differ 3"] == seen["differ 4"] == []

@@ -15,14 +15,11 @@ Programs = dict[str, tuple[Callable[..., Any], int, tuple[Any, ...]]]  # {name: 
 PATIENCE = 60.0  # seconds until a note of the other program must be there
 
 
-def run_programs(programs: Programs, engines: tuple[str, ...] = ()) -> dict[str, Future[list[Any]]]:
-    """Run the programs at the same time, and return the results of their ranks when all have ended.
-
-    engines: the programs that import vLLM; see run_ranks.
-    """
+def run_programs(programs: Programs) -> dict[str, Future[list[Any]]]:
+    """Run the programs at the same time, and return the results of their ranks when all have ended."""
     with ThreadPoolExecutor(len(programs)) as threads:
         return {
-            name: threads.submit(run_ranks, function, world, *given, timeout=120, engine=name in engines)
+            name: threads.submit(run_ranks, function, world, *given, timeout=120)
             for name, (function, world, given) in programs.items()
         }
 
