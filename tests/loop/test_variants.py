@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.documented import undocumented, unreported
-from tests.forking import stand_in
 from tests.loop import canaries, small_run
 from tests.ranks import run_ranks
 
@@ -170,7 +169,7 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
     run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
     overrides = (f"run.name={run.name}", *CASES[run.name])
     sets = [part for override in overrides[:1] for part in ("--set", override)]
-    convert = [stand_in.python(), "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
+    convert = [sys.executable, "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
     done = subprocess.run(
         [*convert, *overrides[1:], *sets],
         capture_output=True,

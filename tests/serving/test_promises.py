@@ -136,7 +136,7 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit_from_its_journal(asynchrono
 
 
 def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous: Path) -> None:
-    said = start(["audit", str(asynchronous)])
+    said = start(["audit", str(asynchronous)], python=sys.executable)
     assert "passed: each token within 1e-05 nats" in said
 
 
