@@ -23,7 +23,7 @@ CLAIMS = [
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tiny")
     build_model(folder)
-    seen: dict[str, str] = run_ranks(observe, 1, folder, CLAIMS, timeout=300, engine=True)[0]
+    seen: dict[str, str] = run_ranks(observe, 1, folder, CLAIMS, timeout=300)[0]
     return seen
 
 
