@@ -107,8 +107,17 @@ def train_until(path: Path, config: Path, *arguments: str) -> None:
         started = [*psutil.Process(process.pid).children(recursive=True), *stand_in.processes()]
         for one in (process, *started):
             one.kill()
-        psutil.wait_procs(started)
+        while any(map(_runs, started)):
+            time.sleep(0.05)
     assert path.exists()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return False for a process that has ended, also if nobody has asked for its exit status yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") -> Done:
