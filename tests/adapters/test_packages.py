@@ -50,7 +50,7 @@ def played() -> dict[str, Any]:
         plays = {
             name: Play(str(python(venv)), agent, says, extra) for name, (venv, agent, says) in here.items()
         }
-        seen: dict[str, Any] = run_ranks(play_all, 1, plays, timeout=1000, engine=True)[0]
+        seen: dict[str, Any] = run_ranks(play_all, 1, plays, timeout=1000)[0]
     return seen
 
 

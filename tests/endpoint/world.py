@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3ForCausalLM
+from safetensors.torch import load_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_stppo.rollout.collect import RolloutSettings, collect
 from megatron_stppo.rollout.episode import Limits
@@ -46,6 +47,17 @@ class World:
         return collect(engine, engine.tokenizer, self.tasks, make, settings, SEED, engine.group)
 
 
+def reference(folder: Path) -> Any:
+    """Return the model in transformers, float32.
+
+    from_pretrained leaves the frequencies of the rotary embedding uninitialised where the CPU platform of
+    launch/process.py stands in for CUDA, as in ranks of tests.
+    """
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).float().eval()
+    load_model(model, folder / "model.safetensors")
+    return model
+
+
 def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
     """Return {claim: traceback, or "" if it holds} of the claims FILE:FUNCTION."""
     from vllm.tool_parsers import ToolParserManager
@@ -63,7 +75,7 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
     tokenizer = copy.deepcopy(engine.tokenizer)
     world = World(
         engine,
-        Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+        reference(folder),
         Rules(
             tokenizer, [tokenizer.eos_token_id], engine.vocabulary, CONTEXT, max_completions=6, parser=parser
         ),
