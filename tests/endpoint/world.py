@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
