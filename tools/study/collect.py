@@ -29,7 +29,8 @@ EXACT_MATCH = "evaluate/exact_match"
 METRICS = (
     EXACT_MATCH, "rollout/exact_match", "rollout/called_tool", "kl/reference",
     "actor/clip_fraction", "actor/kl_to_old", "actor/gradient_norm",
-    "actor/clipping_bias", "actor/correction_scale", "actor/entropy",
+    "actor/clipping_bias", "actor/clipping_bias_logit", "actor/correction_scale", "actor/entropy",
+    "actor/lr", "actor/effective_lr",
     "critic/explained_variance", "seconds", "seconds/update", "seconds/evaluate",
 )  # fmt: skip
 STEP_METRICS = (
@@ -123,8 +124,9 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def read_parquet(path: Path) -> list[Row]:
-    """Return the rows. A missing number is None."""
-    return [renamed(row) for row in pq.read_table(path).to_pylist()] if path.exists() else []
+    """Return the rows. A missing number is None, also where the file lacks a column of METRICS."""
+    rows = pq.read_table(path).to_pylist() if path.exists() else []
+    return [dict.fromkeys(METRICS) | renamed(row) for row in rows]
 
 
 def _value(name: str, text: str) -> Any:

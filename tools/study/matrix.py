@@ -39,12 +39,19 @@ SETTINGS: dict[str, Fields] = {
     "harsh_2_half": {"update.epochs": 2, "update.actor.lr": 3e-4, "update.critic.lr": 1.8e-3},
     "harsh_2_once": {"update.epochs": 1, "update.actor.lr": 6e-4, "update.critic.lr": 1.8e-3},
 }
+# The second round: harsh_2's batches and critic with five learning rates of the actor.
+RATES = {f"rate_{rate}": float(f"{rate}e-4") for rate in ("1.5", "3", "6", "12", "24")}
+SETTINGS |= {
+    name: {"update.epochs": 2, "update.actor.lr": rate, "update.critic.lr": 1.8e-3}
+    for name, rate in RATES.items()
+}
 STUDIED = ("gentle", "harsh_2")
 CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
 PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no result
 
 # The first round ran the printed correction with the mean over all tokens. The preset now also has the
 # weights of tokens that the paper prints (`aggregation`).
+# The first round ran the printed correction with the mean over tokens; the preset has the paper's mean now.
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
 # A copy of the defaults, so that the study does not change with them; a test compares the two.
 TODAY: Fields = {
@@ -88,6 +95,9 @@ PROBES: dict[str, Fields] = {
     for name, fields in (FAMILY | BEFORE).items()
     if name in ("s_ppo", "st_ppo", "s_ppo_sum", "st_ppo_sum")
 }
+# The arms of the second round. Its first runs are those of BASELINES at the three highest rates.
+BASELINES: dict[str, Fields] = {name: FAMILY[name] for name in ("ppo", "turn_ppo", "s_ppo", "st_ppo")}
+ARMS = BASELINES
 GROUPS = {
     "family": FAMILY,
     "forms": FORMS,
@@ -95,6 +105,8 @@ GROUPS = {
     "printed": PRINTED,
     "before": BEFORE,
     "probes": PROBES,
+    "baselines": BASELINES,
+    "arms": ARMS,
 }
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 

@@ -13,7 +13,7 @@ import numpy as np
 from tools.study.collect import read_csv, read_parquet
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, SETTINGS
+from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, RATES, SETTINGS
 
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # {algorithm: {seed: final exact match}}
@@ -49,7 +49,10 @@ def report(folder: Path, document: Path) -> None:
 
 def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines. `shown` is the folder's path in the document."""
-    rows, curves = read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet")
+    rows, curves = (
+        [row for row in given if row["setting"] not in RATES]
+        for given in (read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet"))
+    )
     if not rows:
         return ["No run has finished yet."]
     lines = [cost(rows), *pilot_table([row for row in rows if row["seed"] >= PILOT])]

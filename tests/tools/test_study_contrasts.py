@@ -1,0 +1,72 @@
+"""tools/study/contrasts.py: numbers that can be worked out by hand or looked up in tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from tools.study import contrasts, matrix
+from tools.study.judge import T
+
+
+def test_the_endpoint_is_the_mean_from_iteration_52_on_and_what_is_missing_is_0() -> None:
+    assert contrasts.endpoint({i: 0.5 if i >= 52 else 0.9 for i in range(0, 101, 2)}) == 0.5
+    assert contrasts.endpoint({i: 0.5 for i in range(0, 77, 2)}) == pytest.approx(0.5 * 13 / 25)
+
+
+def test_the_area_is_the_trapezoids_over_octaves() -> None:
+    assert contrasts.area({1: 0.8, 2: 0.8, 4: 0.4}, 0.8) == pytest.approx(0.875)
+    assert contrasts.area({1: 0.4, 16: 0.4}, 0.4) == 1
+
+
+def test_the_t_distribution_has_the_quantiles_of_its_table() -> None:
+    """The table has three decimals, so p differs by up to 5e-5 from 0.05 (at one degree of freedom)."""
+    for freedom, quantile in enumerate(T, 1):
+        assert contrasts.student(quantile, freedom) == pytest.approx(0.05, abs=1e-4)
+    assert contrasts.student(1, 1) == pytest.approx(0.5)
+    assert contrasts.student(0, 4) == 1
+
+
+def test_p_values_of_hand_calculations() -> None:
+    # mean 2, standard error 1 / sqrt(3): t = 3.464, and for two degrees of freedom p = 1 - t / sqrt(2 + t^2)
+    assert contrasts.paired_p([1, 2, 3]) == pytest.approx(1 - math.sqrt(12 / 14))
+    assert math.isnan(contrasts.paired_p([1]))
+    # 3 standard errors inside the margin, one degree of freedom: (1 - 2/pi atan 3) / 2
+    p = contrasts.equivalence([0.01, 0.03], 0.05)
+    assert p == pytest.approx((1 - 2 / math.pi * math.atan(3)) / 2)
+    assert contrasts.equivalence([0.07, 0.09], 0.05) == pytest.approx(1 - p), (
+        "as far outside as it was inside"
+    )
+
+
+def test_holm_multiplies_by_the_number_of_declared_tests_that_are_left_and_never_decreases() -> None:
+    assert contrasts.holm([0.04, 0.01, 0.03], 3) == pytest.approx([0.06, 0.03, 0.06])
+    assert contrasts.holm([0.01], 4) == pytest.approx([0.04]), "three of four are not run yet"
+    assert contrasts.holm([0.9, 0.8], 2) == [1, 1]
+
+
+def test_a_contrast_uses_the_rates_and_seeds_that_both_arms_have() -> None:
+    """Best cell: s_ppo at rate 1, mean 0.8. Areas over rates 1 and 2: s_ppo 0.75, 1 and 0.5, ppo 0.5 each."""
+    grid = {
+        "s_ppo": {1.0: {5: 0.8, 6: 0.8, 7: 0.8}, 2.0: {5: 0.4, 6: 0.8, 7: 0.0}, 4.0: {5: 0.1}},
+        "ppo": {1.0: {5: 0.4, 6: 0.4, 7: 0.4, 8: 0.4}, 2.0: {5: 0.4, 6: 0.4, 7: 0.4}},
+    }
+    (found,) = contrasts.contrasts(grid)
+    assert (found.left, found.right, found.rates, found.seeds) == ("s_ppo", "ppo", (1.0, 2.0), (5, 6, 7))
+    assert found.mean == pytest.approx(0.25)
+    assert found.p == pytest.approx(contrasts.paired_p([0.25, 0.5, 0.0]))
+    assert found.holm == pytest.approx(4 * found.p) and not found.complete
+
+
+def test_the_bootstrap_of_equal_values_has_no_width_and_of_two_values_reaches_both() -> None:
+    assert contrasts.bootstrap([0.5, 0.5, 0.5]) == (0.5, 0.5)
+    assert contrasts.bootstrap([0.0, 1.0]) == (0.0, 1.0)
+
+
+def test_the_rates_of_the_second_round_are_harsh_2_with_other_learning_rates() -> None:
+    assert matrix.RATES["rate_1.5"] == 1.5e-4 and len(matrix.RATES) == contrasts.RATES
+    assert matrix.SETTINGS["rate_6"] == matrix.SETTINGS["harsh_2"]
+    ratios = [b / a for a, b in itertools.pairwise(matrix.RATES.values())]
+    assert ratios == pytest.approx([2.0] * 4)

@@ -1,0 +1,170 @@
+"""Statistics of the second round: the endpoint of a run, the area over learning rates, declared contrasts.
+
+docs/study.md declares them. Functions of plain numbers, {arm: {rate: {seed: endpoint}}} as `Grid`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+WINDOW = (52, 100)  # iterations whose evaluations are averaged, both included
+RATES, SEEDS = 5, 5  # of a complete grid
+EVERY = 2  # iterations between two evaluations
+LEVEL = 0.05
+CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop"), ("s_ppo", "kl"))
+RESAMPLES = 10_000
+Grid = Mapping[str, Mapping[float, Mapping[int, float]]]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Area of `left` minus area of `right`, paired by seed. p and holm are NaN with less than two seeds."""
+
+    left: str
+    right: str
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    mean: float
+    p: float
+    holm: float  # p, adjusted for the number of declared contrasts
+
+    @property
+    def complete(self) -> bool:
+        """Whether the declared rates and seeds have all been run."""
+        return len(self.seeds) >= SEEDS and len(self.rates) >= RATES
+
+
+def endpoint(exact_match: Mapping[int, float]) -> float:
+    """Return the mean exact match over the evaluations of WINDOW, of {iteration: exact match}.
+
+    An evaluation that is missing, because the run ended before it, counts as 0. Example: 0.5 at iterations 52
+    to 76 and nothing later: 13 of 25 evaluations, 0.26.
+    """
+    due = range(WINDOW[0], WINDOW[1] + 1, EVERY)
+    return sum(exact_match.get(i, 0.0) for i in due) / len(due)
+
+
+def area(endpoints: Mapping[float, float], best: float) -> float:
+    """Return the integral of endpoint / best over log2 of the rate, divided by its range (trapezoids).
+
+    Example: 0.8, 0.8, 0.4 at rates 1, 2, 4 and best 0.8: (1 + 0.75) / 2 octaves = 0.875.
+    """
+    rates = sorted(endpoints)
+    octaves = math.log2(rates[-1] / rates[0])
+    parts = ((endpoints[low] + endpoints[high]) / 2 * math.log2(high / low) for low, high in pairwise(rates))
+    return sum(parts) / octaves / best
+
+
+def best_of(grid: Grid) -> float:
+    """Return the highest mean over seeds of any arm and rate."""
+    return max(statistics.fmean(cell.values()) for arm in grid.values() for cell in arm.values() if cell)
+
+
+def areas(grid: Grid, arms: Sequence[str]) -> tuple[tuple[float, ...], dict[str, dict[int, float]]]:
+    """Return (rates, {arm: {seed: area}}) over the rates and seeds that all these arms have.
+
+    Empty if there are less than two such rates, or no such seed. The rates are chosen first: those at which
+    every arm has a run.
+    """
+    rates = tuple(sorted(set.intersection(*({r for r, cell in grid[a].items() if cell} for a in arms))))
+    if len(rates) < 2:
+        return rates, {}
+    seeds = set.intersection(*(set(grid[a][r]) for a in arms for r in rates))
+    best = best_of(grid)
+    found = {a: {s: area({r: grid[a][r][s] for r in rates}, best) for s in sorted(seeds)} for a in arms}
+    return rates, found if seeds else {}
+
+
+def contrasts(grid: Grid, pairs: Iterable[tuple[str, str]] = CONTRASTS) -> list[Contrast]:
+    """Return the contrasts whose arms have runs, with Holm's adjustment over all that are declared."""
+    pairs = tuple(pairs)
+    found = []
+    for left, right in pairs:
+        rates, of = areas(grid, (left, right)) if left in grid and right in grid else ((), {})
+        if not of:
+            continue
+        seeds = tuple(of[left])
+        apart = [of[left][s] - of[right][s] for s in seeds]
+        found.append(Contrast(left, right, rates, seeds, statistics.fmean(apart), paired_p(apart), math.nan))
+    tested = [c for c in found if not math.isnan(c.p)]
+    adjusted = holm([c.p for c in tested], len(pairs))
+    final = {id(c): value for c, value in zip(tested, adjusted, strict=True)}
+    return [replace(c, holm=final.get(id(c), math.nan)) for c in found]
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """Return the two-sided p of Student's t test that the mean difference is 0; NaN with less than two.
+
+    Example: 1, 2, 3 have t = 2 / (1 / sqrt(3)) = 3.46 with 2 degrees of freedom, p = 0.074.
+    """
+    count = len(differences)
+    if count < 2:
+        return math.nan
+    spread = statistics.stdev(differences)
+    middle = abs(statistics.fmean(differences))
+    if spread == 0:
+        return 1.0 if middle == 0 else 0.0
+    return student(middle * math.sqrt(count) / spread, count - 1)
+
+
+def student(t: float, freedom: int) -> float:
+    """Return P(|T| > t) of Student's t with this many degrees of freedom.
+
+    The closed forms of Abramowitz and Stegun, 26.7.3 and 26.7.4, with tan(angle) = t / sqrt(freedom).
+    Example: one degree of freedom and t = 1: 1 - 2/pi * pi/4 = 0.5.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, odd = math.cos(angle) ** 2, freedom % 2
+    term, total = 1.0, 0.0
+    for k in range(1 + odd, freedom, 2):  # cos^0, cos^2, ... with the factors 1, 1/2, 3/8 or 1, 2/3, 8/15
+        total += term
+        term *= cosine * k / (k + 1)
+    if odd:
+        return 1 - 2 / math.pi * (angle + (math.sin(angle) * math.cos(angle) * total if freedom > 1 else 0.0))
+    return 1 - math.sin(angle) * total
+
+
+def holm(values: Sequence[float], declared: int) -> list[float]:
+    """Return p values adjusted by Holm's method for `declared` tests, of which some may not exist yet.
+
+    Example: 0.01, 0.04 of two tests: 0.02 and 0.04.
+    """
+    adjusted, highest = [0.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        highest = max(highest, min(1.0, (declared - rank) * values[place]))
+        adjusted[place] = highest
+    return adjusted
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the mean, of RESAMPLES samples of the seeds, with a fixed seed.
+
+    Example: equal values give an interval without width.
+    """
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(drawn.mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def equivalence(differences: Sequence[float], margin: float) -> float:
+    """Return the p of two one-sided t tests that the mean difference lies inside +-margin; NaN with fewer
+    than two values.
+
+    Example: differences 0.01, 0.03 with margin 0.05: the mean is 0.02, its standard error 0.01; the nearer
+    bound is 3 standard errors away, one-sided p = (1 - 2/pi atan(3)) / 2 = 0.102.
+    """
+    count = len(differences)
+    if count < 2:
+        return math.nan
+    error = statistics.stdev(differences) / math.sqrt(count)
+    room = margin - abs(statistics.fmean(differences))
+    if error == 0:
+        return 0.0 if room > 0 else 1.0
+    half = student(abs(room) / error, count - 1) / 2
+    return half if room > 0 else 1 - half
