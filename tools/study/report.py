@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def report(folder: Path, document: Path) -> None:
-    """Write the tables and figures of `folder` between the marks of the document.
+def report(folder: Path, document: Path, made_of: Callable[[Path, Path], list[str]]) -> None:
+    """Write the lines that `made_of` returns for `folder` between the marks of the document.
 
     Raises ValueError if the marks are missing.
     """
@@ -43,7 +43,7 @@ def report(folder: Path, document: Path) -> None:
         raise ValueError(f"{document}: lacks the lines {BEGIN.strip()} and {END.strip()}; add them")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    lines = sections(folder, folder.relative_to(document.parent))
+    lines = made_of(folder, folder.relative_to(document.parent))
     document.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
 
 

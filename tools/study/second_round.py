@@ -1,0 +1,169 @@
+"""The tables and the figure of the second round, in docs/study.md, from curves.parquet."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from tools.study.collect import EXACT_MATCH, read_parquet
+from tools.study.contrasts import WINDOW, Contrast, Grid, areas, best_of, bootstrap, contrasts, endpoint
+from tools.study.figures import STYLES
+from tools.study.judge import mean_interval
+from tools.study.matrix import ARMS, RATES
+
+Row = dict[str, Any]
+PICTURE = "rates.png"
+SHARE = 0.9  # of the best cell, for the contour of the heat map and the range of rates
+SIZES = {"effective rate": "effective", "||C|| relative to the gradient": "actor/clipping_bias_logit"}
+
+
+def sections(folder: Path, shown: Path) -> list[str]:
+    """Return Markdown lines and write the figure. `shown` is the folder's path in the document."""
+    rows = [row for row in read_parquet(folder / "curves.parquet") if row["setting"] in RATES]
+    if not rows:
+        return ["No run has finished yet."]
+    grid = grid_of(rows)
+    runs = sum(len(cell) for arm in grid.values() for cell in arm.values())
+    draw(grid, rows, folder / PICTURE)
+    lines = [f"{runs} runs are finished. Endpoints: mean over seeds ± half of the 95 % t interval (seeds)."]
+    lines += ["", *cell_table(grid), "", f"![rates]({shown / PICTURE})", ""]
+    return [*lines, *area_table(grid), "", *contrast_table(contrasts(grid))]
+
+
+def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
+    """Return {arm: {rate: {seed: endpoint}}} of the rows of the second round."""
+    found: dict[tuple[str, float, int], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row[EXACT_MATCH] is not None:
+            place = row["algorithm"], RATES[row["setting"]], row["seed"]
+            found[place][row["iteration"]] = row[EXACT_MATCH]
+    grid: dict[str, dict[float, dict[int, float]]] = {}
+    for (arm, rate, seed), curve in sorted(found.items()):
+        grid.setdefault(arm, {}).setdefault(rate, {})[seed] = endpoint(curve)
+    return {arm: grid[arm] for arm in [*ARMS, *(grid.keys() - ARMS.keys())] if arm in grid}
+
+
+def cell_table(grid: Grid) -> list[str]:
+    """Return a table of endpoints: a row per arm, a column per rate, and the rates at SHARE of the best."""
+    best = best_of(grid)
+    head = ["arm", *(f"{rate:g}" for rate in RATES.values()), f"rates at {SHARE:.0%} of {best:.2f}"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for arm, cells in grid.items():
+        good = [r for r in RATES.values() if r in cells and _mean(cells[r]) >= SHARE * best]
+        values = [_interval(list(cells.get(rate, {}).values())) for rate in RATES.values()]
+        lines.append(_line([f"`{arm}`", *values, ", ".join(f"{rate:g}" for rate in good)]))
+    return lines
+
+
+def area_table(grid: Grid) -> list[str]:
+    """Return a table of the areas over the rates and seeds that all arms have, or a sentence without any."""
+    rates, of = areas(grid, list(grid))
+    if not of:
+        return ["The arms have no two rates and no seed in common yet, so there is no area."]
+    over = f"area over {', '.join(f'{rate:g}' for rate in rates)}"
+    lines = [_line(["arm", "seeds", over, "95 % interval"]), _line(["---"] * 4)]
+    for arm, seeds in of.items():
+        values = list(seeds.values())
+        low, high = bootstrap(values)
+        shown = f"{low:.2f} to {high:.2f}" if len(values) > 1 else ""
+        lines.append(_line([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown]))
+    return lines
+
+
+def contrast_table(found: Sequence[Contrast]) -> list[str]:
+    """Return a table of the declared contrasts. Only complete ones have p values: others are descriptions."""
+    if not found:
+        return ["No declared contrast has runs of both arms yet."]
+    head = ["contrast", "rates", "seeds", "difference of areas", "p", "Holm"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for c in found:
+        tested = [f"{c.p:.3f}", f"{c.holm:.3f}"] if c.complete else ["not complete", "not complete"]
+        counts = [f"{len(c.rates)}", f"{len(c.seeds)}", f"{c.mean:+.3f}"]
+        lines.append(_line([f"`{c.left}` - `{c.right}`", *counts, *tested]))
+    return lines
+
+
+def draw(grid: Grid, rows: Sequence[Row], output: Path) -> None:
+    """Draw the heat map of endpoints with the contour of SHARE, and beside it the rates that steps had."""
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, *others = figure.subplots(1, 1 + len(SIZES), width_ratios=[1.5, *[1] * len(SIZES)])
+    heat_map(left, grid)
+    for axis, (title, metric) in zip(others, SIZES.items(), strict=True):
+        for arm in grid:
+            rates, values = line(rows, arm, metric)
+            if rates:
+                color, style = STYLES[arm]
+                axis.plot(rates, values, style, color=color, label=arm, marker="o", markersize=3)
+        axis.set(title=f"{title}, mean", xlabel="actor's learning rate", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    others[0].legend(fontsize=8)
+    figure.savefig(output, format="png", dpi=90)
+
+
+def heat_map(axis: Axes, grid: Grid) -> None:
+    """Draw mean endpoints with numbers. A frame marks cells at SHARE of the best; empty cells have no run."""
+    rates, arms, bar = list(RATES.values()), list(grid), SHARE * best_of(grid)
+    values = np.full((len(arms), len(rates)), math.nan)
+    for y, arm in enumerate(arms):
+        for x, rate in enumerate(rates):
+            if grid[arm].get(rate):
+                values[y, x] = _mean(grid[arm][rate])
+                axis.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", color="white")
+                if values[y, x] >= bar:
+                    axis.add_patch(_frame(x, y))
+    axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    axis.set_yticks(range(len(arms)), arms)
+    axis.set_title(f"exact match, iterations {WINDOW[0]} to {WINDOW[1]}; frame: {SHARE:.0%} of the best")
+    axis.set_xlabel("actor's learning rate")
+
+
+def line(rows: Sequence[Row], arm: str, metric: str) -> tuple[list[float], list[float]]:
+    """Return (rates, means over runs and iterations) of a metric of an arm.
+
+    `effective` is the learning rate that the steps had: actor/effective_lr, or, where the run has none, the
+    learning rate times the mean scale of the correction.
+    """
+    found: dict[float, list[float]] = defaultdict(list)
+    for row in rows:
+        value = _effective(row) if metric == "effective" else row[metric]
+        if row["algorithm"] == arm and value is not None:
+            found[RATES[row["setting"]]].append(value)
+    return sorted(found), [statistics.fmean(found[rate]) for rate in sorted(found)]
+
+
+def _effective(row: Row) -> float | None:
+    if row["actor/effective_lr"] is not None or row["actor/lr"] is None:
+        return row["actor/effective_lr"]  # type: ignore[no-any-return]
+    return float(row["actor/lr"] * row["actor/correction_scale"])
+
+
+def _frame(x: int, y: int) -> Rectangle:
+    return Rectangle((x - 0.48, y - 0.47), 0.96, 0.94, fill=False, edgecolor="red", linewidth=2)
+
+
+def _mean(cell: Mapping[int, float]) -> float:
+    return statistics.fmean(cell.values())
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Return mean, interval and count. Example: "0.71 ± 0.05 (5)"."""
+    if not values:
+        return ""
+    middle, half = mean_interval(values)
+    return f"{middle:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}") + f" ({len(values)})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
