@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.study.collect import read_csv, read_parquet
+from tools.study.applied import gradient_table
+from tools.study.collect import EXACT_MATCH, read_csv, read_parquet
+from tools.study.effective_rate import MARKERS, draw_effective_rate, rate_table
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
 from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, RATES, SETTINGS
@@ -80,12 +82,44 @@ def sections(folder: Path, shown: Path) -> list[str]:
             }
             pairs_of_both = pair_table(finals(own, list(FAMILY)), labelled)
             lines += ["", f"The same with the columns from `{CONTROLS[setting]}`:", "", *pairs_of_both]
+    lines += mean_section(curves) + rate_section(
+        [row for row in rows if row["setting"] in MARKERS], curves, folder, shown
+    )
     if steps:
         draw_estimates(steps, folder / "estimators.png")
         lines += ["", "### Estimators of ||C||", "", *estimator_table(steps), ""]
         lines += [f"![estimators]({shown / 'estimators.png'})"]
         lines += ["", "### Correction scale by step of the iteration", "", *scale_table(steps)]
+        lines += ["", "### Gradients and scales", "", *gradient_table(steps)]
     return lines
+
+
+def mean_section(curves: Sequence[Row]) -> list[str]:
+    """Return a table per setting: the family's pairs by the mean over a run's evaluations after its start."""
+    lines = []
+    for setting in SETTINGS:
+        evaluated = [row for row in curves if row["setting"] == setting and row[EXACT_MATCH] is not None]
+        found: Finals = {}
+        for name in FAMILY:
+            own = [row for row in evaluated if row["algorithm"] == name and row["iteration"] > 0]
+            of = {
+                seed: [r[EXACT_MATCH] for r in own if r["seed"] == seed] for seed in {r["seed"] for r in own}
+            }
+            found |= {name: {seed: statistics.fmean(x) for seed, x in of.items()}} if of else {}
+        if found:
+            lines += ["", f"#### Mean exact match at `{setting}`", "", *pair_table(found, found)]
+    title = ["", "### Mean exact match over all iterations", "", PAIRS.replace("Final", "Mean", 1)]
+    return title + lines if lines else []
+
+
+def rate_section(rows: Sequence[Row], curves: Sequence[Row], folder: Path, shown: Path) -> list[str]:
+    """Draw the figure of effective rates; return the lines of its section, none if there are too few runs."""
+    correlations = rate_table(rows)
+    if not correlations:
+        return []
+    draw_effective_rate(rows, curves, folder / "effective_rate.png")
+    picture = f"![effective rate]({shown / 'effective_rate.png'})"
+    return ["", "### Effective rate", "", *correlations, "", picture]
 
 
 def cost(rows: Sequence[Row]) -> str:
