@@ -56,7 +56,7 @@ def test_only_runs_whose_steps_differ_in_size_alone_are_compared() -> None:
     assert isnan(correlation(LINE[:2])) and isnan(correlation([LINE[0]] * 3))
 
 
-def test_every_run_but_the_probes_has_a_level_and_a_kind() -> None:
+def test_every_algorithm_of_the_first_round_but_the_probes_has_a_level_and_a_kind() -> None:
     names = [name for group in levels().values() for name in group]
     assert "s_ppo_sum" in levels()["a ratio per token, critic"] and "s_ppo_probe" not in names
     assert levels()["groups, no critic"] == ["grpo", "so_grpo", "so_grpo_sum"]

@@ -1,4 +1,4 @@
-"""The effective learning rate of a run: learning rate after warm-up times mean scale of the correction.
+"""The effective learning rate of the first round's runs: rate after warm-up times mean scale of the correction.
 
 If the correction does no more than to lower the rate, runs with equal effective rates end at equal exact
 match, with a correction or without.
@@ -20,9 +20,10 @@ from matplotlib.lines import Line2D
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from tools.study.figures import STYLES, table
-from tools.study.matrix import ALGORITHMS, CORRECTED, PROBES, SETTINGS
+from tools.study.matrix import BEFORE, CORRECTED, FAMILY, FORMS, PRINTED, SETTINGS, STRENGTH
 
 Row = dict[str, Any]
+ALGORITHMS = FAMILY | FORMS | STRENGTH | PRINTED | BEFORE  # of the first round, without the probes
 MARKERS = {"gentle": "v", "harsh_2": "o", "harsh_2_half": "s", "harsh_2_once": "D"}
 COMPARED = ("harsh_2", "harsh_2_half")  # settings that differ only in the rate
 # {what the correction of a run does: colour}
@@ -38,14 +39,13 @@ WIDTH = 5  # iterations per point of a curve
 
 
 def levels() -> dict[str, list[str]]:
-    """Return the algorithms, without the probes, by what their presets share."""
+    """Return the algorithms by what their presets share."""
     found: dict[str, list[str]] = {}
     for name, fields in ALGORITHMS.items():
         preset = VARIANTS[fields["preset"]]
         with_critic = f"a ratio per {preset['segments']}, critic"
         level = with_critic if preset["advantage"] == "gae" else "groups, no critic"
-        if name not in PROBES:
-            found.setdefault(level, []).append(name)
+        found.setdefault(level, []).append(name)
     return found
 
 

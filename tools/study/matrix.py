@@ -51,7 +51,6 @@ PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no 
 
 # The first round ran the printed correction with the mean over all tokens. The preset now also has the
 # weights of tokens that the paper prints (`aggregation`).
-# The first round ran the printed correction with the mean over tokens; the preset has the paper's mean now.
 PAPER: Fields = {field: value for field, value in VARIANTS["paper"].items() if field.startswith("correction")}
 # A copy of the defaults, so that the study does not change with them; a test compares the two.
 TODAY: Fields = {
