@@ -4,9 +4,9 @@ Source: ST-PPO, arXiv 2511.20718. With aggregation weight c_t, advantage A_t and
     J   = sum_s sum_{t in s} c_t min( w_s A_t, clip(w_s, 1-eps_low, 1+eps_high) A_t )            (maximised)
     g_u = dJ/dlogprob_u = (w_s/n_s) sum_{t in s, not clipped} c_t A_t
     b_u = (w_s/n_s) sum_{t in s, clipped} c_t A_t
-Difference from the papers: g is the true derivative of J. The papers' stop-gradient form is the same only if
-A is constant inside each segment. The tokens of a segment share w, so both sums need only
-S+ = sum_{A>0} c A and S- = sum_{A<0} c A.
+g is the true derivative of J (Lemma 4.1 of the paper). A form that stops the gradient of w (GSPO-token, arXiv
+2507.18071) is the same only if A is constant inside each segment. The tokens of a segment share w, so both
+sums need only S+ = sum_{A>0} c A and S- = sum_{A<0} c A.
 """
 
 from __future__ import annotations

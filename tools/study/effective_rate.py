@@ -1,4 +1,4 @@
-"""The effective learning rate of the first round's runs: rate after warm-up times mean scale of the correction.
+"""The effective rate of the first round's runs: learning rate after warm-up times mean correction scale.
 
 If the correction does no more than to lower the rate, runs with equal effective rates end at equal exact
 match, with a correction or without.
