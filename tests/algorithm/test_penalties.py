@@ -21,6 +21,17 @@ def test_k1_and_k3_average_to_the_kl_divergence():
         torch.testing.assert_close((policy * kl(estimator, policy.log(), reference.log())).sum(), exact)
 
 
+def test_on_policy_the_gradient_of_k3_is_that_of_the_kl_from_the_reference_to_the_policy():
+    """The samples' probabilities are constants, as in a loss over sampled tokens."""
+    reference, logits = torch.tensor([0.2, 0.2, 0.6]), torch.tensor([0.5, 0.3, 0.2]).log().requires_grad_()
+    policy = logits.softmax(0)
+    (sampled,) = torch.autograd.grad(
+        (policy.detach() * kl("k3", policy.log(), reference.log())).sum(), logits, retain_graph=True
+    )
+    (reverse,) = torch.autograd.grad((reference * (reference / policy).log()).sum(), logits)
+    torch.testing.assert_close(sampled, reverse)
+
+
 def test_k3_is_finite_if_the_reference_is_much_more_likely():
     assert kl("k3", torch.tensor([-200.0]), torch.tensor([0.0])).isfinite()
 

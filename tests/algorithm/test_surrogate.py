@@ -114,6 +114,20 @@ def test_ratios_are_clipped_only_on_the_side_that_the_advantage_favours():
     assert out.gradient_T.tolist() == pytest.approx([-1.5, 0.05])
 
 
+def test_the_bias_leaves_out_negative_advantages_with_a_large_ratio():
+    # w = 100 with A = -1: the largest gradient of the two tokens is not part of C; w = 1.3 with A = 1 is.
+    out = evaluate([100.0, 1.3], [-1.0, 1.0], None)
+    assert out.gradient_T.tolist() == pytest.approx([-50, 0])
+    assert out.bias_T.tolist() == pytest.approx([0, 0.65])
+
+
+def test_at_the_limit_of_the_ratio_the_gradient_is_its_slope_and_not_0():
+    # w = exp(20) for exp(30): the limited ratio does not depend on the log-prob, but the gradient is -w.
+    out = evaluate([math.exp(30)], [-1.0], None)
+    assert out.ratio_S.item() == pytest.approx(math.exp(20))
+    assert out.gradient_T.item() == pytest.approx(-math.exp(20))
+
+
 def test_fully_clipped_turn_has_exactly_zero_gradient():
     out = evaluate([2.0, 2.0], [1.0, 0.5], torch.tensor([0, 2]))
     assert out.gradient_T.tolist() == [0.0, 0.0]
