@@ -138,7 +138,7 @@ def update(
     for epoch in range(config.update.epochs):
         for chosen in _minibatches(learner, batch, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-            step = actor_step(actor, loss, chosen, packer, hold)
+            step = actor_step(actor, loss, chosen, packer, hold, index=len(steps))
             if batch.old_logprob_T is None:
                 assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"
                 batch = replace(batch, old_logprob_T=step.ratios.logprob_T)

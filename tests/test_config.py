@@ -106,6 +106,8 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
             ["aggregation_length=None", "sequence_mean_token_sum_norm needs a length"],
         ),
         ("algorithm.aggregation_length=9", ["aggregation_length=9", "the other aggregations take none"]),
+        ("algorithm.rate=open_loop", ["rate_profile=None", "needs a factor for each optimizer step"]),
+        ("algorithm={preset: open_loop, rate: kl}", ["rate_profile=[1.0, 0.55,", "rate='kl'", "give null"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
         ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
         ("run.name=../elsewhere", ["run.name='../elsewhere'", "pattern"]),

@@ -25,7 +25,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence_mean_token_mean",
         "advantage": "gae",
     },
+    # ppo with a factor on the rate of every step
+    "open_loop": {
+        "segments": "token",
+        "correction": "off",
+        "advantage": "gae",
+        "rate": "open_loop",
+        "rate_profile": [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19],
+    },
+    "kl": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "kl"},
+    "ess": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "ess"},
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},
+    "turn_grpo": {"segments": "turn", "correction": "off", "advantage": "group"},
+    "s_grpo": {"segments": "token", "correction": "logit", "advantage": "group"},
     "so_grpo": {"segments": "turn", "correction": "logit", "advantage": "group"},
     "gspo": {
         "segments": "sequence",

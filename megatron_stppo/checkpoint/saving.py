@@ -338,5 +338,6 @@ def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int]]:
-    return {role: (trainer.updates, trainer.skipped, trainer.warmup) for role, trainer in trainers.items()}
+def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int, dict[str, Any]]]:
+    """Return the arguments of Trainer.restore for each role."""
+    return {role: (t.updates, t.skipped, t.warmup, asdict(t.memory)) for role, t in trainers.items()}

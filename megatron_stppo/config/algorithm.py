@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config.section import Section
 from megatron_stppo.messages import did_you_mean
+
+Factor = Annotated[float, Field(ge=0)]
 
 
 class AlgorithmConfig(Section):
@@ -59,6 +61,17 @@ class AlgorithmConfig(Section):
         False,
         description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
         "but a step that clips takes a second backward pass",
+    )
+    rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
+        "constant",
+        description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
+        "KL divergence to the old policy; from the effective sample size of the trajectories' ratios",
+    )
+    rate_profile: list[Factor] | None = Field(
+        None, description="with rate=open_loop: a factor for each optimizer step of an iteration, in order"
+    )
+    rate_kl: float = Field(
+        0.01, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
     )
     advantage: Literal["gae", "group", "group_mean"] = Field(
         "gae",
@@ -119,6 +132,15 @@ class AlgorithmConfig(Section):
                 f"aggregation_length={self.aggregation_length} with aggregation={self.aggregation!r}; "
                 "sequence_mean_token_sum_norm needs a length, such as the largest number of tokens of an "
                 "episode; the other aggregations take none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profile_given(self) -> AlgorithmConfig:
+        if (self.rate == "open_loop") != (self.rate_profile is not None):
+            raise ValueError(
+                f"rate_profile={self.rate_profile} with rate={self.rate!r}; open_loop needs a factor for "
+                "each optimizer step of an iteration, such as [1, 0.5] for two; with the others give null"
             )
         return self
 

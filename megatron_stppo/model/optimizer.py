@@ -15,6 +15,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from megatron_stppo.algorithm.step_memory import StepMemory
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
@@ -36,6 +37,7 @@ class Trainer:
         self.warmup = math.ceil(settings.warmup_fraction * total_updates)
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a number was not finite
+        self.memory = StepMemory()  # the actor's
         self.optimizer = get_megatron_optimizer(
             _megatron_settings(self.model, settings),
             self.model,
@@ -115,9 +117,16 @@ class Trainer:
         for gradient, before in zip(self._gradients(), kept, strict=True):
             gradient.copy_(before)
 
-    def restore(self, state: dict[Any, Any], updates: int, skipped: int, warmup: int) -> None:
+    def restore(
+        self,
+        state: dict[Any, Any],
+        updates: int,
+        skipped: int,
+        warmup: int,
+        memory: Mapping[str, Any] | None = None,
+    ) -> None:
         """Restore the optimizer's state from a checkpoint (megatron's sharded state dict, loaded), and the
-        counters."""
+        counters. memory: the fields of a StepMemory; None in checkpoints of versions without it."""
         # Under expert parallelism there are two optimizers, and the keys of the state are their numbers.
         chained = self.optimizer.chained_optimizers
         states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
@@ -129,7 +138,7 @@ class Trainer:
                 for parameter_state in wrapped.optimizer.state.values():
                     parameter_state.pop("step", None)  # megatron would expect it among the moments
                 wrapped.load_parameter_state_from_fully_reshardable(own)
-        self.updates, self.skipped = updates, skipped
+        self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**(memory or {}))
         self.warmup = warmup  # the checkpoint's value: adding iterations does not change the warm-up
         self._set_adam_steps(updates)
 

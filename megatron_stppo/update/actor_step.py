@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron_stppo import ops
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.algorithm.correction import Estimator, calibrated_norm, correction_scale, in_unit
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
+from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
@@ -124,13 +125,14 @@ class ActorLoss:
 
 
 def actor_step(
-    actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False
+    actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False, index: int = 0
 ) -> ActorStep:
     """Make one optimizer step on the chosen trajectories. Collective.
 
     If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`, and
     where no token carries loss, everything is computed and reported, but weights and optimizer state do not
     change: Adam would take a step on its momentum and the weight decay alone.
+    index: of the step in its iteration, from 0.
     """
     a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
     hold = hold or tokens == 0
@@ -152,15 +154,23 @@ def actor_step(
         if a.correction != "off":
             bias_norm = bias_norms[a.correction]
             scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
-    rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
-    scales = (scale, 1.0) if on_gradient else (1.0, scale)
-    stepped = actor.step(norm, *scales, finite=finite and math.isfinite(bias_norm), hold=hold)
+    logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
+    ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
+    to_old = sums["kl_to_old"] * per_token
+    factor = _rate_scale(actor, loss, ratios, to_old, index) if finite else 1.0
+    rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
+    on_rate = factor if on_gradient else scale * factor
+    finite = finite and math.isfinite(bias_norm)
+    stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
+    moved = stepped and not hold
+    if moved:
+        actor.memory = replace(actor.memory, rate_scale=factor)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
         "actor/kl_loss": sums["kl"] * per_weight,
-        "actor/kl_to_old": sums["kl_to_old"] * per_token,
+        "actor/kl_to_old": to_old,
         "actor/clip_fraction": sums["clipped"] * per_token,
         "actor/clipping_bias": bias_norm,
         **{f"actor/clipping_bias_{name}": value for name, value in bias_norms.items()},
@@ -168,11 +178,21 @@ def actor_step(
         "actor/gradient_norm": norm,
         "actor/scaled_gradient_norm": norm * scale if on_gradient else norm,
         "actor/lr": rate,
+        "actor/rate_scale": factor,
+        "actor/effective_lr": rate * on_rate if moved else 0.0,
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }
-    logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
-    return ActorStep(metrics, StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a))
+    return ActorStep(metrics, ratios)
+
+
+def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, to_old: float, index: int) -> float:
+    """Return the factor of algorithm.rate. to_old: estimate of KL(old policy, current policy)."""
+    a, batch = loss.algorithm, loss.batch
+    old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
+    log_ratio_N = trajectory_log_ratios(ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
+    last = actor.memory.rate_scale
+    return RATES[a.rate](RateInput(index, last, to_old, log_ratio_N, a.rate_profile, a.rate_kl))
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:

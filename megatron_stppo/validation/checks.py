@@ -57,6 +57,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     refused = old_logprob.refusal(config.update, config.algorithm)
     if refused:
         raise ConfigError(refused)
+    _check_profile(config)
     serving.check(config)
     megatron_fields.check(config)
 
@@ -209,6 +210,17 @@ def check_reporters(config: Config) -> None:
         raise ConfigError(
             f"telemetry.wandb_project={project}: the package wandb is not installed; pip install wandb, or "
             "remove the field"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    profile, update = config.algorithm.rate_profile, config.update
+    steps = update.epochs * update.minibatches
+    if profile is not None and len(profile) != steps:
+        raise ConfigError(
+            f"algorithm.rate_profile={profile}: has {len(profile)} factors, but an iteration has "
+            f"update.epochs={update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer "
+            f"steps; give {steps} factors, or change the number of steps"
         )
 
 

@@ -25,6 +25,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "stronger": {**PRINTED, "correction_unit": "relative", "correction_strength": 10},
     "st_ppo": {"preset": "st_ppo"},
     "probed": {"preset": "st_ppo", "correction_probe": True},
+    "open_loop": {"preset": "turn_ppo", "rate": "open_loop", "rate_profile": [0.25]},
+    "both": {**HALVED, "rate": "open_loop", "rate_profile": [0.25]},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
 }
 
@@ -98,3 +100,13 @@ def test_sums_over_trajectories_change_the_loss_but_neither_means_nor_c_in_the_u
     for same in ("entropy", "clip_fraction", "kl_to_old", "clipping_bias_logit", "clipping_bias_coefficient"):
         assert total[f"actor/{same}"] == pytest.approx(mean[f"actor/{same}"], rel=1e-4), same
     assert mean["actor/clipping_bias_logit"] > 0, "reported without a correction too"
+
+
+def test_the_rates_factor_shortens_the_step_on_top_of_the_correction(steps: Any) -> None:
+    (plain, gradient, moved), (numbers, same, quarter) = steps["turn_ppo"], steps["open_loop"]
+    torch.testing.assert_close(same, gradient)
+    torch.testing.assert_close(quarter, moved / 4, atol=1e-7, rtol=1e-3)
+    both, lr = steps["both"][0], layouts.SETTINGS["lr"]
+    assert (plain["actor/rate_scale"], plain["actor/effective_lr"]) == (1, lr)
+    assert (numbers["actor/rate_scale"], numbers["actor/effective_lr"]) == (0.25, lr / 4)
+    assert (both["actor/rate_scale"], both["actor/effective_lr"]) == (0.25, lr / 8)

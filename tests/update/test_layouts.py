@@ -29,6 +29,7 @@ ST_PPO = {
     "correction_unit": "mean",
     "correction_strength": 1,
     "correction_probe": True,
+    "rate": "ess",
 }
 # (family, ranks, parallel:, whether optimizer states, and so gradients, are sharded)
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
@@ -137,6 +138,7 @@ def _actor(
         "actor/clipping_bias_gradient": bias_norm,
         **{f"actor/clipping_bias_{name}": norm for name, norm in free.items()},
         "actor/correction_scale": 1 / max(1, bias_norm),
+        "actor/rate_scale": math.sqrt(_effective_share(logprob_T.detach() - old_T, given)),
         **{f"actor/clip_fraction_turn_{name}": out / of for name, (out, of) in by_turn.items()},
         "actor/ratio_p1": min(ratios),  # of fewer than 100
         "actor/ratio_p50": sorted(ratios)[math.ceil(len(ratios) / 2) - 1],
@@ -145,6 +147,13 @@ def _actor(
         "logprob_T": logprob_T.detach(),
         "gradients": _gradients(model),
     }
+
+
+def _effective_share(log_ratio_T: torch.Tensor, given: Any) -> float:
+    """Return ESS / n of the live trajectories."""
+    bounds = itertools.pairwise(given.action_offsets.tolist())
+    weights = [float(log_ratio_T[a:b].sum().exp()) for n, (a, b) in enumerate(bounds) if given.live_N[n]]
+    return sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
 
 
 def _turn_names(given: Any, first: int) -> list[str]:

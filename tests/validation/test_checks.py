@@ -179,6 +179,16 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
         assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
 
 
+def test_a_profile_of_the_rate_has_a_factor_for_each_step_of_an_iteration(path: Path) -> None:
+    steps = ["update.epochs=2", "update.minibatches=2", "algorithm.rate=open_loop"]
+    message = refusal(path, [*steps, "algorithm.rate_profile=[1, 0.5]"])
+    assert message == (
+        "algorithm.rate_profile=[1.0, 0.5]: has 2 factors, but an iteration has update.epochs=2 * "
+        "update.minibatches=2 = 4 optimizer steps; give 4 factors, or change the number of steps"
+    )
+    check(load(path, [*steps, "algorithm.rate_profile=[1, 0.5, 0.5, 0]"]), 2, "train")
+
+
 def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_field(path: Path) -> None:
     message = refusal(path, ["megatron.calculate_per_token_loss=false"])
     assert message == (

@@ -1,0 +1,96 @@
+"""Controllers of the rate: a factor on the learning rate of each of the actor's optimizer steps.
+
+constant:  1.
+open_loop: a fixed factor for each step of an iteration. It reads nothing; it is the control for the others.
+kl:        the factor falls where the policy is far from the old one, and rises where it is near. Sources:
+           Rudin et al., arXiv 2109.11978 (the adaptive rate of rsl_rl), and KLAdaptiveLR of torchrl.
+           Differences: the factor is never above 1, so that the configured rate is the highest one, and it
+           is not below 0.01.
+ess:       sqrt(ESS / n), the effective sample size of n trajectories under their importance ratios. Source:
+           VCPO, arXiv 2602.17616. Difference: the ratios are to the old policy, which is the engine's only
+           with old_policy=behaviour, and VCPO's baseline is left out.
+
+A controller reads only numbers that are equal on every rank, and that are known before the step. Its only
+state is the factor of the last step that was taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_stppo.algorithm.ratio import segment_sum
+
+FACTOR = 1.5  # by which `kl` changes the rate
+LOWEST = 0.01  # of the factor of `kl`
+
+
+@dataclass(frozen=True)
+class RateInput:
+    """What the controllers read before a step.
+
+    Example: index 0, last 1, KL 0.03 with target 0.01: the factor of `kl` is 1 / 1.5.
+    """
+
+    index: int  # of the step in its iteration, from 0
+    last: float  # factor of the last step that was taken; 1 before the first
+    kl: float  # estimate of KL(old policy, current policy) on the step's tokens, nats per token
+    log_ratio_N: Tensor  # float64, from trajectory_log_ratios
+    profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
+    target: float  # of `kl`, nats per token
+
+
+def open_loop(given: RateInput) -> float:
+    """Return the profile's factor for this step of the iteration."""
+    assert given.profile is not None
+    return given.profile[given.index]
+
+
+def kl(given: RateInput) -> float:
+    """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if 0 < KL < target / 2, clamped to [0.01, 1].
+
+    At KL = 0 the factor stays: the first step of an iteration measures no change of the policy.
+
+    Example: target 0.01, KLs 0, 0.03, 0.03, 0.01, 0.004 from factor 1: 1, 2/3, 4/9, 4/9, 2/3.
+    """
+    factor = given.last
+    if given.kl > 2 * given.target:
+        factor /= FACTOR
+    elif 0 < given.kl < given.target / 2:
+        factor *= FACTOR
+    return min(max(factor, LOWEST), 1.0)
+
+
+def ess(given: RateInput) -> float:
+    """Return sqrt(ESS / n), ESS = (sum w)^2 / sum w^2, for the ratios w of n trajectories; 1 if n = 0.
+
+    Example: ratios 1 and 3: ESS = 16 / 10, the factor is sqrt(0.8). Equal ratios have the factor 1.
+    """
+    if len(given.log_ratio_N) == 0:
+        return 1.0
+    weight_N = (given.log_ratio_N - given.log_ratio_N.max()).exp()  # at most 1: nothing overflows
+    share = float(weight_N.sum().square() / weight_N.square().sum()) / len(weight_N)
+    return min(math.sqrt(share), 1.0)  # above 1 only by rounding
+
+
+# algorithm.rate
+RATES: dict[str, Callable[[RateInput], float]] = {
+    "constant": lambda given: 1.0,
+    "open_loop": open_loop,
+    "kl": kl,
+    "ess": ess,
+}
+
+
+def trajectory_log_ratios(
+    logprob_T: Tensor, old_logprob_T: Tensor, live_T: Tensor, action_offsets: Tensor
+) -> Tensor:
+    """Return the sum of log pi - log pi_old over the live tokens of each trajectory that has one, float64.
+
+    live_T: bool [T]; other tokens may be NaN. action_offsets: [N+1], the trajectories.
+    """
+    delta_T = (logprob_T.double() - old_logprob_T.double()).masked_fill(~live_T, 0)
+    return segment_sum(delta_T, action_offsets)[segment_sum(live_T.double(), action_offsets) > 0]

@@ -1,0 +1,19 @@
+"""What the optimizer steps of the actor pass on to later steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Numbers that a step reads and that the steps taken before it have written. Equal on every rank.
+
+    A checkpoint contains them, so that a resumed run takes the same steps. A step that is skipped or held
+    changes nothing.
+
+    Example: StepMemory() before the first step; StepMemory(rate_scale=2/3) after a step that `rate: kl` has
+    shortened.
+    """
+
+    rate_scale: float = 1.0  # the factor of algorithm.rate

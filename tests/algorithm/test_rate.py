@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
+
+FIRST = RateInput(0, 1.0, 0.0, torch.zeros(0, dtype=torch.float64), None, 0.01)
+
+
+def factors_of_kl(kls: list[float]) -> list[float]:
+    """Return the factors of consecutive steps with these KL divergences. The target is 0.01."""
+    found, last = [], 1.0
+    for kl in kls:
+        last = RATES["kl"](replace(FIRST, last=last, kl=kl))
+        found.append(last)
+    return found
+
+
+def factor_of_ess(*ratios: float) -> float:
+    return RATES["ess"](replace(FIRST, log_ratio_N=torch.tensor(ratios, dtype=torch.float64).log()))
+
+
+def test_constant_is_1_and_the_profile_is_read_by_the_step_of_the_iteration() -> None:
+    profiled = [replace(FIRST, index=n, profile=(1.0, 0.5, 0.25)) for n in range(3)]
+    assert [RATES["constant"](given) for given in profiled] == [1, 1, 1]
+    assert [RATES["open_loop"](given) for given in profiled] == [1, 0.5, 0.25]
+
+
+def test_the_rate_falls_above_twice_the_target_and_rises_below_half_of_it() -> None:
+    found = factors_of_kl([0.0, 0.021, 0.021, 0.02, 0.005, 0.0, 0.004])
+    assert found == pytest.approx([1, 2 / 3, 4 / 9, 4 / 9, 4 / 9, 4 / 9, 2 / 3])
+
+
+def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
+    assert factors_of_kl([0.001, 0.001]) == [1, 1]
+    down = factors_of_kl([1.0] * 13)
+    assert down[10] == pytest.approx(1.5**-11) and down[11:] == [0.01, 0.01]
+    assert factors_of_kl([1.0] * 13 + [0.001])[-1] == pytest.approx(0.015)
+
+
+def test_the_effective_sample_size_of_ratios_1_and_3_is_16_tenths() -> None:
+    assert factor_of_ess(1, 3) == pytest.approx(math.sqrt(1.6 / 2))
+    assert factor_of_ess(2, 2, 2) == 1
+    assert factor_of_ess(1, 0, 0, 0) == pytest.approx(1 / 2), "one of four trajectories has all the weight"
+    assert factor_of_ess() == 1
+
+
+def test_ratios_far_beyond_the_range_of_floats_do_not_overflow() -> None:
+    far_N = torch.tensor([2000.0, 2000.0 + math.log(3), -2000.0], dtype=torch.float64)
+    assert RATES["ess"](replace(FIRST, log_ratio_N=far_N)) == pytest.approx(math.sqrt(1.6 / 3))
+
+
+def test_a_trajectorys_log_ratio_is_the_sum_over_its_live_tokens() -> None:
+    """Three trajectories of 2, 2 and 1 tokens. The second has one live token, the third none."""
+    logprob_T = torch.tensor([-1.0, -2.0, -1.0, math.nan, math.nan])
+    old_T = torch.tensor([-1.5, -1.75, -3.0, 0.0, 0.0])
+    live_T = torch.tensor([True, True, True, False, False])
+    found_N = trajectory_log_ratios(logprob_T, old_T, live_T, torch.tensor([0, 2, 4, 5]))
+    assert found_N.tolist() == [0.25, 2.0]
