@@ -45,6 +45,9 @@ STYLES = {
     "st_ppo_sum": ("#d55e00", ":"),
     "so_grpo_sum": ("#009e73", ":"),
     "s_ppo_strength_1": ("#0072b2", "-."),
+    "open_loop": ("#009e73", "-"),
+    "kl": ("#cc79a7", "-"),
+    "ess": ("#e69f00", "-"),
 }
 EXACT = "actor/clipping_bias_gradient"
 ESTIMATES = {

@@ -96,7 +96,13 @@ PROBES: dict[str, Fields] = {
 }
 # The arms of the second round. Its first runs are those of BASELINES at the three highest rates.
 BASELINES: dict[str, Fields] = {name: FAMILY[name] for name in ("ppo", "turn_ppo", "s_ppo", "st_ppo")}
-ARMS = BASELINES
+CONTROLLED: Fields = {"segments": "token", "correction": "off", "advantage": "gae"}
+PROFILE = [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19]  # a factor for each of the 2 x 4 steps
+ARMS: dict[str, Fields] = BASELINES | {
+    "open_loop": {"preset": "open_loop", "rate": "open_loop", "rate_profile": PROFILE} | CONTROLLED,
+    "kl": {"preset": "kl", "rate": "kl", "rate_kl": 0.01} | CONTROLLED,
+    "ess": {"preset": "ess", "rate": "ess"} | CONTROLLED,
+}
 GROUPS = {
     "family": FAMILY,
     "forms": FORMS,
