@@ -12,8 +12,10 @@ class StepMemory:
     A checkpoint contains them, so that a resumed run takes the same steps. A step that is skipped or held
     changes nothing.
 
-    Example: StepMemory() before the first step; StepMemory(rate_scale=2/3) after a step that `rate: kl` has
-    shortened.
+    Example: StepMemory() before the first step; StepMemory(2/3, 0.5, 1) after one step of norm 0.5 that
+    `rate: kl` has shortened.
     """
 
     rate_scale: float = 1.0  # the factor of algorithm.rate
+    norm_mean: float = 0.0  # running mean of gradient norms
+    norms: int = 0  # number of values in it

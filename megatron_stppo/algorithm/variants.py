@@ -25,6 +25,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence_mean_token_mean",
         "advantage": "gae",
     },
+    # s_ppo whose ||C|| is relative to the gradients of recent steps, not to that of its own step
+    "clipping_bias": {
+        "segments": "token",
+        "correction": "logit",
+        "correction_unit": "running",
+        "advantage": "gae",
+    },
     # ppo with a factor on the rate of every step
     "open_loop": {
         "segments": "token",

@@ -48,10 +48,11 @@ class AlgorithmConfig(Section):
     correction_apply: Literal["gradient", "step"] = Field(
         "step", description="what the scale multiplies: the gradient, or the step's learning rate"
     )
-    correction_unit: Literal["mean", "sum", "relative"] = Field(
+    correction_unit: Literal["mean", "sum", "relative", "running"] = Field(
         "relative",
         description="mean: ||C|| of the loss; sum: of the sum over the minibatch's action tokens, which "
-        "grows with their number; relative: as a multiple of the norm of the remaining gradient",
+        "grows with their number; relative: as a multiple of the norm of the remaining gradient; running: "
+        "as a multiple of the running mean of that norm",
     )
     correction_strength: float = Field(10.0, gt=0, description="factor of ||C|| in the scale; 1 in the paper")
     correction_floor: float = Field(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ from torch import Tensor
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.aggregation import token_weights
-from megatron_stppo.algorithm.correction import Estimator, calibrated_norm, correction_scale, in_unit
+from megatron_stppo.algorithm.correction import (
+    Estimator,
+    calibrated_norm,
+    correction_scale,
+    in_unit,
+    running_mean,
+)
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
+from megatron_stppo.algorithm.step_memory import StepMemory
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
@@ -146,9 +153,12 @@ def actor_step(
     finite = not any_rank(not all(map(math.isfinite, (*sums.values(), norm))))
     bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
     weight = float(loss.weight_T.double().sum())
+    memory = actor.memory
+    running = running_mean(memory.norm_mean, memory.norms, norm)
+    sizes = {"tokens": tokens, "weight": weight, "gradient_norm": norm, "running_norm": running}
     if finite and sums["clipped"] > 0:
         bias_norms = {
-            name: in_unit(value, a.correction_unit, tokens=tokens, weight=weight, gradient_norm=norm)
+            name: in_unit(value, a.correction_unit, **sizes)
             for name, value in _bias_norms(actor, loss, microbatches, sums, norm).items()
         }
         if a.correction != "off":
@@ -165,7 +175,7 @@ def actor_step(
     stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
     moved = stepped and not hold
     if moved:
-        actor.memory = replace(actor.memory, rate_scale=factor)
+        actor.memory = StepMemory(factor, running, memory.norms + 1)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from megatron_stppo.algorithm.correction import calibrated_norm, correction_scale, in_unit, squared_estimate
+from megatron_stppo.algorithm.correction import (
+    calibrated_norm,
+    correction_scale,
+    in_unit,
+    running_mean,
+    squared_estimate,
+)
 
 
 def test_without_clipping_the_step_is_not_scaled():
@@ -69,6 +75,27 @@ def test_relative_unit_is_a_multiple_of_the_remaining_gradient():
     assert in_unit(0.5, "relative", tokens=400, gradient_norm=2.0) == 0.25
     assert in_unit(5.0, "relative", tokens=400, gradient_norm=20.0) == 0.25
     assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
+
+
+def test_the_running_mean_of_norms_is_their_mean_and_exponential_after_20():
+    mean = 0.0
+    for count, norm in enumerate([4.0, 2.0, 3.0]):
+        mean = running_mean(mean, count, norm)
+    assert mean == 3.0
+    assert running_mean(1.0, 19, 21.0) == running_mean(1.0, 1000, 21.0) == 2.0
+
+
+def test_in_the_running_unit_a_small_gradient_does_not_shut_the_step():
+    """Clipping takes half as much as it leaves: ||C|| = 0.5 and 0.05 with gradients of 1 and 0.1."""
+    for norm in (1.0, 0.1):
+        sizes = {"tokens": 4, "gradient_norm": norm, "running_norm": running_mean(1.0, 100, norm)}
+        relative = correction_scale(10 * in_unit(norm / 2, "relative", **sizes), 3, 1.0)
+        running = correction_scale(10 * in_unit(norm / 2, "running", **sizes), 3, 1.0)
+        assert relative == pytest.approx(1 / 5), "whatever the size of the gradient"
+        assert running == pytest.approx({1.0: 1 / 5, 0.1: 1.0}[norm])
+    left = {"tokens": 4, "gradient_norm": 1e-3, "running_norm": 1.0}
+    assert in_unit(0.2, "relative", **left) == pytest.approx(200), "clipping left almost nothing"
+    assert in_unit(0.2, "running", **left) == pytest.approx(0.2)
 
 
 def test_the_scale_falls_to_zero_with_the_remaining_gradient():
