@@ -41,9 +41,8 @@ def encode_after(
     of "\\n<|im_start|>user\\n..<|im_end|>\\n<|im_start|>assistant\\n".
     """
     place = f"{unused_opening((messages, tools))}completion{CLOSE}"
-    replaced = [
-        _placed(message, place) if index == completion else message for index, message in enumerate(messages)
-    ]
+    replaced = [*map(_with_one_call, messages[: completion + 1]), *messages[completion + 1 :]]
+    replaced[completion] = _placed(replaced[completion], place)
     text, texts = _rendered(tokenizer, replaced, tools)
     _, found, rest = text.rpartition(place)
     ids = encode_marked(tokenizer, rest, texts) if found else []
@@ -56,14 +55,20 @@ def encode_after(
     return ids[end + 1 :] if ids[end] == last_id else ids[end:]
 
 
-def _placed(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the message with `place` as its content, and as the name of the last tool that it calls.
+def _with_one_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with the last of its tool calls only. Llama 3's template rejects several."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": calls[-1:]} if calls else message
+
+
+def _placed(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return the message with `place` as its content, and as the name of the tool that it calls, if it does.
 
     Some templates leave out the content of a message that calls tools.
     """
-    calls = [dict(call) for call in message.get("tool_calls") or ()]
-    if calls:
-        calls[-1]["function"] = {**calls[-1]["function"], "name": place}
+    calls = [
+        {**call, "function": {**call["function"], "name": place}} for call in message.get("tool_calls") or ()
+    ]
     return {**message, "content": place} | ({"tool_calls": calls} if calls else {})
 
 

@@ -19,6 +19,7 @@ from megatron_stppo.endpoint.recorder import ParseTools, Rules
 from megatron_stppo.endpoint.server import Endpoint
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.messages import one_line
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.rollout import tool_wait
 from megatron_stppo.rollout.vllm_setup import end_of_text_ids
@@ -57,6 +58,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
         _parser(section.tool_parser),
     )
     _check_template(rules)
+    _check_parser(rules, section.tool_parser)
     if dist.get_rank() % config.engine_tensor:
         return _unused
     endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
@@ -69,6 +71,19 @@ def _check_template(rules: Rules) -> None:
     encode_after(rules.tokenizer, chat, None, 1, -1, rules.ends)
 
 
+def _check_parser(rules: Rules, name: str | None) -> None:
+    """Raise ConfigError for a parser that the model's tokenizer lacks tokens for: it would find no call."""
+    if rules.parser is None:
+        return
+    try:
+        rules.parser(rules.tokenizer, None)
+    except Exception as error:  # parsers raise what they like
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM's parser cannot be used with the tokenizer of model.path "
+            f"({one_line(str(error))}); name the parser of this model"
+        ) from None
+
+
 def _parser(name: str | None) -> ParseTools | None:
     if name is None:
         return None
@@ -78,7 +93,13 @@ def _parser(name: str | None) -> ParseTools | None:
         raise ConfigError(
             f"environment.tool_parser={name}: vLLM has no such parser; choose from {', '.join(near)}"
         )
-    return ToolParserManager.get_tool_parser(name)
+    try:
+        return ToolParserManager.get_tool_parser(name)
+    except ImportError as error:  # some parsers need packages that vLLM installs only on a GPU's machine
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM cannot load it ({one_line(str(error))}); install what it "
+            "needs, or name another"
+        ) from None
 
 
 def _unused() -> AnyEnvironment:

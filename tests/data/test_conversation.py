@@ -65,6 +65,21 @@ def test_tool_calls_are_rendered_in_a_prompt_and_not_after_a_completion() -> Non
     assert len(controls(TOKENIZER, encode_after(TOKENIZER, chat, None, 1, END, [END]))) == 3
 
 
+def test_a_template_may_reject_a_message_with_several_calls_that_the_model_made() -> None:
+    """Llama 3's does."""
+    reject = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    tokenizer: Any = byte_level(QWEN, TEMPLATE.replace("{{ text }}", f"{reject}{{{{ text }}}}"))
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+    turn = [{"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    turn += [{"role": "tool", "content": city} for city in ("Rome", "Paris")]
+    chat = [CHAT[0], *turn, *turn]
+    ids = encode_after(tokenizer, chat, None, 4, tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    results = "".join(f"\n<|im_start|>tool\n{city}<|im_end|>" for city in ("Rome", "Paris"))
+    assert tokenizer.decode(ids) == f"{results}\n<|im_start|>assistant\n"
+    with pytest.raises(ConfigError, match="one call"):
+        encode_conversation(tokenizer, chat)
+
+
 def test_a_template_may_leave_out_the_text_beside_a_call() -> None:
     """Llama 3's does."""
     template = TEMPLATE.replace("{{ text }}", "{% if not m.tool_calls %}{{ text }}{% endif %}")

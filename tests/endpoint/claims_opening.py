@@ -1,0 +1,34 @@
+"""What is checked before an endpoint for agents opens."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+from vllm.tool_parsers import ToolParserManager
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.endpoint import opening
+from tests.endpoint.world import World
+
+
+def test_a_parser_that_would_find_no_call_is_refused(world: World) -> None:
+    opening._check_parser(world.rules, "hermes")
+    llama = replace(world.rules, parser=ToolParserManager.get_tool_parser("llama3_json"))
+    try:
+        opening._check_parser(llama, "llama3_json")
+    except ConfigError as error:
+        assert str(error).startswith("environment.tool_parser=llama3_json: vLLM's parser cannot be used")
+        assert "<|python_tag|>" in str(error)
+    else:
+        raise AssertionError("not refused: every completion would be text")
+
+
+def test_a_parser_that_cannot_be_loaded_is_refused(world: World) -> None:
+    missing = importlib.util.find_spec("mistral_common") is None
+    try:
+        opening._parser("qwen3_coder" if missing else "no_such_parser")
+    except ConfigError as error:
+        assert ("vLLM cannot load it (No module named 'mistral_common')" in str(error)) == missing
+    else:
+        raise AssertionError("not refused")
