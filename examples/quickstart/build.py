@@ -24,7 +24,7 @@ from tiny_model import name_pieces, train_tokenizer, write_model
 from trajectories import MAX_CHARACTERS, STAGES, TWO_HOP_SHARE, Inventor, Script
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stppo.data.demonstrations import Row, encode
+from megatron_stppo.data.demonstrations import encode, validated
 from megatron_stppo.environments.retrieval import BM25Retriever, Document
 from megatron_stppo.environments.search import render
 
@@ -127,7 +127,7 @@ def demonstrations(
         rows, until = script.rows(stage), round(share * tokens)
         while done < until:
             chunk = list(islice(rows, 512))
-            encoded = encode([Row.model_validate(row) for row in chunk], tokenizer)
+            encoded = encode([validated(row) for row in chunk], tokenizer)
             for row_, demonstration in zip(chunk, encoded, strict=True):
                 done += len(demonstration)
                 if done > until:

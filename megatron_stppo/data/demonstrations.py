@@ -1,9 +1,15 @@
 """Reads scripted trajectories for the cold start, as the tokens that the same episode has in a rollout.
 
-A row: {"prompt": [{"role", "content"}], "segments": [{"text", "kind": "turn" | "observation"}], "stage"}.
-The prompt is rendered with the chat template. Every segment is encoded separately, with special tokens as
-text, like observations in the rollout. The cold start trains language modelling on all of these tokens; those
-that the model itself writes in an episode (the turns) can have a larger weight than the others.
+A row of an environment: {"prompt": [{"role", "content"}], "segments": [{"text", "kind"}], "stage"}, where
+kind is "turn" or "observation". The prompt is rendered with the chat template. Every segment is encoded
+separately, with special tokens as text, like observations in the rollout.
+
+A row of an agent: {"messages": [{"role", "content"}], "tools": [..], "stage"}. The content of an assistant is
+what the model writes, with its calls of tools as text. Everything else is what the endpoint reads: the
+messages before the first completion and those after each, rendered with the chat template.
+
+The cold start trains language modelling on all of these tokens; those that the model itself writes in an
+episode (the turns) can have a larger weight than the others.
 """
 
 from __future__ import annotations
@@ -14,12 +20,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
-from megatron_stppo.data.chat import encode_chats
+from megatron_stppo.data.chat import encode_chats, encode_plain
+from megatron_stppo.data.conversation import encode_after, encode_conversation
 from megatron_stppo.types import Message
 
 CHUNK = 1024  # rows encoded together
@@ -39,6 +46,26 @@ class Row(BaseModel):
     prompt: list[ChatMessage] = Field(min_length=1)
     segments: list[Segment] = Field(min_length=1)
     stage: str = ""
+
+
+class AgentMessage(BaseModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class AgentRow(BaseModel):
+    """The episode of an agent with one conversation."""
+
+    messages: list[AgentMessage]
+    tools: list[dict[str, Any]] = []
+    stage: str = ""
+
+    @model_validator(mode="after")
+    def _ends_with_the_model(self) -> AgentRow:
+        roles = [message.role for message in self.messages]
+        if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
+            raise ValueError("messages must begin with another role than assistant, and end with assistant")
+        return self
 
 
 @dataclass(frozen=True)
@@ -83,24 +110,52 @@ def _nonempty(scripts: list[Demonstration], path: Path, max_tokens: int) -> list
     return scripts
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[Row | AgentRow]:
     for where, row in jsonl.rows(path, "data.demonstrations"):
         yield _row(row, f"data.demonstrations={where}")
 
 
-def _row(row: Any, where: str) -> Row:
+def validated(row: Any) -> Row | AgentRow:
+    """Return the record of a row; one with `messages` is an agent's. Raises ValidationError."""
+    is_agents = isinstance(row, dict) and "messages" in row
+    return (AgentRow if is_agents else Row).model_validate(row)
+
+
+def _row(row: Any, where: str) -> Row | AgentRow:
     try:
-        return Row.model_validate(row)
+        return validated(row)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "row"
         raise ConfigError(
-            f"{where}: {field}: {first['msg']}; give prompt, segments (text, kind turn|observation) and stage"
+            f"{where}: {field}: {first['msg']}; give prompt, segments (text, kind turn|observation) and "
+            "stage, or messages, tools and stage"
         ) from None
 
 
-def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
-    """Return the demonstration of each row: its prompt, then its segments."""
+def encode(rows: Sequence[Row | AgentRow], tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
+    """Return the demonstration of each row."""
+    of_environments = iter(_segmented([row for row in rows if isinstance(row, Row)], tokenizer))
+    return [next(of_environments) if isinstance(row, Row) else _conversation(row, tokenizer) for row in rows]
+
+
+def _conversation(row: AgentRow, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
+    """Return the messages up to the first completion, then each completion and what follows it."""
+    messages, end = [message.model_dump() for message in row.messages], tokenizer.eos_token_id
+    completions = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    pieces: list[tuple[list[int], str]] = []
+    for place, following in zip(completions, [*completions[1:], None], strict=True):
+        pieces.append(([*encode_plain(tokenizer, messages[place]["content"]), end], "turn"))
+        if following is not None:
+            read = encode_after(tokenizer, messages[:following], row.tools, place, end, [end])
+            pieces.append((read, "observation"))
+    return _join(encode_conversation(tokenizer, messages[: completions[0]], row.tools), pieces)
+
+
+def _segmented(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
+    """Return for each row its prompt, then its segments."""
+    if not rows:
+        return []
     prompts = [[Message(message.role, message.content) for message in row.prompt] for row in rows]
     heads = encode_chats(tokenizer, prompts)
     texts = [segment.text for row in rows for segment in row.segments]

@@ -90,3 +90,34 @@ def test_missing_rows_and_missing_files_give_a_one_line_error(tmp_path, tokenize
         read(written(tmp_path / "d.jsonl"), tokenizer, 1000)
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path / "missing.jsonl", tokenizer, 1000)
+
+
+AGENT_ROW = {
+    "messages": [
+        {"role": "user", "content": "capital of Gabon?"},
+        {"role": "assistant", "content": "<search> Gabon</search>"},
+        {"role": "tool", "content": "Libreville<|im_end|>"},
+        {"role": "assistant", "content": " Libreville"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "search"}}],
+}
+
+
+def test_a_row_of_an_agent_has_the_tokens_that_the_endpoint_would_record(tmp_path, tokenizer):
+    first, second = read(written(tmp_path / "d.jsonl", ROW, AGENT_ROW), tokenizer, 1000)
+    assert tokenizer.decode(first.token_ids).startswith("<|im_start|>user\ncapital of Gabon?<|im_end|>")
+    opening = "<|im_end|>\n<|im_start|>assistant\n"
+    expected = (
+        f"<|im_start|>user\ncapital of Gabon?{opening}<search> Gabon</search><|im_end|>\n"
+        f"<|im_start|>tool\nLibreville<|im_end|>{opening} Libreville<|im_end|>"
+    )
+    assert tokenizer.decode(second.token_ids) == expected
+    assert second.token_ids.count(tokenizer.eos_token_id) == 4, "the one in the tool's message is text"
+    own = [token for token, mine in zip(second.token_ids, second.written, strict=True) if mine]
+    assert tokenizer.decode(own) == "<search> Gabon</search><|im_end|> Libreville<|im_end|>"
+
+
+def test_a_row_of_an_agent_ends_with_the_model(tmp_path, tokenizer):
+    unfinished = AGENT_ROW | {"messages": AGENT_ROW["messages"][:3]}
+    with pytest.raises(ConfigError, match=r"row 1: .* end with assistant; give prompt, .* messages, tools"):
+        read(written(tmp_path / "d.jsonl", unfinished), tokenizer, 1000)
