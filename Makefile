@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async medical sums test test-all test-agents chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-agents chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -43,6 +43,9 @@ quickstart-async: $(STAMP) ## the same with asynchronous training: one core trai
 
 quickstart-agent: $(STAMP) ## the same with the environment as a script of OpenAI's SDK, examples/agents/search.py
 	@PYTHONPATH=examples/agents $(BIN)/python examples/quickstart/run.py --example agent --seed $(SEED)
+
+hosted-agent: $(STAMP) ## train an agent that was written for a hosted model, through OPENAI_BASE_URL
+	@$(BIN)/python examples/quickstart/run.py --example hosted_agent --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
 	@$(BIN)/python examples/quickstart/run.py --example medical_choice --seed $(SEED)

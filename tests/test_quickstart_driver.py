@@ -45,7 +45,7 @@ def test_a_changed_setting_redoes_what_depends_on_it(
     assert {name for name in before if before[name] != after[name]} == again
 
 
-@pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous", "agent"])
+@pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous", "agent", "hosted_agent"])
 def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_file(
     driver: ModuleType, name: str
 ) -> None:

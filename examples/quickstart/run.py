@@ -44,11 +44,13 @@ class Example:
 
 
 CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
+HOSTED = HERE.parent / "hosted_agent"
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
     "agent": Example(HERE / "build.py", HERE / "agent.yaml"),
     "asynchronous": Example(HERE / "build.py", HERE / "asynchronous.yaml"),
     "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
+    "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
 }
 OURS = (HERE / "run.py", HERE / "stages.py")  # sources that do not affect the built files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], tags: Sequence[str] = TAGS, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer of at most VOCABULARY entries.
 
     VOCABULARY is the size of the model's vocabulary, which is divided evenly among tensor parallel ranks.
@@ -30,19 +32,19 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
+        vocab_size=VOCABULARY - len(tags),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -325,3 +326,16 @@ def test_the_examples_play(world: World) -> None:
     assert (played.outcome, len(played.turns)) == ("wrong", 1), played.detail
     prompt = world.rules.tokenizer.decode(played.prompt_ids)
     assert prompt.startswith("<|im_start|>user\nQuestion 0: which city")
+
+
+def test_the_agent_for_a_hosted_model_plays_with_nothing_but_the_address_changed(world: World) -> None:
+    folder = EXAMPLES.parent / "hosted_agent"
+    with tempfile.TemporaryDirectory() as scratch:
+        facts = Path(scratch) / "facts.json"
+        facts.write_text("{}")
+        os.environ["FACTS"] = str(facts)
+        program = [sys.executable, str(folder / "reward.py")]
+        agent = open_agent(EnvironmentConfig(kind="agent", command=program, command_variables=["FACTS"]))
+        (played,) = world.play(agent)
+    assert (played.outcome, len(played.turns)) == ("wrong", 1), played.detail
+    assert world.rules.tokenizer.decode(played.prompt_ids).startswith("<|im_start|>user\nQuestion 0: which")
