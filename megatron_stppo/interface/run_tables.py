@@ -30,6 +30,7 @@ COPIED = (
     "split",
     "index",
     "group",
+    "branch",
     "outcome",
     "reward",
     "tool_calls",
@@ -74,11 +75,15 @@ class RecordedRun:
 
     @property
     def episodes(self) -> DataFrame:
-        """One row per episode, in the order of trajectories/.
+        """One row per episode, in the order of trajectories/; of an agent, one per history of the episode.
 
         Columns: those of COPIED, `turns`, `tokens` (that the policy generated), `text` (turns and
-        observations, in order), and `environment/NAME` for each of the environment's metrics. Raises
-        ConfigError without pandas, or if a file cannot be read.
+        observations, in order), and `environment/NAME` for each of the environment's metrics. `branch` is
+        the number of the history in its episode: the rows with branch 0 are one per episode, and only they
+        have the metrics and tool calls of the episode. Raises ConfigError without pandas, or if a file cannot
+        be read.
+
+        Example: table[table.branch == 0].reward.mean() is the mean reward of the episodes.
         """
         found = [row for iteration in recorded(self.folder) for row in _episodes(self.folder, iteration)]
         return _table(found, *COPIED, "turns", "tokens", "text")
@@ -117,6 +122,7 @@ def _episode(record: dict[str, Any]) -> dict[str, Any]:
     turns = record["turns"]
     return {
         **{name: record.get(name) for name in COPIED},
+        "branch": record.get("branch", 0),  # files of older versions do not have it
         "turns": len(turns),
         "tokens": sum(len(turn["token_ids"]) for turn in turns),
         "text": "".join(turn["action"] + turn["observation"] for turn in turns),

@@ -64,7 +64,8 @@ class Browser {
     const found = this.all.filter(matches).sort((a, b) => key(a) - key(b) || 0);
     this.shown = found.slice(0, LISTED);
     this.searched = searched;
-    const total = this.all.length === 1 ? "1 episode" : `${this.all.length} episodes`;
+    const what = this.all.some((one) => one.branch) ? "histories of episodes" : "episodes";
+    const total = this.all.length === 1 ? "1 episode" : `${this.all.length} ${what}`;
     document.getElementById("found").textContent = `${found.length} of ${total} on this page` + (found.length > LISTED ? `; the first ${LISTED} are listed` : "");
     this.list.replaceChildren(...this.shown.map((one, place) => this.entry(one, place)));
     this.showScale();
@@ -77,12 +78,12 @@ class Browser {
     const clipped = one.turns.some((turn) => turn.clipped > 0) ? ", clipped" : "";
     const run = RUNS.length > 1 ? `${runName(RUNS[one.r])} ` : "";
     const made = el("li", { role: "option", tabindex: "-1", "aria-selected": "false" },
-      el("span", { class: "where" }, `${run}${one.iteration}·${one.line}`),
+      el("span", { class: "where" }, `${run}${one.iteration}·${one.line}${one.branch ? " ↳" : ""}`),
       el("span", { class: `outcome ${one.outcome === "ok" ? "ok" : ""}` }, line(one.outcome, 12) || "none"),
       el("span", { class: "reward" }, digits(one.reward)),
       squares,
       el("span", { class: "asked" }, line(question(one.prompt), 90)),
-      el("span", { class: "hidden" }, clipped));
+      el("span", { class: "hidden" }, (one.branch ? `, history ${one.branch + 1} of an episode` : "") + clipped));
     made.addEventListener("click", () => this.choose(place, true));
     return made;
   }
@@ -137,7 +138,8 @@ class Browser {
 
   episode(one) {
     const facts = {
-      run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group, "tool calls": one.tool_calls,
+      run: RUNS.length > 1 ? runName(RUNS[one.r]) : null, outcome: one.outcome, reward: digits(one.reward), task: one.task, group: one.group,
+      history: one.branch ? `${one.branch + 1} of the episode that begins on line ${one.line - one.branch}` : null, "tool calls": one.branch ? null : one.tool_calls,
       "valid actions": one.valid, targets: one.targets.join(" | "), detail: one.detail,
       metrics: Object.entries(one.metrics).map(([name, value]) => `${name} ${digits(value)}`).join(", "),
     };

@@ -34,6 +34,7 @@ class EpisodeRow(msgspec.Struct):
     split: str = ""
     index: int | None = None
     group: int | None = None
+    branch: int = 0
     outcome: str = ""
     tool_calls: int | None = None
     valid_actions: int | None = None
@@ -172,6 +173,7 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | Non
         "outcome": _cut(episode.outcome),
         "reward": None if reward is None else short(reward),
         "group": episode.group,
+        "branch": episode.branch,
         "tool_calls": episode.tool_calls,
         "valid": episode.valid_actions,
         "detail": _cut(episode.detail),

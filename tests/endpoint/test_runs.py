@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo import read_run
 from tests.loop import small_run
 from tests.serving.test_promises import rows, start, weights
 
@@ -52,6 +53,35 @@ def test_a_run_with_a_replica_is_the_colocated_one_bit_for_bit(runs: tuple[Path,
     colocated, served = runs
     assert rows(colocated) == rows(served)
     assert weights(colocated, 3) == weights(served, 3)
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose engine has two ranks. Only the first one has the endpoint."""
+    config = small_run.write(tmp_path_factory.mktemp("tensor"))
+    done = small_run.run("train", config, "run.name=tensor", *AGENT, "parallel.tensor=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return config.parent / "runs" / "tensor"
+
+
+@pytest.mark.long
+def test_the_first_ratio_is_1_with_a_tensor_parallel_engine(tensor_parallel: Path) -> None:
+    for row in metrics(tensor_parallel):
+        assert row["actor/first_kl_to_old"] == 0.0
+        assert 0 < row["mismatch/current_mean_abs"] < 1e-6 and row["actor/gradient_norm"] > 0
+        assert 1 < row["rollout/branches"] < 2 and row["outcome/error"] == row["outcome/timeout"] == 0
+
+
+@pytest.mark.long
+def test_tables_of_a_run_have_a_row_per_history(tensor_parallel: Path) -> None:
+    run = read_run(tensor_parallel)
+    table = run.episodes
+    first = table[table.branch == 0]
+    assert len(first) == 3 * 4 < len(table), "3 iterations of 4 tasks"
+    assert table.groupby("iteration").branch.agg(lambda of: len(of) / (of == 0).sum()).tolist() == (
+        run.metrics["rollout/branches"].tolist()
+    )
+    assert first["environment/letters"].notna().all() and (table.turns > 0).all()
 
 
 @pytest.mark.long

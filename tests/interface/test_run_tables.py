@@ -58,6 +58,15 @@ def test_episodes_have_the_text_and_the_environments_metrics(run: Path) -> None:
     assert (row["tool_calls"], row["environment/guesses"], row["targets"]) == (1, 2, ["7"])
 
 
+def test_the_histories_of_an_agents_episode_are_rows_and_one_of_them_counts_the_episode(run: Path) -> None:
+    path = run / "trajectories" / "iteration-00002.jsonl"
+    lines = (EPISODE, EPISODE | {"branch": 0, "reward": 0.0}, EPISODE | {"branch": 1, "reward": 0.0})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = read_run(run).episodes
+    assert table.branch.tolist() == [0, 0, 1], "0 also in files of versions without branches"
+    assert table[table.branch == 0].reward.mean() == 0.5
+
+
 def test_a_folder_without_episodes_gives_an_empty_table_with_the_columns(run: Path) -> None:
     (run / "trajectories" / "iteration-00002.jsonl").unlink()
     table = read_run(run).episodes

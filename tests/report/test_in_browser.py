@@ -69,6 +69,25 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Browser, pages: tuple[P
     assert "8 damaged lines" in text(browser, "#notes")
 
 
+def test_the_histories_of_an_agents_episode_are_marked(browser: Browser, tmp_path: Path) -> None:
+    run = hostile.write(tmp_path / "run")
+    episodes = [
+        hostile.episode("ok", 1.0, hostile.turn(text), branch=branch, tool_calls=1 - branch)
+        for branch, text in enumerate(("first", "second"))
+    ]
+    (run / "trajectories" / "iteration-00002.jsonl").write_text(hostile.lines(*episodes))
+    page.draw([run], tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    enter(browser, "iteration", "2")
+    assert text(browser, "#found") == "2 of 5 histories of episodes on this page"
+    entries = "[...document.querySelectorAll('#list .where')].map((one) => one.textContent)"
+    assert browser.ask(entries) == ["2·1", "2·2 ↳"]
+    assert "tool calls1" in text(browser, ".facts") and "history" not in text(browser, ".facts")
+    browser.ask("document.querySelector('#list li:last-child').click()")
+    assert "history2 of the episode that begins on line 1" in text(browser, ".facts")
+    assert "tool calls" not in text(browser, ".facts") and text(browser, ".turn .text") == "second"
+
+
 def test_the_content_security_policy_blocks_injected_markup(
     browser: Browser, pages: tuple[Path, Path]
 ) -> None:
