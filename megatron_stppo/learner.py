@@ -44,7 +44,14 @@ class Learner:
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
         float32_logits = c.model.float32_logits(torch.cuda.is_available())
-        return PolicyHead.of(model, self.mesh, self.shape.vocab, *settings, float32_logits=float32_logits)
+        return PolicyHead.of(
+            model,
+            self.mesh,
+            self.shape.vocab,
+            *settings,
+            float32_logits=float32_logits,
+            turns=c.algorithm.select == "turn",
+        )
 
 
 def build_learner(

@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "kl": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "kl"},
     "ess": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "ess"},
+    "select_turn": {"segments": "token", "correction": "off", "advantage": "gae", "select": "turn"},
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},
     "turn_grpo": {"segments": "turn", "correction": "off", "advantage": "group"},
     "s_grpo": {"segments": "token", "correction": "logit", "advantage": "group"},

@@ -63,6 +63,14 @@ class AlgorithmConfig(Section):
         description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
         "but a step that clips takes a second backward pass",
     )
+    select: Literal["all", "turn"] = Field(
+        "all",
+        description="turns in the surrogate; turn: without those that are far from the old policy and would "
+        "be pushed further away",
+    )
+    select_bound: float = Field(
+        0.04, gt=0, description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn"
+    )
     rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
         "constant",
         description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "

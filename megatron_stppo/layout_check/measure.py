@@ -123,7 +123,9 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     temperature, rows = config.rollout.temperature, config.update.logit_rows
     float32_logits = config.model.float32_logits(torch.cuda.is_available())
     settings = (temperature, a.segments, rows)
-    head = PolicyHead.of(actor.model, mesh, shape.vocab, *settings, float32_logits=float32_logits)
+    head = PolicyHead.of(
+        actor.model, mesh, shape.vocab, *settings, float32_logits=float32_logits, turns=a.select == "turn"
+    )
     chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
     logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
     assert batch.old_logprob_T is not None

@@ -176,7 +176,14 @@ class RankModels:
         c = self.config
         settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
         float32_logits = c.model.float32_logits(self.is_cuda)
-        return PolicyHead.of(chunks, self.mesh, self.shape.vocab, *settings, float32_logits=float32_logits)
+        return PolicyHead.of(
+            chunks,
+            self.mesh,
+            self.shape.vocab,
+            *settings,
+            float32_logits=float32_logits,
+            turns=c.algorithm.select == "turn",
+        )
 
     def _step(self, trainer: Trainer) -> int:
         """Return the bytes that Trainer.reduce, without the norm, and Trainer.step add.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo import ops
@@ -28,6 +29,7 @@ from megatron_stppo.algorithm.correction import (
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
+from megatron_stppo.algorithm.selection import leaving, turn_sums
 from megatron_stppo.algorithm.step_memory import StepMemory
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import Microbatch
@@ -109,18 +111,28 @@ class ActorLoss:
         return loss, loss.detach().reshape(1)
 
     def surrogate(self, tokens: ActionTokens, **wanted: Any) -> ClippedSurrogate:
-        a, mesh, old_T = self.algorithm, self.head.mesh, self.batch.old_logprob_T
+        a, old_T = self.algorithm, self.batch.old_logprob_T
+        old_T = tokens.logprob_T.detach() if old_T is None else self.at(tokens, old_T)
+        weight_T, advantage_T = self.at(tokens, self.weight_T), self.at(tokens, self.batch.advantage_T)
+        group = self.head.mesh.context_group if self.head.mesh.context_size > 1 else None
+        assert (tokens.turns is not None) == (a.select == "turn")
+        if tokens.turns is not None:
+            sums = turn_sums(tokens.logprob_T, old_T, advantage_T, weight_T, tokens.turns)
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+            left_T = leaving(sums, tokens.turns, a.select_bound, len(advantage_T))
+            advantage_T = advantage_T.masked_fill(left_T, 0)
         return ops.clipped_surrogate(
             tokens.logprob_T,
-            tokens.logprob_T.detach() if old_T is None else self.at(tokens, old_T),
-            self.at(tokens, self.batch.advantage_T),
+            old_T,
+            advantage_T,
             tokens.offsets,
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
-            weight=self.at(tokens, self.weight_T),
+            weight=weight_T,
             pooling=a.pooling,
-            group=mesh.context_group if mesh.context_size > 1 else None,
+            group=group,
             **wanted,
         )
 
@@ -182,6 +194,7 @@ def actor_step(
         "actor/kl_loss": sums["kl"] * per_weight,
         "actor/kl_to_old": to_old,
         "actor/clip_fraction": sums["clipped"] * per_token,
+        "actor/selected": ratios.selected,
         "actor/clipping_bias": bias_norm,
         **{f"actor/clipping_bias_{name}": value for name, value in bias_norms.items()},
         "actor/correction_scale": scale,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segment_sum, spread
+from megatron_stppo.algorithm.selection import leaving, turn_sums
 from megatron_stppo.algorithm.surrogate import clipped
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.types import Batch
@@ -36,6 +37,7 @@ class StepRatios:
     logprob_T: Tensor  # float32, under the policy before the step
     ratio_S: Tensor  # float32, of the algorithm's segments
     clipped_T: Tensor  # bool
+    left_T: Tensor  # bool, tokens of turns that algorithm.select takes out of the surrogate
 
     @classmethod
     def of(
@@ -46,12 +48,23 @@ class StepRatios:
         logprob_T: float32 [T], also the old policy's if the batch has none. weight_T: [T], the weights of the
         step's loss. chosen: its trajectories.
         """
-        assert batch.advantage_T is not None
+        advantage_T, left_T = batch.advantage_T, torch.zeros_like(weight_T, dtype=torch.bool)
+        assert advantage_T is not None
         old_T = logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
         offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
         ratio_S, _ = segment_ratio(logprob_T, old_T, offsets, a.pooling)
-        clipped_T = clipped(ratio_S, batch.advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
-        return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T)
+        if a.select == "turn":
+            sums = turn_sums(logprob_T, old_T, advantage_T, weight_T, batch.turn_offsets)
+            left_T = leaving(sums, batch.turn_offsets, a.select_bound, len(weight_T))
+        in_T = weight_T.masked_fill(left_T, 0)
+        clipped_T = clipped(ratio_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
+        return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)
+
+    @property
+    def selected(self) -> float:
+        """Return the share of the tokens that carry loss whose turns stay in the surrogate; 1 without any."""
+        tokens = int(self.live_T.sum())
+        return int((self.live_T & ~self.left_T).sum()) / tokens if tokens else 1.0
 
 
 class Ratios:
@@ -107,6 +120,7 @@ class Ratios:
             torch.where(step.chosen_T, step.logprob_T, before.logprob_T),
             torch.where(self._holds(step.chosen_T), step.ratio_S, before.ratio_S),
             torch.where(step.chosen_T, step.clipped_T, before.clipped_T),
+            torch.where(step.chosen_T, step.left_T, before.left_T),
         )
 
     def _holds(self, mask_T: Tensor) -> Tensor:

@@ -250,3 +250,30 @@ def _same_weights(model: Path, folder: Path) -> None:
     # rounding near zero moves a weight by up to 2 lr, so the bound is on the mean.
     apart = sum(float((weights[k] - first[k]).abs().sum()) for k in weights)
     assert apart < 2e-3 * moved
+
+
+def test_turns_leave_the_surrogate_also_where_ranks_share_them(tmp_path: Path) -> None:
+    """One rank, and two ranks that share turns; with small microbatches, and with chunks of
+    5 rows. The batch's old log-probs are offsets from the policy's own: minus them are the log-ratios."""
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    algorithm = {"preset": "select_turn", "select_bound": 0.3, "entropy_coefficient": 0, "kl_coefficient": 0}
+    given = ((24, 1000), False, algorithm)
+    one = run_ranks(layouts.steps, 1, str(tmp_path / "hf"), {}, *given, str(tmp_path / "one"))
+    two = run_ranks(layouts.steps, 2, str(tmp_path / "hf"), {"context": 2}, *given, str(tmp_path / "two"))
+    numbers = [numbers for results in (*one, *two) for numbers, _, _ in results]
+    batch = layouts.batch()
+    tokens, kept, clipped, objective = int(batch.live_T.sum()), 0, 0, 0.0
+    for first, last in itertools.pairwise(batch.turn_offsets.tolist()):
+        logs, advantages = -batch.old_logprob_T[first:last].double(), batch.advantage_T[first:last].double()
+        if not batch.live_T[first] or (logs.square().mean() > 0.3 and logs.sum() * advantages.sum() > 0):
+            continue
+        ratios = logs.exp()
+        kept += last - first
+        clipped += int(((advantages > 0) & (ratios > 1.2) | (advantages < 0) & (ratios < 0.8)).sum())
+        objective += float(torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages).sum())
+    assert 0.2 < kept / tokens < 0.8 and 0 < clipped
+    for own in numbers:
+        assert own["actor/selected"] == kept / tokens
+        assert own["actor/clip_fraction"] == pytest.approx(clipped / tokens)
+        assert own["actor/objective"] == pytest.approx(objective / tokens, rel=1e-4)
+        assert own["actor/gradient_norm"] == pytest.approx(numbers[0]["actor/gradient_norm"], rel=1e-4)
