@@ -14,6 +14,7 @@ from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
 from megatron_stppo.describe import current_mismatch, mean_of
 from megatron_stppo.learner import Learner
+from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing import Record, recording, routed_layers
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.score.logprobs import logprobs
@@ -132,6 +133,8 @@ def update(
     if any_rank(bool(not_finite(batch))):
         batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
         return _skipped(learner, *learner.trainers), None, batch
+    if not hold:
+        _MOMENTUM[a.momentum](actor)
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     ratios, steps = Ratios(batch, a), list[dict[str, float]]()
@@ -153,6 +156,14 @@ def update(
     first = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | ratios.row() | first | agreement, ratios.last, batch
+
+
+# algorithm.momentum: what becomes of Adam's state when the steps on a new batch begin
+_MOMENTUM: dict[str, Callable[[Trainer], None]] = {
+    "keep": lambda actor: None,
+    "reset": Trainer.forget_moments,
+    "clock": Trainer.restart_clock,
+}
 
 
 def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "kl"},
     "ess": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "ess"},
     "select_turn": {"segments": "token", "correction": "off", "advantage": "gae", "select": "turn"},
+    # ppo whose Adam starts anew with every batch
+    "momentum_reset": {"segments": "token", "correction": "off", "advantage": "gae", "momentum": "reset"},
+    "momentum_clock": {"segments": "token", "correction": "off", "advantage": "gae", "momentum": "clock"},
     "grpo": {"segments": "token", "correction": "off", "advantage": "group"},
     "turn_grpo": {"segments": "turn", "correction": "off", "advantage": "group"},
     "s_grpo": {"segments": "token", "correction": "logit", "advantage": "group"},

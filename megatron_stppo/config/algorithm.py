@@ -82,6 +82,11 @@ class AlgorithmConfig(Section):
     rate_kl: float = Field(
         0.01, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
     )
+    momentum: Literal["keep", "reset", "clock"] = Field(
+        "keep",
+        description="the actor's Adam at the start of each iteration's update: as it is; with moments and "
+        "step count set to 0; with the step count of its bias correction set to 0",
+    )
     advantage: Literal["gae", "group", "group_mean"] = Field(
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "

@@ -21,6 +21,8 @@ from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # their names in the optimizer's state
+
 
 class Trainer:
     """megatron's optimizer, with the gradient reduction and the step as two separate calls.
@@ -90,6 +92,18 @@ class Trainer:
         self.updates += 1
         return True
 
+    def restart_clock(self) -> None:
+        """Let Adam's bias correction count steps from 0 again. Moments, counters and warm-up stay."""
+        self._set_adam_steps(0)
+
+    def forget_moments(self) -> None:
+        """Set Adam's moments to 0 and restart its clock, as in a new run. Counters and warm-up stay."""
+        for wrapped in self.optimizer.chained_optimizers:
+            for state in wrapped.optimizer.state.values():
+                for moment in MOMENTS:
+                    state[moment].zero_()
+        self.restart_clock()
+
     @property
     def chunks(self) -> list[TokenModel]:
         """The model chunks without megatron's data-parallel wrapper."""
@@ -157,7 +171,7 @@ class Trainer:
                     group["fused"] = True
                 for parameter in group["params"]:
                     state = wrapped.optimizer.state[parameter]
-                    for moment in ("exp_avg", "exp_avg_sq"):
+                    for moment in MOMENTS:
                         state.setdefault(moment, torch.zeros_like(parameter))
                     if plain:
                         state["step"] = torch.tensor(float(updates))

@@ -14,7 +14,7 @@ def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(t
     The running mean of fewer than 20 gradient norms is their mean.
     """
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    algorithm = {"preset": "clipping_bias", "rate": "kl", "rate_kl": 1e-3}
+    algorithm = {"preset": "clipping_bias", "rate": "kl", "rate_kl": 1e-3, "momentum": "clock"}
     ((rows, memories),) = run_ranks(rates.resumed, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
     first, skipped, held, last, again = rows
     scales = [memory.rate_scale for memory in memories]
