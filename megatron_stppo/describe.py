@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_stppo.advantage.variance import without_variance
 from megatron_stppo.algorithm.penalties import k1, k3
 from megatron_stppo.types import Batch, Summary, Versions
 
@@ -65,6 +66,30 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         **_token_staleness(tuple(run for turn in turns for run in turn.versions), version),
         **{f"outcome/{name}": counted[name] for name in ("ok", "wrong", "truncated", "error", "timeout")},
         **environment_metrics(played),
+    }
+
+
+def describe_groups(trained: Sequence[Summary], dropped: Sequence[Summary] | None = None) -> dict[str, Any]:
+    """Return which groups have no variance, and what dynamic sampling played and dropped.
+
+    {} if no task was played more than once. dropped: with group numbers of its own; None without
+    rollout.resample.
+    Example: a batch with the rewards (0, 1) and (1, 0), for which a group of (1, 1) was dropped:
+    without_variance is 1/3, resampled 1, played_per_trained 6/4, and reward_all 4/6 instead of 2/4.
+    """
+    batch, replaced = ([t for t in given if t.branch == 0] for given in (trained, dropped or ()))
+    groups, gone = {t.group for t in batch}, {t.group for t in replaced}
+    if len(batch) == len(groups):
+        return {}
+    flat = len(without_variance(trained)) + len(gone)
+    row: dict[str, Any] = {"rollout/without_variance": flat / (len(groups) + len(gone))}
+    if dropped is None:
+        return row
+    rewards = [t.reward for t in (*batch, *replaced) if t.turns]
+    return row | {
+        "rollout/resampled": len(gone),
+        "rollout/played_per_trained": (len(batch) + len(replaced)) / len(batch),
+        "rollout/reward_all": sum(rewards) / max(1, len(rewards)),
     }
 
 

@@ -17,7 +17,7 @@ from megatron_stppo.advantage.estimate import estimate, has_signal
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.describe import describe
+from megatron_stppo.describe import describe, describe_groups
 from megatron_stppo.held_out import held_out
 from megatron_stppo.launch import process
 from megatron_stppo.parallel.collectives import any_rank
@@ -62,7 +62,7 @@ def train(
         with observer.phase("rollout"), training.leaving(iteration):
             played = rollouts.draw(iteration)
         log.write(done, played.own)
-        warn(f"iteration {done}", played.every, learner.mesh.rank)
+        warn(f"iteration {done}", played.with_dropped, learner.mesh.rank)
         # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
             rollouts.load_for("score")
@@ -76,7 +76,7 @@ def train(
         with observer.phase("update"):
             rollouts.load_for("update")
             row, last, batch = update(learner, batch, iteration, hold)
-            row |= describe(played.every, batch, iteration)
+            row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
             row |= training.guard.look(done, row, batch, group_N)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | rollouts.measure()

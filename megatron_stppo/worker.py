@@ -21,6 +21,7 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
+from megatron_stppo.resampling import resampled
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
@@ -82,12 +83,16 @@ class Worker:
         return {"engine/restarts": self.restarts.count}
 
     def draw(self, iteration: int) -> Played:
-        """Play the next tasks of data.train."""
+        """Play the next tasks of data.train, and with rollout.resample more of them."""
         assert self.cursor is not None, "validation/checks.py requires data.train"
-        config = self.learner.config
-        drawn = self.cursor.take(config.rollout.tasks_per_iteration)
+        config, rollout = self.learner.config, self.learner.config.rollout
         settings, seed = rollout_settings(config), seed_of(config.run, iteration)
-        played = self.play(drawn, config.rollout.samples_per_task, settings, seed)
+
+        def play(tasks: Sequence[Task], first_group: int) -> Played:
+            return self._played(tasks, rollout.samples_per_task, settings, seed, first_group=first_group)
+
+        played = resampled(self.cursor.take, play, rollout.tasks_per_iteration, rollout.resample)
+        self.failures.check(played.with_dropped)
         self._position = self.cursor.state()
         return played
 
@@ -127,11 +132,25 @@ class Worker:
         Raises DoNotRestart or EngineFailure if a new engine would not help, EngineLost if it needs a new
         process (see Restarts), and TooManyFailures.
         """
+        played = self._played(tasks, samples, settings, seed, progress)
+        self.failures.check(played.every)
+        return played
+
+    def _played(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        settings: RolloutSettings,
+        seed: int,
+        progress: Progress | None = None,
+        first_group: int = 0,
+    ) -> Played:
+        """Play as `play` does, without a limit on the failures. first_group: the number of the first group,
+        which with the seed decides the random numbers."""
         while True:
             try:
-                played = self._play(tasks, samples, settings, seed, progress)
+                played = self._play(tasks, samples, settings, seed, progress, first_group)
                 self.restarts.passed()
-                self.failures.check(played.every)
                 return played
             except EngineFailure as failure:
                 self.restarts.admit(failure, seed)
@@ -157,8 +176,10 @@ class Worker:
         settings: RolloutSettings,
         seed: int,
         progress: Progress | None,
+        first_group: int,
     ) -> Played:
-        engine, everything = self.engine, [(task, g) for g, task in enumerate(tasks) for _ in range(samples)]
+        engine, numbered = self.engine, enumerate(tasks, first_group)
+        everything = [(task, group) for group, task in numbered for _ in range(samples)]
         cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]
         first, last = cuts[engine.replica], cuts[engine.replica + 1]
         mine = everything[first:last]
@@ -171,7 +192,7 @@ class Worker:
             seed,
             engine.group,
             progress,
-            first_index=first,
+            first_index=first_group * samples + first,
             groups=[group for _, group in mine],
         )
         # all ranks of a replica have its trajectories; each keeps an equal part

@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("environments",),
     ("init", "rollout", "score", "advantage", "update", "reshard"),
     ("describe", "learner", "plan", "preflight", "report", "validation"),
-    ("rollouts",),
+    ("resampling", "rollouts"),
     ("endpoint",),
     ("held_out", "serving"),
     ("exits", "stages", "worker"),

@@ -19,7 +19,7 @@ from megatron_stppo.advantage.estimate import estimate, has_signal
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.describe import describe_batch, describe_rollouts
+from megatron_stppo.describe import describe_batch, describe_groups, describe_rollouts
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.resilience import dumps
@@ -107,7 +107,8 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tenso
     played = trajectory_log.read(run, iteration)
     batch, every = to_batch(played), [t.summary for t in played]
     _check(learner, batch, run, iteration)
-    return score(learner, batch, iteration - 1), groups_of(every), describe_rollouts(every, iteration - 1)
+    row = describe_rollouts(every, iteration - 1) | describe_groups(every)
+    return score(learner, batch, iteration - 1), groups_of(every), row
 
 
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.config import Config
-from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.describe import describe_groups, describe_rollouts
 from megatron_stppo.launch import process
 from megatron_stppo.rollout.failures import warn
 from megatron_stppo.telemetry.console import RowLines, say, timed
@@ -41,8 +41,9 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         with metrics.phase("rollout"):
             played = worker.draw(iteration)
         log.write(iteration + 1, played.own)
-        warn(f"iteration {iteration + 1}", played.every, rank)
-        metrics.log(iteration + 1, describe_rollouts(played.every, version))
+        warn(f"iteration {iteration + 1}", played.with_dropped, rank)
+        of_groups = describe_groups(played.every, played.dropped)
+        metrics.log(iteration + 1, describe_rollouts(played.every, version) | of_groups)
     metrics.close()
     say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
     worker.close()

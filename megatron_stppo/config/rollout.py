@@ -107,6 +107,12 @@ class RolloutConfig(Section):
     samples_per_task: int = Field(
         1, ge=1, description="episodes per task; group-normalised presets need more than 1"
     )
+    resample: int = Field(
+        0,
+        ge=0,
+        description="rounds per iteration in which groups of equal rewards are replaced by groups of further "
+        "tasks (docs/algorithms.md, Dynamic sampling); 0: they stay in the batch",
+    )
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )

@@ -38,6 +38,8 @@ class Played:
     every: list[Summary]  # [N], equal on every rank
     own: list[Trajectory]  # those that were left on this rank
     counts: list[int]  # how many were left on each rank; in rank order they are all trajectories
+    # those of groups that rollout.resample has replaced, which are not trained on; None if it is 0
+    dropped: list[Summary] | None = None
 
     @classmethod
     def of(cls, own: list[Trajectory]) -> Played:
@@ -45,6 +47,11 @@ class Played:
         own = [history for trajectory in own for history in trajectory.histories()]
         of_rank = gather_records([t.summary for t in own], Summary)
         return cls([s for summaries in of_rank for s in summaries], own, [len(s) for s in of_rank])
+
+    @property
+    def with_dropped(self) -> list[Summary]:
+        """The summaries of all episodes that were played."""
+        return [*self.every, *(self.dropped or ())]
 
     def described(self) -> Batch:
         """Return the batch of all trajectories without tokens, equal on every rank. Collective."""

@@ -50,6 +50,8 @@ def check(config: Config, world_size: int, command: str) -> None:
         check_context(config)
     if command in ROLLS_OUT:
         model_folder.check_chat_template(config)
+    if command in ("train", "rollout", "plan"):
+        _resample(config)
     if command in ("train", "plan"):
         _batches(config, layout)
     if command == "train":
@@ -221,6 +223,21 @@ def _check_profile(config: Config) -> None:
             f"algorithm.rate_profile={profile}: has {len(profile)} factors, but an iteration has "
             f"update.epochs={update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer "
             f"steps; give {steps} factors, or change the number of steps"
+        )
+
+
+def _resample(config: Config) -> None:
+    """Check that a group without variance is one without a learning signal."""
+    rollout, advantage = config.rollout, config.algorithm.advantage
+    if rollout.resample and advantage == "gae":
+        raise ConfigError(
+            f"rollout.resample={rollout.resample} with algorithm.advantage=gae: a group of equal rewards has "
+            "advantages there; set rollout.resample=0, or a preset with groups such as algorithm.preset=grpo"
+        )
+    if rollout.resample and rollout.samples_per_task == 1:
+        raise ConfigError(
+            f"rollout.resample={rollout.resample} with rollout.samples_per_task=1: a group of one never has "
+            "variance; choose rollout.samples_per_task=4 or more, or set rollout.resample=0"
         )
 
 

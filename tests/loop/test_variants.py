@@ -32,6 +32,7 @@ CASES = {
         "algorithm.aggregation=sequence_mean_token_sum",
         "model.recompute=selective",
         "rollout.samples_per_task=2",
+        "rollout.resample=1",
         "algorithm.kl_coefficient=0",
         "run.dump=all",
     ),
@@ -52,6 +53,7 @@ CASES = {
     ),
 }
 
+OF_GROUPS = ("without_variance", "resampled", "played_per_trained", "reward_all")
 STARTED = "tensor_to_replicas_s_ppo"  # by torchrun and Python themselves; the others are forked
 
 
@@ -98,9 +100,11 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     assert last["rollout/staleness_max"] == 0
     assert 0 < last["actor/entropy"] <= math.log(vocab), "per token, also where the loss is a sum over tokens"
     assert not undocumented(last)
+    assert {f"rollout/{name}" in last for name in OF_GROUPS} == {"s_ppo" not in name}
     if "s_ppo" in name:  # with critic, reference, evaluation and the exact norm of C
         rare = {"gpu", "mfu", "serving", "fault/rolled_back_to", "seconds", "share", "environment"}
         rare.add("evaluate/environment/NAME")  # tests/test_init.py has an environment with metrics
+        rare |= {f"rollout/{name}" for name in OF_GROUPS}
         left = [metric for metric in unreported(last) if not {metric, metric.partition("/")[0]} & rare]
         assert not left
     assert ("evaluate/exact_match" in last) == ("s_ppo" in name)

@@ -189,6 +189,20 @@ def test_a_profile_of_the_rate_has_a_factor_for_each_step_of_an_iteration(path: 
     check(load(path, [*steps, "algorithm.rate_profile=[1, 0.5, 0.5, 0]"]), 2, "train")
 
 
+def test_resampling_is_refused_where_equal_rewards_are_a_signal_or_a_group_has_one_episode(
+    path: Path,
+) -> None:
+    assert refusal(path, ["rollout.resample=2", "rollout.samples_per_task=4"]) == (
+        "rollout.resample=2 with algorithm.advantage=gae: a group of equal rewards has advantages there; set "
+        "rollout.resample=0, or a preset with groups such as algorithm.preset=grpo"
+    )
+    for command in ("train", "rollout"):
+        message = refusal(path, ["rollout.resample=2", "algorithm.preset=grpo"], command=command)
+        assert message.startswith("rollout.resample=2 with rollout.samples_per_task=1: ")
+    grpo = ["rollout.resample=2", "algorithm.preset=grpo", "rollout.samples_per_task=4"]
+    check(load(path, grpo), 2, "train")
+
+
 def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_field(path: Path) -> None:
     message = refusal(path, ["megatron.calculate_per_token_loss=false"])
     assert message == (
