@@ -19,6 +19,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.resilience.faults import EngineLost
 from megatron_stppo.serving.crew import Crew
 from megatron_stppo.serving.expected import Expected
+from megatron_stppo.serving.groups import Taken
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.losses import LossNotices
@@ -26,7 +27,7 @@ from megatron_stppo.serving.messages import Announce, Assignment, Counters, Done
 from megatron_stppo.serving.reception import Reception
 from megatron_stppo.serving.transport import Listener
 from megatron_stppo.telemetry.console import say
-from megatron_stppo.types import Trajectory
+from megatron_stppo.types import Summary, Trajectory
 
 T = TypeVar("T")
 TICK = 0.2  # seconds between two looks for lost replicas
@@ -103,7 +104,12 @@ class Hub:
         return [found.pop(number) for number in numbers]
 
     def batch(self) -> list[Trajectory] | None:
-        """Take the next batch; None if it is not complete."""
+        """Take the next batch; None if it is not complete. For `wait`, which holds the lock.
+
+        Groups without variance are dropped, and the episodes that are admitted in their place are assigned.
+        """
+        while more := self._ledger.resample():
+            self._crew.append(more)
         return self._ledger.batch()
 
     def wait(self, result: Callable[[], T | None]) -> T | str:
@@ -125,9 +131,13 @@ class Hub:
                     raise EngineLost(f"{why}, and no replica serves any more")
                 self._changed.wait()  # the thread notifies every TICK
 
-    def taken(self) -> list[int]:
+    def taken(self) -> Taken:
         """Return the groups of the last batch."""
         return self._ledger.taken
+
+    def dropped(self) -> list[Summary]:
+        """Return the episodes that were dropped for the last batch."""
+        return self._ledger.dropped
 
     def joined(self) -> int:
         """Return the number of replicas that serve."""

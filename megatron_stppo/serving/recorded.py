@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.serving import journal
+from megatron_stppo.serving.groups import Taken
 
 BATCHES = Path("serving", "batches.jsonl")
 
@@ -17,14 +18,14 @@ BATCHES = Path("serving", "batches.jsonl")
 class Recorded:
     """What a repetition of the run in the folder `run` follows.
 
-    Example: Recorded(run, ["replica-0"], {0: "replica-0", -1: "replica-0"}, [[0]]) is a run of one batch of
-    one group, and an evaluation of one episode.
+    Example: Recorded(run, ["replica-0"], {0: "replica-0", -1: "replica-0"}, [Taken([0])]) is a run of one
+    batch of one group, and an evaluation of one episode.
     """
 
     run: Path
     names: Sequence[str]  # of the replicas
     played: Mapping[int, str] = field(default_factory=dict)  # {number of an episode: name of its replica}
-    batches: Sequence[Sequence[int]] = ()  # the groups of each batch
+    batches: Sequence[Taken] = ()
 
 
 def read(run: Path) -> Recorded:
@@ -51,13 +52,13 @@ def read(run: Path) -> Recorded:
     return Recorded(run, names, played, _batches(run))
 
 
-def write_batch(run: Path, iteration: int, groups: Sequence[int]) -> None:
+def write_batch(run: Path, iteration: int, taken: Taken) -> None:
     """Append the groups of a batch to the record of the run. The first iteration begins a new record."""
     with (run / BATCHES).open("a" if iteration else "w", encoding="utf-8") as file:
-        file.write(json.dumps({"iteration": iteration, "groups": list(groups)}) + "\n")
+        file.write(json.dumps({"iteration": iteration} | asdict(taken)) + "\n")
 
 
-def _batches(run: Path) -> list[list[int]]:
+def _batches(run: Path) -> list[Taken]:
     path = run / BATCHES
     try:
         lines = path.read_bytes().splitlines()
@@ -68,9 +69,11 @@ def _batches(run: Path) -> list[list[int]]:
     return [_groups(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def _groups(path: Path, number: int, line: bytes) -> list[int]:
+def _groups(path: Path, number: int, line: bytes) -> Taken:
     try:
-        return [int(group) for group in json.loads(line)["groups"]]
+        row = json.loads(line)
+        groups, rounds = row["groups"], row.get("dropped", [])  # older runs dropped none
+        return Taken([int(group) for group in groups], [[int(group) for group in one] for one in rounds])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{path}: line {number} is not a batch's ({error}); give the record as it was written"

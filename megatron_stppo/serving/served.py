@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +34,7 @@ from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
 from megatron_stppo.serving.weights import Link, ReplicaLost
 from megatron_stppo.telemetry.metrics import counting
-from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.types import Summary, Task
 
 T = TypeVar("T")
 
@@ -105,9 +106,14 @@ class Served:
     def draw(self, iteration: int) -> Played:
         if self._hub is not None:
             self._hub.admit(iteration)
-        played = self._collected(lambda hub: hub.batch())
+        played = Played.of(self._until(lambda hub: hub.batch()) or [])
+        config = self.learner.config
         if self._hub is not None:
-            recorded.write_batch(self.learner.config.run.folder, iteration, self._hub.taken())
+            recorded.write_batch(config.run.folder, iteration, self._hub.taken())
+        if config.rollout.resample:
+            dropped = encode(self._hub.dropped()) if self._hub is not None else None
+            played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
+        self._failures.check(played.with_dropped)
         return played
 
     def play(
@@ -132,7 +138,9 @@ class Served:
                 )
                 for i, number in enumerate(numbers)
             )
-        return self._collected(lambda hub: hub.results(numbers))
+        played = Played.of(self._until(lambda hub: hub.results(numbers)) or [])
+        self._failures.check(played.every)
+        return played
 
     def load_for(self, phase: Phase) -> None:
         self.learner.load_for(phase)
@@ -183,11 +191,6 @@ class Served:
         if self._hub is not None:
             self._hub.go_on_after_a_resume()
             self._meter.start(self._hub)
-
-    def _collected(self, result: Callable[[Hub], list[Trajectory] | None]) -> Played:
-        played = Played.of(self._until(result) or [])
-        self._failures.check(played.every)
-        return played
 
     def _until(self, result: Callable[[Hub], T | None]) -> T | None:
         """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile."""

@@ -24,8 +24,9 @@ from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.serving import address, keys
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.expected import Expected
+from megatron_stppo.serving.groups import Terms
 from megatron_stppo.serving.hub import Hub
-from megatron_stppo.serving.ledger import Ledger, Terms
+from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.losses import tell_lost
 from megatron_stppo.serving.measure import ServingMeter
@@ -144,6 +145,7 @@ def _terms(config: Config) -> Terms:
         seed=config.run.seed,
         temperature=r.temperature,
         top_p=r.top_p,
+        resample=r.resample,
     )
 
 

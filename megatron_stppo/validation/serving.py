@@ -12,11 +12,6 @@ def check(config: Config) -> None:
     """Raise ConfigError for settings that asynchronous training cannot combine."""
     if config.serving.replicas is None:
         return
-    if config.rollout.resample:
-        raise ConfigError(
-            f"rollout.resample={config.rollout.resample} with serving.replicas: only colocated training "
-            "replaces groups; set rollout.resample=0, or remove serving.replicas"
-        )
     if config.replays_rollout and config.serving.update == "recompute":
         raise ConfigError(
             "serving.update=recompute with algorithm.routing_replay=rollout: the tokens of a turn would have "

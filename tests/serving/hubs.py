@@ -12,8 +12,9 @@ import msgspec
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.serving.expected import Expected
+from megatron_stppo.serving.groups import Order, Terms
 from megatron_stppo.serving.hub import Hub
-from megatron_stppo.serving.ledger import Ledger, Order, Terms
+from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.messages import Done, FromTrainer, Hello, Offer, Play
 from megatron_stppo.serving.transport import Dialer, Listener
@@ -94,9 +95,10 @@ def trainer(
     notice: Callable[[], str] = lambda: "",
     local: LocalReplicas | None = None,
     tell_lost: Callable[[str, str], object] = lambda group, why: None,
+    resample: int = 0,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
-    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order))
+    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
 

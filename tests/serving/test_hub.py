@@ -9,6 +9,7 @@ import pytest
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
+from megatron_stppo.serving.groups import Taken
 from megatron_stppo.serving.messages import (
     Announce,
     Assignment,
@@ -41,6 +42,27 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         t.hub.admit(1)
         assert (a.given(), b.given()) == ([4], [5]), "4 to a, which plays none; then both play one"
         assert t.hub.queues() == {"episodes_waiting": 0, "episodes_playing": 3, "episodes_finished": 1}
+
+
+def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_trainer_waits() -> None:
+    """A group of one episode has no variance, so that two rounds of two groups are dropped."""
+    with trainer(staleness=0, resample=2) as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.admit(0)
+        batches: list = []
+        main = threading.Thread(target=lambda: batches.append(t.hub.wait(t.hub.batch)), daemon=True)
+        main.start()
+        for expected in ([0, 1], [2, 3], [4, 5]):
+            assert not batches and a.given() == expected
+            for number in expected:
+                a.finish(number)
+        main.join(30)
+        assert [x.prompt_ids for x in batches[0]] == [(5,), (6,)]
+        assert t.hub.taken() == Taken([4, 5], [[0, 1], [2, 3]])
+        assert [(s.group, s.index) for s in t.hub.dropped()] == [
+            (place, task.index) for place, task in enumerate(TaskCursor(TASKS, 0).take(4))
+        ]
 
 
 def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:

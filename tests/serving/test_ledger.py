@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.serving import kept_episodes
-from megatron_stppo.serving.ledger import Ledger, Order, Terms
+from megatron_stppo.serving.groups import Order, Taken, Terms
+from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
@@ -114,11 +115,11 @@ def test_in_order_of_admission_no_bias_is_reported() -> None:
 
 
 def test_a_repeated_run_takes_the_recorded_batches() -> None:
-    book = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, 1, "completion"), recorded=[[3, 0], [2, 1]])
+    book = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, 1, "completion"), recorded=[Taken([3, 0]), Taken([2, 1])])
     book.admit(0)
     for number in range(4):
         book.finish(number, played(number))
-    assert (numbers(book.batch()), book.taken) == ([3, 0], [3, 0])
+    assert (numbers(book.batch()), book.taken.groups) == ([3, 0], [3, 0])
     assert numbers(book.batch()) == [2, 1]
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.serving.ledger import Ledger, Order, Terms
+from megatron_stppo.serving.groups import Order, Terms
+from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("test", (), ("yes",), "train", 0)

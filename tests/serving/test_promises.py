@@ -32,6 +32,13 @@ BUSY = (
     "rollout.max_turn_tokens=48",
     "rollout.overlap_tools=true",
 )
+# Two episodes of each task, which often get the same reward, are replaced by those of the next task.
+RESAMPLED = (
+    "algorithm.preset=grpo",
+    "environment.reward=tests.serving.late_tools:coarse",
+    "rollout.samples_per_task=2",
+    "rollout.resample=2",
+)
 Run = Callable[..., Path]
 
 
@@ -87,8 +94,9 @@ def trajectories(folder: Path, iteration: int) -> str:
 
 @pytest.fixture(scope="module")
 def asynchronous(run: Run) -> Path:
-    """Five iterations with a bound of 2, in which tools answer at times that no other run has."""
-    return run("bound2", *SERVED, *BUSY, "run.iterations=5", LATE="0.05")
+    """Five iterations with a bound of 2, in which tools answer at times that no other run has, and groups are
+    dropped."""
+    return run("bound2", *SERVED, *BUSY, *RESAMPLED, "run.iterations=5", LATE="0.05")
 
 
 def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
@@ -98,6 +106,31 @@ def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
     assert not any(row.get("actor/held") for row in rows(served)), "the actor must be updated"
     assert all(trajectories(served, n) == trajectories(colocated, n) for n in range(1, 5))
     assert weights(served, 4) == weights(colocated, 4) != weights(served, 3)
+
+
+@pytest.fixture(scope="module")
+def resampled(run: Run) -> Path:
+    """A colocated run of three iterations, in which groups are dropped."""
+    return run("resampled", "run.iterations=3", *RESAMPLED)
+
+
+def test_bound_0_is_the_synchronous_run_bit_for_bit_also_if_groups_are_dropped(
+    run: Run, resampled: Path
+) -> None:
+    served = run("bound0-resampled", "run.iterations=3", *SERVED, "serving.max_staleness=0", *RESAMPLED)
+    assert rows(served) == rows(resampled)
+    found = rows(resampled)[1:]
+    assert sum(row["rollout/resampled"] for row in found) > 0 and not any(row["actor/held"] for row in found)
+    assert all(trajectories(served, n) == trajectories(resampled, n) for n in range(1, 4))
+    assert weights(served, 3) == weights(resampled, 3) != weights(served, 2)
+
+
+@pytest.mark.long
+def test_a_checkpoint_has_the_position_after_all_tasks_that_were_played(resampled: Path) -> None:
+    given = [*COMMON, *RESAMPLED, "run.name=played", "run.iterations=3"]
+    config = resampled.parents[1] / "config.yaml"
+    start(["rollout", str(config), "--from", str(resampled), "--start", "step_2", *given])
+    assert trajectories(resampled.with_name("played"), 3) == trajectories(resampled, 3)
 
 
 def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_the_bound(
@@ -123,6 +156,7 @@ def test_the_rows_have_the_metrics_of_both_sides(asynchronous: Path) -> None:
         assert row["serving/replicas"] == 1 and 0 < row["serving/step_share"] < 1
         assert 0 <= row["serving/idle_share"] < 1 and 0 <= row["serving/trainer_idle_share"] < 1
     assert sum(row["serving/recomputed_tokens"] for row in given) > 0
+    assert sum(row["rollout/resampled"] for row in given) > 0, "journal and audit are of a run without drops"
     trained = sum(row["rollout/action_tokens"] for row in given)
     assert sum(row["serving/generated_tokens"] for row in given) >= trained
 
