@@ -44,7 +44,7 @@ quickstart-async: $(STAMP) ## the same with asynchronous training: one core trai
 quickstart-agent: $(STAMP) ## the same with the environment as a script of OpenAI's SDK, examples/agents/search.py
 	@PYTHONPATH=examples/agents $(BIN)/python examples/quickstart/run.py --example agent --seed $(SEED)
 
-hosted-agent: $(STAMP) ## train an agent that was written for a hosted model, through OPENAI_BASE_URL
+hosted-agent: $(STAMP) ## train an agent that was written for a hosted model, with only OPENAI_BASE_URL changed
 	@$(BIN)/python examples/quickstart/run.py --example hosted_agent --seed $(SEED)
 
 medical: $(STAMP) ## the same on a second task: medical multiple choice
