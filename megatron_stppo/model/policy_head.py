@@ -51,9 +51,7 @@ class PolicyHead:
     segments: Level  # a chunk never ends inside a segment of this level
     chunk: int  # rows of logits computed at a time; a longer segment is a larger chunk
     float32_logits: bool = False  # compute the logits of a bfloat16 model in float32, as the engine then does
-    turns: bool = (
-        False  # whether the loss needs the turns too; a chunk then does not end inside a turn either
-    )
+    turns: bool = False  # the loss needs the turns too; a chunk then does not end inside a turn either
 
     @classmethod
     def of(

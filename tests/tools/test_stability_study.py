@@ -33,7 +33,7 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
 
 
-@pytest.mark.parametrize("name", ["grpo", "so_grpo", *matrix.ARMS])
+@pytest.mark.parametrize("name", ["grpo", "so_grpo", *matrix.ARMS, *matrix.OTHERS])
 def test_an_algorithm_with_the_name_of_a_preset_equals_the_preset(name: str) -> None:
     studied = load(CONFIG, matrix.Run("gentle", name, 0).overrides()).algorithm
     assert studied == load(CONFIG, [f"algorithm.preset={name}"]).algorithm

@@ -32,21 +32,25 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
         *curve("rate_12", "s_ppo", 5, 0.75, scale=0.5),
         *curve("rate_12", "s_ppo", 6, 0.375, scale=0.5),
         *curve("rate_24", "s_ppo", 5, 0.125, scale=0.5),
+        *curve("rate_6", "momentum_reset", 5, 0.75),
+        *curve("rate_12", "momentum_reset", 5, 0.5),
     ]
     folder, document = tmp_path / "study", tmp_path / "study.md"
     collect.merge(folder, [], rows, [])
     document.write_text(f"{BEGIN}{END}")
     report(folder, document, second_round.sections)
     lines = document.read_text().splitlines()
-    assert "9 runs are finished. Endpoints: mean over seeds ± half of the 95 % t interval (seeds)." in lines
+    assert "11 runs are finished. Endpoints: mean over seeds ± half of the 95 % t interval (seeds)." in lines
     assert "| arm | 0.00015 | 0.0003 | 0.0006 | 0.0012 | 0.0024 | rates at 90% of 0.75 |" in lines
     # 0.75 and 0.5: 0.625 +- 12.706 * 0.125
     assert "| `ppo` |  |  | 0.62 ± 1.59 (2) | 0.25 ± 0.00 (2) |  |  |" in lines
     assert "| `s_ppo` |  |  | 0.75 ± 0.00 (2) | 0.56 ± 2.38 (2) | 0.12 (1) | 0.0006 |" in lines
     # over the two rates of both arms, relative to 0.75: ppo (0.75 + 0.25) / 2 / 0.75 = 0.67 and 0.5; s_ppo 1
     # and 0.75
-    assert "| `ppo` | 2 | 0.583 | 0.50 to 0.67 |" in lines
-    assert "| `s_ppo` | 2 | 0.875 | 0.75 to 1.00 |" in lines
+    assert "| `ppo` | 1 | 0.667 |  |" in lines, "seed 5, which all arms have"
+    assert "| `s_ppo` | 1 | 1.000 |  |" in lines
+    # (0.75 + 0.5) / 2 / 0.75 = 0.833, less 0.667
+    assert "| `momentum_reset` - `ppo` | 2 | 1 | +0.167 | not complete | not complete |" in lines
     assert "| `s_ppo` - `ppo` | 2 | 2 | +0.292 | not complete | not complete |" in lines
     assert (folder / second_round.PICTURE).stat().st_size > 0
     assert second_round.line(rows, "s_ppo", "effective") == ([6e-4, 1.2e-3, 2.4e-3], [3e-4, 6e-4, 1.2e-3])

@@ -18,6 +18,8 @@ RATES, SEEDS = 5, 5  # of a complete grid
 EVERY = 2  # iterations between two evaluations
 LEVEL = 0.05
 CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop"), ("s_ppo", "kl"))
+SECOND_FAMILY = tuple((arm, "ppo") for arm in ("select_turn", "momentum_reset", "momentum_clock"))
+SECOND_FAMILY += (("clipping_bias", "s_ppo"),)
 RESAMPLES = 10_000
 Grid = Mapping[str, Mapping[float, Mapping[int, float]]]
 

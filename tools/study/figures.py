@@ -48,6 +48,10 @@ STYLES = {
     "open_loop": ("#009e73", "-"),
     "kl": ("#cc79a7", "-"),
     "ess": ("#e69f00", "-"),
+    "select_turn": ("#56b4e9", "-"),
+    "momentum_reset": ("#000000", "--"),
+    "momentum_clock": ("#999999", "--"),
+    "clipping_bias": ("#0072b2", ":"),
 }
 EXACT = "actor/clipping_bias_gradient"
 ESTIMATES = {

@@ -103,6 +103,13 @@ ARMS: dict[str, Fields] = BASELINES | {
     "kl": {"preset": "kl", "rate": "kl", "rate_kl": 0.01} | CONTROLLED,
     "ess": {"preset": "ess", "rate": "ess"} | CONTROLLED,
 }
+# The second family: each changes one thing of ppo, or of s_ppo.
+OTHERS: dict[str, Fields] = {
+    "select_turn": {"preset": "select_turn", "select": "turn", "select_bound": 0.04} | CONTROLLED,
+    "momentum_reset": {"preset": "momentum_reset", "momentum": "reset"} | CONTROLLED,
+    "momentum_clock": {"preset": "momentum_clock", "momentum": "clock"} | CONTROLLED,
+    "clipping_bias": TODAY | {"preset": "clipping_bias", "correction_unit": "running"},
+}
 GROUPS = {
     "family": FAMILY,
     "forms": FORMS,
@@ -112,6 +119,7 @@ GROUPS = {
     "probes": PROBES,
     "baselines": BASELINES,
     "arms": ARMS,
+    "others": OTHERS,
 }
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
 

@@ -16,10 +16,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from tools.study.collect import EXACT_MATCH, read_parquet
-from tools.study.contrasts import WINDOW, Contrast, Grid, areas, best_of, bootstrap, contrasts, endpoint
+from tools.study.contrasts import (
+    SECOND_FAMILY,
+    WINDOW,
+    Contrast,
+    Grid,
+    areas,
+    best_of,
+    bootstrap,
+    contrasts,
+    endpoint,
+)
 from tools.study.figures import STYLES
 from tools.study.judge import mean_interval
-from tools.study.matrix import ARMS, RATES
+from tools.study.matrix import ARMS, OTHERS, RATES
 
 Row = dict[str, Any]
 PICTURE = "rates.png"
@@ -37,7 +47,8 @@ def sections(folder: Path, shown: Path) -> list[str]:
     draw(grid, rows, folder / PICTURE)
     lines = [f"{runs} runs are finished. Endpoints: mean over seeds ± half of the 95 % t interval (seeds)."]
     lines += ["", *cell_table(grid), "", f"![rates]({shown / PICTURE})", ""]
-    return [*lines, *area_table(grid), "", *contrast_table(contrasts(grid))]
+    lines += [*area_table(grid), "", *contrast_table(contrasts(grid))]
+    return lines + (["", *contrast_table(more)] if (more := contrasts(grid, SECOND_FAMILY)) else [])
 
 
 def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
@@ -50,7 +61,7 @@ def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
     grid: dict[str, dict[float, dict[int, float]]] = {}
     for (arm, rate, seed), curve in sorted(found.items()):
         grid.setdefault(arm, {}).setdefault(rate, {})[seed] = endpoint(curve)
-    return {arm: grid[arm] for arm in [*ARMS, *(grid.keys() - ARMS.keys())] if arm in grid}
+    return {arm: grid[arm] for arm in (*ARMS, *OTHERS) if arm in grid}
 
 
 def cell_table(grid: Grid) -> list[str]:
