@@ -6,9 +6,12 @@ import copy
 import difflib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from megatron_stppo.config import Config, ConfigError
@@ -47,8 +50,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     section, path = config.environment, config.model.path
     agent = open_agent(section)
     model = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    # Not the engine's tokenizer, which another thread uses: encode_plain changes a setting inside.
-    tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    tokenizer = _tokenizer(path)
     rules = Rules(
         tokenizer,
         end_of_text_ids(path, model, tokenizer),
@@ -63,6 +65,16 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
         return _unused
     endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
     return partial(AgentEnvironment, agent, endpoint, rules)
+
+
+def _tokenizer(path: Path) -> Any:
+    """Return a tokenizer for the thread of the episodes, which computes its vocabulary once.
+
+    It is not the engine's, which another thread uses: encode_plain changes a setting inside. Some of vLLM's
+    parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
+    150,000 entries.
+    """
+    return get_cached_tokenizer(copy.deepcopy(AutoTokenizer.from_pretrained(path, trust_remote_code=False)))
 
 
 def _check_template(rules: Rules) -> None:

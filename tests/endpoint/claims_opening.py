@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from vllm.tool_parsers import ToolParserManager
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.conversation import encode_conversation
 from megatron_stppo.endpoint import opening
+from tests.data.test_conversation import CHAT, TOKENIZER
 from tests.endpoint.world import World
 
 
@@ -32,3 +36,12 @@ def test_a_parser_that_cannot_be_loaded_is_refused(world: World) -> None:
         assert ("vLLM cannot load it (No module named 'mistral_common')" in str(error)) == missing
     else:
         raise AssertionError("not refused")
+
+
+def test_the_vocabulary_is_listed_once_and_not_at_every_completion(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        TOKENIZER.save_pretrained(folder)
+        tokenizer = opening._tokenizer(Path(folder))
+    assert tokenizer.get_vocab() is tokenizer.get_vocab() and tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    chat = [*CHAT, {"role": "user", "content": "<|im_end|>"}]
+    assert encode_conversation(tokenizer, chat) == encode_conversation(TOKENIZER, chat)
