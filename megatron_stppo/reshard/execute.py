@@ -1,23 +1,27 @@
 """Execution of a plan: move its rows between ranks bucket by bucket, each with one all_to_all of bytes.
 
 Each bucket is packed into a byte buffer, exchanged, and unpacked into views of the target tensors. Packing
-casts to the type of the target, so float32 master weights are sent as bfloat16. There are two pairs of
-buffers. While bucket k is exchanged (NCCL uses its own stream, gloo its own thread), bucket k-1 is unpacked,
-a share of the rows that stay on their rank is copied (without a buffer), and bucket k+1 is packed.
+casts to the type of the target, so float32 master weights are sent as bfloat16, and adds the products of
+adapters (merging.py). There are two pairs of buffers. While bucket k is exchanged (NCCL uses its own stream,
+gloo its own thread), bucket k-1 is unpacked, a share of the rows that stay on their rank is copied (without a
+buffer), and bucket k+1 is packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stppo.reshard.merging import Merge
 from megatron_stppo.reshard.plan import ReshardPlan, RowCopy, buckets
 from megatron_stppo.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.reshard.verify import Checks, Summed
+from megatron_stppo.sharding.low_rank import LowRank
 
 WORD = 8  # bytes; segments of a buffer are aligned to words, so that any type can be viewed in place
 
@@ -53,6 +57,7 @@ class Exchange:
     """This rank's part of a plan, bound to its tensors.
 
     dtypes: {(rank, target tensor): type}; widths: {hf_key: elements per row}. Ranks count within `group`.
+    terms: {(source tensor, hf_key): term} of adapters, which are added to the rows.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Exchange:
         target: Mapping[str, Tensor],
         dtypes: Mapping[tuple[int, str], torch.dtype],
         widths: Mapping[str, int],
+        terms: Mapping[tuple[str, str], LowRank],
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -69,7 +75,7 @@ class Exchange:
     ) -> None:
         self._group, self._device = group, device
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._source, self._target, self._dtypes = source, target, dtypes
+        self._source, self._target, self._dtypes, self._terms = source, target, dtypes, terms
 
         def row_bytes(copy: RowCopy) -> int:
             return widths[copy.hf_key] * dtypes[copy.target_rank, copy.target].itemsize
@@ -82,7 +88,8 @@ class Exchange:
         own = [copy for copy in at_home if copy.source_rank == self._rank]
         self._shares = _shares(own, row_bytes, len(self._groups))
         self.buckets: list[Bucket] = []
-        self._leaving: list[Summed] = []  # the copies that each bucket sends; _arriving: that it receives
+        # The copies that each bucket sends, or None if adapters are added; _arriving: those it receives.
+        self._leaving: list[Summed | None] = []
         self._arriving: list[Summed] = []
         self._home: list[Home] = []
         self._staging: Staging | None = None
@@ -127,27 +134,35 @@ class Exchange:
 
     def _copy_at_home(self, index: int, checks: Checks) -> None:
         home = self._home[index]
-        checks.sent(home.sources)
         home.copies()
+        checks.sent(home.sources)
         checks.due(home.targets)
 
     def _pack(self, index: int, staging: Staging, checks: Checks) -> None:
-        checks.sent(self._leaving[index])
         staging.pack(index)
+        checks.sent(self._leaving[index] or staging.packed(index))
 
     def _bind(self) -> None:
         """Make views of the tensors at their present addresses."""
         self._staging = None
         self.buckets = [self._bucket(group) for group in self._groups]
-        self._leaving = [_summed(bucket.sends) for bucket in self.buckets]
+        self._leaving = [
+            None if any(s.term for s in bucket.sends) else _summed(bucket.sends) for bucket in self.buckets
+        ]
         self._arriving = [_summed(bucket.receives) for bucket in self.buckets]
         self._home = [self._at_home(share) for share in self._shares]
 
     def _at_home(self, share: list[RowCopy]) -> Home:
         sources, targets = ([view(c) for c in share] for view in (self._source_view, self._target_view))
         dtypes = [target.dtype for target in targets]
-        copies = Copies(zip(sources, targets, strict=True))
-        return Home(copies, Summed(share, sources, dtypes), Summed(share, targets, dtypes))
+        of_each = list(zip(share, sources, targets, map(self._term, share), strict=True))
+        copies = Copies(
+            ((source, target) for _, source, target, term in of_each if term is None),
+            (Merge(copy, source, term, target) for copy, source, target, term in of_each if term is not None),
+        )
+        # Merged rows exist only in their target, where they are summed when they are written and at the end.
+        written = [source if term is None else target for _, source, target, term in of_each]
+        return Home(copies, Summed(share, written, dtypes), Summed(share, targets, dtypes))
 
     def _addresses_now(self) -> list[int]:
         return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
@@ -158,6 +173,7 @@ class Exchange:
         sends = sorted((c for c in copies if c.source_rank == self._rank), key=lambda c: c.target_rank)
         receives = sorted((c for c in copies if c.target_rank == self._rank), key=lambda c: c.source_rank)
         out, send_splits = self._segments(sends, self._source_view, lambda c: c.target_rank)
+        out = [replace(segment, term=self._term(segment.copy)) for segment in out]
         into, receive_splits = self._segments(receives, self._target_view, lambda c: c.source_rank)
         return Bucket(out, into, send_splits, receive_splits)
 
@@ -172,6 +188,9 @@ class Exchange:
             start += size
             segments.append(segment)
         return segments, splits
+
+    def _term(self, copy: RowCopy) -> LowRank | None:
+        return self._terms.get((copy.source, copy.hf_key))
 
     def _source_view(self, copy: RowCopy) -> Tensor:
         return self._source[copy.source].detach().narrow(copy.dim, copy.source_offset, copy.size)

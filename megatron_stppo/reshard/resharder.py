@@ -22,6 +22,7 @@ from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.reshard.execute import ErrorHolder, Exchange
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
+from megatron_stppo.sharding.low_rank import LowRank
 from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
@@ -58,6 +59,8 @@ class Resharder:
     source, target: this rank's tensors by name.
     source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
     widths: {hf_key: elements per row}.
+    terms: {(source tensor, hf_key): term} of this rank's adapters, which are added to the rows while they are
+    packed: the engine gets W + scale * B A.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
     verify_share: n compares one copy in n, and a different set with each version.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
@@ -73,6 +76,7 @@ class Resharder:
         source_layouts: Mapping[int, Spans],
         target_layouts: Mapping[int, Spans],
         widths: Mapping[str, int],
+        terms: Mapping[tuple[str, str], LowRank] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
@@ -97,7 +101,10 @@ class Resharder:
         limit = bucket_bytes or BUCKET_BYTES[self._device.type]
         self._padding = _padding(target, own_target)
         self._exchange = Exchange(
-            plan, source, target, dtypes, widths, group=group, device=self._device, bucket_bytes=limit
+            *(plan, source, target, dtypes, widths, terms or {}),
+            group=group,
+            device=self._device,
+            bucket_bytes=limit,
         )
 
     @property

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
+from megatron_stppo.reshard.merging import Merge
 from megatron_stppo.reshard.plan import RowCopy
+from megatron_stppo.reshard.verify import Summed
+from megatron_stppo.sharding.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class BucketSlice:
     view: Tensor
     dtype: torch.dtype  # the target's
     start: int
+    term: LowRank | None = None  # of the adapter, in a view that is packed from
 
     @property
     def stop(self) -> int:
@@ -40,13 +44,14 @@ class Bucket:
 
 
 class Copies:
-    """Copies between pairs (source, target) of views, prepared once.
+    """Copies between pairs (source, target) of views, prepared once, and sums with adapters.
 
-    Each call makes all copies in a few kernels.
+    Each call makes all copies in a few kernels, and then the merges.
     Views that ops.bucket_copy does not support (types other than float32 and bfloat16) are copied one by one.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], merges: Iterable[Merge] = ()) -> None:
+        self._merges = list(merges)
         known: list[tuple[Tensor, Tensor]] = []
         self._others: list[tuple[Tensor, Tensor]] = []
         for source, target in pairs:
@@ -58,6 +63,8 @@ class Copies:
         self._known()
         for source, target in self._others:
             target.copy_(source)
+        for merge in self._merges:
+            merge()
 
 
 class Staging:
@@ -87,9 +94,19 @@ class Staging:
     def pack(self, index: int) -> None:
         """Fill `send(index)` from the source tensors."""
         if index not in self._packs:
-            buffer = self._send[index % 2]
-            self._packs[index] = Copies((s.view, s.of(buffer)) for s in self._buckets[index].sends)
+            buffer, sends = self._send[index % 2], self._buckets[index].sends
+            self._packs[index] = Copies(
+                ((s.view, s.of(buffer)) for s in sends if s.term is None),
+                (Merge(s.copy, s.view, s.term, s.of(buffer)) for s in sends if s.term is not None),
+            )
         self._packs[index]()
+
+    def packed(self, index: int) -> Summed:
+        """Return the copies in `send(index)`, to be summed now: merged rows in the buffer, others in their
+        sources."""
+        buffer, sends = self._send[index % 2], self._buckets[index].sends
+        views = [s.view if s.term is None else s.of(buffer) for s in sends]
+        return Summed([s.copy for s in sends], views, [s.dtype for s in sends])
 
     def unpack(self, index: int) -> None:
         """Write `receive(index)` into the target tensors."""

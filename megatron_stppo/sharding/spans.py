@@ -6,12 +6,21 @@ use these three descriptions. mlp_spans.py describes the MLP that follows attent
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
 from megatron_stppo.sharding.mlp_spans import LayerSpec, serving_mlp, training_mlp
 from megatron_stppo.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
 
-ROW_PARALLEL = ("o_proj.weight", "down_proj.weight", "w2.weight")  # the last is Mixtral's down projection
+# w2 is Mixtral's down projection; of an adapter B A, A has the columns
+ROW_PARALLEL = (
+    "o_proj.weight",
+    "down_proj.weight",
+    "w2.weight",
+    "o_proj.lora_A.weight",
+    "down_proj.lora_A.weight",
+)
 
 
 def training_spans(
@@ -151,10 +160,13 @@ def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int
 
 def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
     """Return the spans of a whole checkpoint, as if one rank held all tensors."""
+    return whole_spans(hf_shapes(shape))
+
+
+def whole_spans(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of whole tensors of these shapes, by their checkpoint names."""
     return {
-        name: (Span(name, dim, 0, size[dim], 0),)
-        for name, size in hf_shapes(shape).items()
-        for dim in (shard_dim(name),)
+        name: (Span(name, dim, 0, shapes[name][dim], 0),) for name in shapes for dim in (shard_dim(name),)
     }
 
 
@@ -169,11 +181,12 @@ def row_widths(shape: ModelShape) -> dict[str, int]:
 
     Example: the hidden size, for the rows of q_proj.
     """
-    widths = {}
-    for key, size in hf_shapes(shape).items():
-        dim = shard_dim(key)
-        widths[key] = size[1 - dim] if len(size) == 2 else 1
-    return widths
+    return widths_of(hf_shapes(shape))
+
+
+def widths_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return {hf_key: number of elements per index of the sharded dimension} of tensors of these shapes."""
+    return {key: size[1 - shard_dim(key)] if len(size) == 2 else 1 for key, size in shapes.items()}
 
 
 def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:

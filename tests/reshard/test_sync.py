@@ -8,7 +8,14 @@ from megatron_stppo.reshard.plan import build_plan
 from megatron_stppo.reshard.resharder import Resharder, State
 from megatron_stppo.reshard.staging import Copies
 from megatron_stppo.reshard.verify import ReshardError
-from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.low_rank import (
+    adapted,
+    adapter_key,
+    adapter_shapes,
+    adapter_spans,
+    low_rank_terms,
+)
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts, widths_of
 from tests.ranks import run_ranks
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
 
@@ -66,6 +73,34 @@ def sync_all_topologies():
         assert resharder.published() == 8
         assert reports[0].checksum == reports[1].checksum and reports[0].compared == reports[1].compared > 0
         dist.barrier()
+
+
+def merge_adapters():
+    """The sums of small integers are exact in float32, whichever rows are merged together."""
+    targets, r, scale = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), 2, 3.0
+    for layout, serving in ((Layout(2, 2, 1), 1), (Layout(4, 1, 1), 2)):
+        shape = model_shape(vocab=1000, tied=True)
+        held, small = checkpoint(shape), adapter_shapes(shape, r, targets)
+        for number, (key, size) in enumerate(small.items()):
+            held[key] = torch.arange(size[0] * size[1]).add(number).remainder(7).sub(3).view(size).float()
+        widths = row_widths(shape) | widths_of(small)
+        train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
+        rank = dist.get_rank()
+        source = cut(train[rank], held, widths)
+        parameters = cut(adapter_spans(train[rank], r, shape.hidden, targets), held, widths)
+        terms = low_rank_terms(parameters, train[rank], r, targets, scale)
+        for key in adapted(shape, targets):
+            held[key] = (
+                held[key] + scale * held[adapter_key(key, "lora_B")] @ held[adapter_key(key, "lora_A")]
+            )
+        target = blank(engine[rank], widths)
+        resharder = Resharder(source, target, train, engine, widths, terms, bucket_bytes=BUCKET)
+        report = resharder.sync(0)
+        expected = cut(engine[rank], held, widths)
+        for rows in padding_rows(engine[rank], expected):
+            rows.zero_()
+        assert equal(target, expected), layout
+        assert report.compared > 0 and resharder.sync(1).checksum == report.checksum
 
 
 def fail_in_bucket_3():
@@ -139,6 +174,7 @@ def disagree():
 
 def every_case():
     sync_all_topologies()
+    merge_adapters()
     return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived(), compare_every_third_copy()
 
 
