@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
 
@@ -59,7 +61,8 @@ def build_learner(
 ) -> Learner:
     """Build the models of this rank. Collective.
 
-    `training=False` leaves optimizers, critic and reference out.
+    `training=False` leaves optimizers, critic and reference out. With adapters, critic and reference share
+    the actor's frozen weights.
     """
     actor = critic = reference = None
     if training:
@@ -67,11 +70,12 @@ def build_learner(
         policy = actor.chunks
     else:
         policy = build.from_hf("actor", shape, config, mesh, dtype)
+    trunk = policy if config.model.lora.rank else None
     if training and config.needs_critic:
-        critic = build.trainer("critic", shape, config, mesh, dtype)
+        critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
     if training and config.needs_reference:
-        reference = build.from_hf("reference", shape, config, mesh, dtype)
+        reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
-    offloader = Offloader(trainers, reference, config.update.offload)
+    offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)
     return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)

@@ -236,12 +236,14 @@ def _resharder(learner: Learner, engine: Engine) -> Resharder:
     From now on the engine generates only with weights that this reshard has published.
     """
     config, shape, mesh = learner.config, learner.shape, learner.mesh
+    weights = build.named_parameters(learner.policy)
     reshard = Resharder(
-        build.named_parameters(learner.policy),
+        weights,
         engine.parameters(),
         training_layouts(shape, mesh.layout, spec=layer_spec(config)),
         serving_layouts(shape, mesh.world, config.engine_tensor),
         row_widths(shape),
+        build.low_rank(weights, shape, config, mesh),
     )
     engine.published = reshard.published
     return reshard

@@ -113,7 +113,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 def one(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Annotated:
         return one(kind.__origin__) + bounds(kind.__metadata__[0].metadata)
-    arguments = typing.get_args(kind)
+    arguments = [argument for argument in typing.get_args(kind) if argument is not ...]
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if arguments:

@@ -26,15 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.transformer.module import MegatronModule
 
 import megatron_stppo
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File, Manifest
+from megatron_stppo.checkpoint.trunk import adaptation_of, check_adaptation
 from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model.adapters import sharded_adapters
 from megatron_stppo.model.optimizer import Trainer, not_finite
+from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.collectives import (
     all_reduce_sum,
     any_rank,
@@ -145,7 +147,8 @@ class Saver:
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
         chunks = next(iter(trainers.values())).chunks
-        made_of = {"shape": self._shape, "layers": layers_of(chunks), "expert": expert_size(chunks)}
+        made_of: dict[str, Any] = {"shape": self._shape, "layers": layers_of(chunks)}
+        made_of |= {"expert": expert_size(chunks), "lora": adaptation_of(chunks)}
         files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | made_of).encode()}
         if episodes:
             files[steps.EPISODES] = episodes
@@ -194,6 +197,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
     state = steps.read_state(path)
     for role, trainer in trainers.items():
         _check_layers(path, state, trainer.chunks)
+        check_adaptation(path, state.get("lora"), trainer.chunks)
         _check_experts(path, state, trainer)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
@@ -204,7 +208,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
 
 
 def load_weights(
-    folder: Path, role: str, model: Sequence[MegatronModule], step: int | None = None
+    folder: Path, role: str, model: Sequence[TokenModel], step: int | None = None
 ) -> dict[str, Any]:
     """Load the weights of a checkpoint into a model's chunks and return the state of the training loop.
 
@@ -215,20 +219,26 @@ def load_weights(
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
     state = steps.read_state(path)
     _check_layers(path, state, model)
+    check_adaptation(path, state.get("lora"), model)
     loaded = dist_checkpointing.load({"model": _sharded(model)}, str(path / role))
     _fill(model, loaded["model"])
     return state
 
 
-def _sharded(model: Sequence[MegatronModule]) -> dict[str, Any]:
-    """Return the sharded tensors of every chunk. In the files they are named as in the whole model, whichever
-    rank and chunk holds them."""
-    return {f"chunk_{number}": chunk.sharded_state_dict() for number, chunk in enumerate(model)}
+def _sharded(model: Sequence[TokenModel]) -> dict[str, Any]:
+    """Return the sharded tensors of every chunk, with adapters only these. In the files they are named as in
+    the whole model, whichever rank and chunk holds them."""
+    return {
+        f"chunk_{number}": sharded_adapters(chunk) if chunk.adaptation else chunk.sharded_state_dict()
+        for number, chunk in enumerate(model)
+    }
 
 
-def _fill(model: Sequence[MegatronModule], loaded: dict[str, Any]) -> None:
+def _fill(model: Sequence[TokenModel], loaded: dict[str, Any]) -> None:
     for number, chunk in enumerate(model):
-        chunk.load_state_dict(loaded[f"chunk_{number}"])
+        tensors = loaded[f"chunk_{number}"]
+        missing = set(chunk.load_state_dict(tensors, strict=not chunk.adaptation).missing_keys)
+        assert not [n for n, p in chunk.named_parameters() if p.requires_grad and n in missing]
 
 
 def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
@@ -246,7 +256,7 @@ def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Mo
         )
 
 
-def expert_size(model: Sequence[MegatronModule]) -> int:
+def expert_size(model: Sequence[TokenModel]) -> int:
     """Return the number of ranks among which a layer's experts are divided."""
     return int(model[0].config.expert_model_parallel_size)
 

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,8 @@ from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.resharder import Resharder
 from megatron_stppo.sharding.hf_checkpoint import INDEX, SINGLE
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes, read_shape
-from megatron_stppo.sharding.spans import hf_spans, row_widths, training_layouts
+from megatron_stppo.sharding.low_rank import LowRank
+from megatron_stppo.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.sharding.tiles import Spans
 from megatron_stppo.validation.checks import check_absent
 
@@ -42,12 +43,14 @@ def export_hf(
     layouts: Mapping[int, Spans],
     shape: ModelShape,
     template: Path,
+    terms: Mapping[tuple[str, str], LowRank] | None = None,
     *,
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the `parameters` of all ranks to `folder`. Collective over `group`.
+    """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective over
+    `group`.
 
     config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which
     is written to config.json. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
@@ -58,9 +61,9 @@ def export_hf(
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
     _on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
-    files = by_file(shape, dtype.itemsize, file_bytes)
+    files, shapes = by_file(shape, dtype.itemsize, file_bytes), hf_shapes(shape)
     for name, keys in files.items():
-        whole = gather(parameters, layouts, shape, keys, group)
+        whole = gather(parameters, layouts, shapes, keys, terms, group)
         _on_first(group, functools.partial(_write, whole, partial / name))
     _on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
 
@@ -68,20 +71,21 @@ def export_hf(
 def gather(
     parameters: Mapping[str, Tensor],
     layouts: Mapping[int, Spans],
-    shape: ModelShape,
-    keys: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    keys: Collection[str],
+    terms: Mapping[tuple[str, str], LowRank] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Return {hf_key: whole tensor} in host memory on rank 0, and {} on other ranks. Collective.
+    """Return {hf_key: whole tensor} of `keys` in host memory on rank 0, and {} on other ranks. Collective.
 
-    The tensors have the parameters' dtype. They are assembled on the parameters' device, which must have
-    memory for all of `keys`.
+    shapes: {hf_key: shape} of all tensors of the layouts. terms: as for Resharder. The tensors have the
+    parameters' dtype. They are assembled on the parameters' device, which must have memory for all of `keys`.
     """
-    some, spans, shapes = next(iter(parameters.values())), hf_spans(shape), hf_shapes(shape)
+    some = next(iter(parameters.values()))
     mine = keys if dist.get_rank(group) == 0 else ()
-    whole = {key: torch.empty(shapes[key], dtype=some.dtype, device=some.device) for key in mine}
-    target_layouts = {0: {key: spans[key] for key in keys}}
-    Resharder(parameters, whole, layouts, target_layouts, row_widths(shape), group=group).sync(0)
+    whole = {key: torch.empty(*shapes[key], dtype=some.dtype, device=some.device) for key in mine}
+    targets, widths = {0: whole_spans({key: shapes[key] for key in keys})}, widths_of(shapes)
+    Resharder(parameters, whole, layouts, targets, widths, terms, group=group).sync(0)
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
@@ -149,11 +153,15 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
     """Write the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder, and print one
     line that says what was written. Collective. Raises ConfigError and CheckpointError."""
     mesh, shape = process.start(config), read_shape(config.model.path)
-    model = build.build("actor", shape, config, mesh, process.dtype(config))
+    # with adapters, a checkpoint holds only these
+    actor = build.from_hf if config.model.lora.rank else build.build
+    model = actor("actor", shape, config, mesh, process.dtype(config))
     folder = config.run.folder / "checkpoints"
     state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
     layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
-    export_hf(output, build.named_parameters(model), layouts, shape, config.model.path)
+    weights = build.named_parameters(model)
+    terms = build.low_rank(weights, shape, config, mesh)
+    export_hf(output, weights, layouts, shape, config.model.path, terms)
     if mesh.rank == 0:
         step = folder / f"step_{state['iteration']}"
         size = _size(shape, process.dtype(config))

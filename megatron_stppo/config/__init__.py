@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_stppo.config import old_logprob
 from megatron_stppo.config.algorithm import AlgorithmConfig
-from megatron_stppo.config.model import ModelConfig, ParallelConfig
+from megatron_stppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_stppo.config.rollout import (
     DataConfig,
     EnvironmentConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "DeadlinesConfig",
     "EnvironmentConfig",
     "EvaluateConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_stppo.config.section import Section
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Target = Literal["all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _several(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): W + alpha / rank * B A, of which only A and B are trained."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: no adapters, all weights are trained")
+    alpha: float = Field(32.0, gt=0, description="the product B A is multiplied by alpha / rank")
+    targets: Annotated[tuple[Target, ...], BeforeValidator(_several)] = Field(
+        ("all-linear",),
+        description="layers with an adapter, by their Hugging Face names; all-linear: all of them, without "
+        "those of experts",
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The targets by name; none without adapters."""
+        if not self.rank:
+            return ()
+        return LINEAR if "all-linear" in self.targets else self.targets
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
 
 
 class ModelConfig(Section):
@@ -32,6 +63,8 @@ class ModelConfig(Section):
         "none",
         description="activations recomputed in the backward pass: none, those of attention, or every layer",
     )
+
+    lora: LoraConfig = LoraConfig()
 
     def float32_logits(self, on_gpu: bool) -> bool:
         """Return whether logits are computed in float32 even if the model is in bfloat16."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,15 +14,17 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.launch import process
 from megatron_stppo.layout_check.cases import Case
-from megatron_stppo.model import build
+from megatron_stppo.model import adapters, build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.score.logprobs import logprobs
-from megatron_stppo.sharding.hf_names import HEAD, ModelShape
+from megatron_stppo.sharding.hf_names import HEAD, ModelShape, hf_shapes
+from megatron_stppo.sharding.low_rank import adapter_shapes
 from megatron_stppo.sharding.spans import training_spans
 from megatron_stppo.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -109,12 +112,14 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     update = config.update.model_copy(update=sections)
     config = config.model_copy(update={"parallel": case.parallel, "update": update})
     mesh, dtype, a = groups.replace(case.parallel), process.dtype(config), config.algorithm
-    roles: tuple[build.Role, ...] = ("actor", "critic")
-    trainers = {role: build.trainer(role, shape, config, mesh, dtype) for role in roles}
-    for trainer in trainers.values():
+    actor = build.trainer("actor", shape, config, mesh, dtype)
+    trunk = actor.chunks if config.model.lora.rank else None
+    critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
+    trainers: dict[build.Role, Trainer] = {"actor": actor, "critic": critic}
+    for role, trainer in trainers.items():
+        set_b(trainer.chunks, role, shape, config, mesh)
         for group in trainer.optimizer.param_groups:
             group["eps"] = EPSILON
-    actor, critic = trainers.values()
     if mesh.is_last_stage:  # with the critic head's initial zeros the trunk would have no gradient
         weight = critic.chunks[-1].output_layer.weight
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
@@ -141,22 +146,44 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
 
 
+def set_b(model: Sequence[TokenModel], role: str, shape: ModelShape, config: Config, mesh: MeshRank) -> None:
+    """Give every B of the adapters, if there are any, random values that are equal under every layout. With
+    the initial zeros, A would have no gradient."""
+    lora, parameters = config.model.lora, build.named_parameters(model)
+    shapes = adapter_shapes(shape, lora.rank, lora.names)
+    for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
+        if name.endswith(".b"):
+            values = partial(_random_b, shapes, role)
+            adapters.fill(parameters[name], spans, values)
+
+
+def _random_b(shapes: Mapping[str, tuple[int, int]], role: str, key: str) -> Tensor:
+    return 0.3 * adapters.uniform(shapes[key], f"{role} {key}")
+
+
 def _whole(
     trainers: Mapping[build.Role, Trainer], shape: ModelShape, config: Config, mesh: MeshRank
 ) -> dict[str, Tensor]:
-    """Return the weights by role and Hugging Face name, on the host of rank 0.
+    """Return the weights by role and Hugging Face name, on the host of rank 0; with adapters only these.
 
     The scalar head of a critic is left out.
     """
     whole: dict[str, Tensor] = {}
-    for role, trainer in trainers.items():
+    lora, ranks = config.model.lora, range(mesh.world)
+    for role, trainer in trainers.items() if lora.rank else ():
+        layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in ranks}
+        source = build.named_parameters(trainer.chunks)
+        shapes = adapter_shapes(shape, lora.rank, lora.names)
+        found = gather(source, layouts, shapes, shapes)
+        whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
+    for role, trainer in trainers.items() if not lora.rank else ():
         with_head, spec = role != "critic", layer_spec(config)
         layouts = {
-            rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head)
-            for rank in range(mesh.world)
+            rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head) for rank in ranks
         }
         source = build.named_parameters(trainer.chunks)
         for keys in by_file(shape, next(iter(source.values())).itemsize).values():
-            found = gather(source, layouts, shape, [key for key in keys if with_head or key != HEAD])
+            wanted = [key for key in keys if with_head or key != HEAD]
+            found = gather(source, layouts, hf_shapes(shape), wanted)
             whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
     return whole

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_stppo.config import Config
-from megatron_stppo.model import fusions
+from megatron_stppo.model import adapters, fusions
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing import attach
 from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.model.trunk import share
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_checkpoint import load_hf
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.low_rank import (
+    Adaptation,
+    LowRank,
+    adapter_shapes,
+    adapter_spans,
+    low_rank_terms,
+)
 from megatron_stppo.sharding.mlp_spans import LayerSpec
 from megatron_stppo.sharding.spans import chunk_prefix, training_spans
+from megatron_stppo.sharding.tiles import Spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
@@ -104,36 +116,54 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
 
 
 def build(
-    role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
+    role: Role,
+    shape: ModelShape,
+    config: Config,
+    mesh: MeshRank,
+    dtype: torch.dtype,
+    trunk: Sequence[TokenModel] | None = None,
 ) -> list[TokenModel]:
     """Return this rank's shard of one model, before its weights are loaded.
 
     The list has one entry per model chunk: several under an interleaved pipeline, otherwise one. The critic
-    has untied embeddings and a scalar head.
+    has untied embeddings and a scalar head. With adapters, only they and the scalar head are trained.
+    trunk: the actor's chunks, whose frozen weights the model uses instead of its own.
     """
     settings = transformer_config(shape, config, mesh, dtype)
+    if trunk is not None:  # megatron then leaves the device to torch
+        settings.use_cpu_initialization, settings.perform_initialization = True, False
     is_critic, chunks = role == "critic", mesh.layout.virtual
     models = []
     for chunk in range(chunks):
         number, last = (chunk if chunks > 1 else None), mesh.is_last_stage and chunk == chunks - 1
-        model = TokenModel(
-            mesh,
-            layer_spec(config) == "local",
-            settings,
-            block_spec(layer_spec(config), settings, shape, number),
-            vocab_size=shape.padded_vocab(mesh.tensor_size),
-            max_sequence_length=shape.max_positions,
-            pre_process=mesh.pipeline_rank == chunk == 0,
-            post_process=last,
-            share_embeddings_and_output_weights=shape.tied and not is_critic,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
-            rope_scaling=shape.rope_factor is not None,
-            rope_scaling_factor=shape.rope_factor or 1.0,
-            vp_stage=number,
-        )
+        with contextlib.nullcontext() if trunk is None else torch.device("meta"):
+            model = TokenModel(
+                mesh,
+                layer_spec(config) == "local",
+                settings,
+                block_spec(layer_spec(config), settings, shape, number),
+                vocab_size=shape.padded_vocab(mesh.tensor_size),
+                max_sequence_length=shape.max_positions,
+                pre_process=mesh.pipeline_rank == chunk == 0,
+                post_process=last,
+                # a shared trunk already has the copies of tied weights that megatron would make equal
+                share_embeddings_and_output_weights=shape.tied and not is_critic and trunk is None,
+                position_embedding_type="rope",
+                rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+                rope_scaling=shape.rope_factor is not None,
+                rope_scaling_factor=shape.rope_factor or 1.0,
+                vp_stage=number,
+            )
+        if last and is_critic:
+            model.output_layer = torch.nn.Identity()
+        if trunk is not None:
+            share(model, trunk[chunk])
+        if config.model.lora.rank:
+            model.requires_grad_(False)
         if last and is_critic:
             model.output_layer = ValueHead(settings)
+        if config.model.lora.rank and role != "reference":
+            _attach_adapters(model, chunk_prefix(chunks, chunk), role, shape, config, mesh)
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
         # computes in float32 anyway.
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
@@ -141,6 +171,43 @@ def build(
     if role == "actor" and config.algorithm.routing_replay != "off":
         attach(models, mesh)
     return models
+
+
+def _attach_adapters(
+    chunk: TokenModel, prefix: str, role: Role, shape: ModelShape, config: Config, mesh: MeshRank
+) -> None:
+    """Add the adapters of model.lora: A has random values that are equal under every layout, B is zero.
+
+    prefix: the chunk_prefix of the chunk.
+    """
+    lora, seed = config.model.lora, f"{config.run.seed} {role}"
+    spans = adapters_of_rank(shape, config, mesh.layout, mesh.rank)
+    own = {name.removeprefix(prefix): of for name, of in spans.items() if name.startswith(prefix)}
+    shapes = adapter_shapes(shape, lora.rank, lora.names)
+    adapters.attach(chunk, own, lora.rank, lora.scale)
+    chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape)
+    for name, adapter in adapters.adapters(chunk):
+        adapters.fill(adapter.a, own[f"{name}.a"], lambda key: adapters.uniform(shapes[key], f"{seed} {key}"))
+
+
+def adapters_of_rank(shape: ModelShape, config: Config, layout: Layout, rank: int) -> Spans:
+    """Return the spans of a rank's adapters, under the names of named_parameters; {} without adapters."""
+    weights, lora = training_spans(shape, layout, rank, spec=layer_spec(config)), config.model.lora
+    return adapter_spans(weights, lora.rank, shape.hidden, lora.names)
+
+
+def low_rank(
+    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
+) -> dict[tuple[str, str], LowRank]:
+    """Return the terms that a rank's adapters add to its weights (sharding/low_rank.py); {} without adapters.
+
+    parameters: named_parameters of actor or critic.
+    """
+    lora = config.model.lora
+    if not lora.rank:
+        return {}
+    weights = training_spans(shape, mesh.layout, mesh.rank, spec=layer_spec(config))
+    return low_rank_terms(parameters, weights, lora.rank, lora.names, lora.scale)
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -152,10 +219,20 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Par
     }
 
 
-def trainer(role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype) -> Trainer:
-    """Return the actor or critic, loaded from its Hugging Face folder, with gradients and optimizer."""
+def trainer(
+    role: Role,
+    shape: ModelShape,
+    config: Config,
+    mesh: MeshRank,
+    dtype: torch.dtype,
+    trunk: Sequence[TokenModel] | None = None,
+) -> Trainer:
+    """Return the actor or critic, loaded from its Hugging Face folder, with gradients and optimizer.
+
+    trunk: as for build().
+    """
     settings = config.update.critic if role == "critic" else config.update.actor
-    model = from_hf(role, shape, config, mesh, dtype)
+    model = from_hf(role, shape, config, mesh, dtype, trunk)
     updates = config.run.iterations * config.update.epochs * config.update.minibatches
     return Trainer(data_parallel(model, config, settings.distributed), settings, updates)
 
@@ -179,13 +256,21 @@ def data_parallel(
 
 
 def from_hf(
-    role: Role, shape: ModelShape, config: Config, mesh: MeshRank, dtype: torch.dtype
+    role: Role,
+    shape: ModelShape,
+    config: Config,
+    mesh: MeshRank,
+    dtype: torch.dtype,
+    trunk: Sequence[TokenModel] | None = None,
 ) -> list[TokenModel]:
     """Return a model with the weights of its Hugging Face folder. This rank reads only its own rows.
 
+    trunk: as for build(); nothing is read then.
     Raises ConfigError if the checkpoint does not match its config.json.
     """
-    model = build(role, shape, config, mesh, dtype)
+    model = build(role, shape, config, mesh, dtype, trunk)
+    if trunk is not None:
+        return model
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
     spans = training_spans(
         shape,
@@ -196,6 +281,7 @@ def from_hf(
         tied_copy=True,
     )
     last = chunk_prefix(len(model), len(model) - 1)
-    keep = [last + name for name in VALUE_HEAD] if role == "critic" else ()
+    keep = [last + name for name in VALUE_HEAD] if role == "critic" else []
+    keep += adapters_of_rank(shape, config, mesh.layout, mesh.rank) if role != "reference" else ()
     load_hf(folder, spans, named_parameters(model), keep=keep)
     return model

@@ -72,6 +72,7 @@ class Router(TopKRouter):
 
 def layer_spec(config: Config) -> LayerSpec:
     """Return model.layers, with `auto` resolved: TransformerEngine if it can be imported and there is a GPU.
+    With adapters it is `local`, because TransformerEngine's layers do not return the input of an adapter.
 
     Raises ConfigError if model.layers is transformer_engine and that is not available.
     """
@@ -82,7 +83,7 @@ def layer_spec(config: Config) -> LayerSpec:
             "install it (see Dockerfile), or choose local or auto"
         )
     if wanted == "auto":
-        return "transformer_engine" if present else "local"
+        return "transformer_engine" if present and not config.model.lora.rank else "local"
     return wanted
 
 

@@ -22,15 +22,15 @@ Offload = Literal["none", "optimizer", "all"]
 
 NEEDED: dict[Phase, tuple[str, ...]] = {
     "rollout": (),
-    "reshard": ("actor",),
-    "score": ("actor", "critic", "reference"),
-    "update": ("actor", "critic", "optimizer", "gradients"),
+    "reshard": ("trunk", "actor"),
+    "score": ("trunk", "actor", "critic", "reference"),
+    "update": ("trunk", "actor", "critic", "optimizer", "gradients"),
     "checkpoint": ("actor", "critic", "optimizer"),
 }
 MAY_LEAVE: dict[Offload, tuple[str, ...]] = {
     "none": (),
     "optimizer": ("optimizer", "gradients"),
-    "all": ("optimizer", "gradients", "actor", "critic", "reference"),
+    "all": ("optimizer", "gradients", "trunk", "actor", "critic", "reference"),
 }
 
 
@@ -96,12 +96,21 @@ class Offloader:
     """
 
     def __init__(
-        self, trainers: Mapping[str, Trainer], reference: Sequence[torch.nn.Module] | None, offload: Offload
+        self,
+        trainers: Mapping[str, Trainer],
+        reference: Sequence[torch.nn.Module] | None,
+        offload: Offload,
+        trunk: Tensors = tuple,
     ) -> None:
+        """trunk: returns the weights that several models share, which move together."""
         every = tuple(trainers.values())
-        groups = {role: Storages(partial(_weights, trainer.chunks)) for role, trainer in trainers.items()}
+        groups = {
+            role: Storages(partial(_weights, trainer.chunks), besides=trunk)
+            for role, trainer in trainers.items()
+        }
+        groups["trunk"] = Storages(trunk)
         if reference is not None:
-            groups["reference"] = Storages(partial(_weights, reference))
+            groups["reference"] = Storages(partial(_weights, reference), besides=trunk)
         # In float32 the optimizer's parameters are the model's weights themselves, which this group excludes.
         groups["optimizer"] = Storages(
             lambda: (x for trainer in every for x in trainer.states()),

@@ -208,14 +208,19 @@ class Trainer:
                     yield parameter.grad
 
 
+def trained(chunk: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of a model chunk that an optimizer changes."""
+    return (parameter for parameter in chunk.parameters() if parameter.requires_grad)
+
+
 def not_finite(trainers: Mapping[str, Trainer]) -> list[str]:
-    """Return the roles whose weights or optimizer state hold infinity or NaN on any rank. Collective.
+    """Return the roles whose trained weights or optimizer state hold infinity or NaN on any rank. Collective.
 
     Every tensor is read once, and the host waits for the device once.
     """
     largest = [
         get_total_norm(
-            (*(p for chunk in trainer.chunks for p in chunk.parameters()), *trainer.states()), math.inf
+            (*(p for chunk in trainer.chunks for p in trained(chunk)), *trainer.states()), math.inf
         )
         for trainer in trainers.values()
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron_stppo.model.attention import Pack, Rotation
 from megatron_stppo.model.routing import Routing
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.low_rank import Adaptation
 
 
 class TokenModel(GPTModel):
@@ -24,6 +26,7 @@ class TokenModel(GPTModel):
     [T]."""
 
     routing: Routing | None = None  # set for an actor with Routing Replay
+    adaptation: Adaptation | None = None  # its adapters, and a value head, are all that is trained
 
     def __init__(self, mesh: MeshRank, rotates_in_attention: bool, *args: Any, **kwargs: Any) -> None:
         """mesh: the ranks that share the model. rotates_in_attention: whether PackedAttention applies the
@@ -45,6 +48,10 @@ class TokenModel(GPTModel):
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
+        recomputes = self.config.recompute_granularity is not None and torch.is_grad_enabled()
+        if self.adaptation and self.pre_process and recomputes:
+            # What is recomputed gets a gradient only if its input does, and a frozen embedding gives it none.
+            embedded.requires_grad_()
         if not self._rotates_in_attention:
             return embedded, angles, *rest
         of_token = angles[kwargs["position_ids"][0], 0]

@@ -32,6 +32,7 @@ from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.serving.losses import tell_lost, why_lost
 from megatron_stppo.serving.messages import Offer
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.low_rank import LowRank
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import Spans
 
@@ -73,6 +74,7 @@ class Link:
         offer: Offer,
         store: dist.Store,
         timeout: timedelta,
+        terms: Mapping[tuple[str, str], LowRank] | None = None,
         *,
         first: int,
         settle: Callable[[str, Exception | None], None],
@@ -80,9 +82,10 @@ class Link:
     ) -> None:
         """Join the group and plan the copies. Use from_trainer or from_replica.
 
-        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. first: group
-        rank of this program's first rank. settle: called with the group's name and this rank's error after
-        each step; raises if a rank of this program has an error.
+        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. terms: of the
+        sources' adapters, as for Resharder. first: group rank of this program's first rank. settle: called
+        with the group's name and this rank's error after each step; raises if a rank of this program has an
+        error.
         """
         self.name, self._store, self._settle = offer.group, store, settle
         self._group: dist.ProcessGroup | None = None
@@ -110,6 +113,7 @@ class Link:
                 target,
                 *layouts,
                 row_widths(shape),
+                terms,
                 group=group,
                 ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
                 on_bucket=on_bucket,
@@ -128,9 +132,9 @@ class Link:
         others. timeout: see bridge.join.
         Raises ReplicaLost on all ranks of the trainer.
         """
-        return cls.of_tensors(
-            build.named_parameters(learner.policy), learner.shape, offer, tensor, store, timeout
-        )
+        weights = build.named_parameters(learner.policy)
+        terms = build.low_rank(weights, learner.shape, learner.config, learner.mesh)
+        return cls.of_tensors(weights, learner.shape, offer, tensor, store, timeout, terms)
 
     @classmethod
     def of_tensors(
@@ -141,10 +145,11 @@ class Link:
         tensor: int,
         store: dist.Store,
         timeout: timedelta,
+        terms: Mapping[tuple[str, str], LowRank] | None = None,
     ) -> Self:
         """Connect to a replica as from_trainer does, and send this rank's tensors of the trainer's layout."""
         layouts = link_layouts(shape, offer, tensor)
-        return cls(source, {}, layouts, shape, offer, store, timeout, first=0, settle=_agree)
+        return cls(source, {}, layouts, shape, offer, store, timeout, terms, first=0, settle=_agree)
 
     @classmethod
     def from_replica(

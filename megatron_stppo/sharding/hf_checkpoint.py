@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.sharding.spans import hf_spans
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,6 +42,23 @@ def load_hf(
                     rows.zero_()
                 else:
                     rows.copy_(checkpoint.read(span, tuple(rows.shape)))
+
+
+def tensor_digests(folder: Path, shape: ModelShape, keys: Iterable[str]) -> list[str]:
+    """Return a SHA-256 of each tensor's name, type, shape and bytes, in the order of `keys`.
+
+    Raises ConfigError if a tensor is missing in the folder or has another shape than a model of this shape.
+    """
+    digests, spans = [], hf_spans(shape)
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(folder), stack)
+        for key in keys:
+            size = hf_shapes(shape)[key]
+            tensor = checkpoint.read(spans[key][0], size).contiguous()
+            digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(size)}".encode())
+            digest.update(tensor.view(torch.uint8).numpy().data)
+            digests.append(digest.hexdigest())
+    return digests
 
 
 class _Checkpoint:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_stppo.config import Config, ConfigError, old_logprob
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.validation import megatron_fields, model_folder, serving
+from megatron_stppo.validation import lora, megatron_fields, model_folder, serving
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 # The files of data.* that a command reads.
@@ -61,6 +61,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         raise ConfigError(refused)
     _check_profile(config)
     serving.check(config)
+    lora.check(config, command)
     megatron_fields.check(config)
 
 

@@ -24,7 +24,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(model: str, output: str, parallel: dict[str, int], mistaken: bool = False) -> int:
+def check(
+    model: str,
+    output: str,
+    parallel: dict[str, int],
+    mistaken: bool = False,
+    rank: int = 0,
+) -> int:
     process.prepare(engine=False)
     from megatron_stppo.config import Config
     from megatron_stppo.layout_check.check import compare
@@ -33,7 +39,8 @@ def check(model: str, output: str, parallel: dict[str, int], mistaken: bool = Fa
         make_mistakes()
     # the random offsets of the old policy also put some tokens beyond the bound of the mask
     algorithm = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "mismatch": "mask"}
-    config = Config.model_validate({"model": {"path": model}, "parallel": parallel, "algorithm": algorithm})
+    model_section = {"path": model, "lora": {"rank": rank}}
+    config = Config.model_validate({"model": model_section, "parallel": parallel, "algorithm": algorithm})
     return compare(config, Path(output))
 
 
@@ -76,6 +83,17 @@ def test_four_ranks_agree_under_every_layout(models: Path, tmp_path: Path, name:
         assert any(axis in text for text in names), axis
     assert not any(case["broken"] for case in record["cases"])
     assert 0.05 < record["cases"][0]["numbers"]["actor/clip_fraction"] < 0.9
+
+
+@pytest.mark.long
+def test_adapters_agree_under_every_layout(models: Path, tmp_path: Path) -> None:
+    output, own = tmp_path / "cases.json", {"tensor": 2, "sequence": True}
+    given = (str(models / "dense"), str(output), own, False, 4)
+    assert run_ranks(check, 4, *given, timeout=280) == [0] * 4
+    cases = json.loads(output.read_text())["cases"]
+    assert all("lora" in case["tensor"] for case in cases), "adapters are all that is compared"
+    for axis in AXES["dense"]:
+        assert any(axis in case["case"] for case in cases), axis
 
 
 def test_missing_parts_of_a_turn_and_of_a_small_tensor_are_detected(models: Path, tmp_path: Path) -> None:

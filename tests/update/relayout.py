@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.launch import process
+from tests.update.adapting import write
 from tests.update.layouts import SETTINGS, batch
 
 
-def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[int]:
-    """Run all moves (model's folder under `root`, layout before, layout after).
+def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any], int]]) -> list[int]:
+    """Run all moves (model's folder under `root`, layout before, layout after, rank of adapters or 0).
 
-    For move n, `root`/n gets the Hugging Face folders saved, loaded, stayed and moved. Return the number of
-    updates counted after each load.
+    For move n, `root`/n gets the Hugging Face folders saved, loaded, stayed and moved, with adapters only
+    these. Return the number of updates counted after each load.
     """
     process.prepare(engine=False)
     import torch
@@ -35,7 +37,7 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
     given, counted = batch(), []
 
     def start(parallel: dict[str, Any]) -> tuple[Any, ...]:
-        settings = {"path": model}, parallel, {"actor": SETTINGS}
+        settings = {"path": model, "lora": {"rank": rank}}, parallel, {"actor": SETTINGS}
         config = Config.model_validate(dict(zip(("model", "parallel", "update"), settings, strict=True)))
         mesh = groups.replace(config.parallel)
         actor = build.trainer("actor", shape, config, mesh, torch.float32)
@@ -47,10 +49,14 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         actor_step(actor, loss, chosen, Packer.of(config, shape, mesh))
 
     def export(name: str, mesh: Any, actor: Any) -> None:
+        if rank:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            weights = build.named_parameters(actor.chunks)
+            return write(folder / name / "model.safetensors", weights, shape, config, mesh)
         layouts = training_layouts(shape, mesh.layout)
         export_hf(folder / name, build.named_parameters(actor.chunks), layouts, shape, Path(model))
 
-    for number, (family, before, after) in enumerate(moves):
+    for number, (family, before, after, rank) in enumerate(moves):
         folder, model = Path(root) / str(number), f"{root}/{family}"
         shape = read_shape(Path(model))
         config, mesh, actor = start(before)
@@ -64,7 +70,10 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         export("stayed", mesh, actor)
 
         config, mesh, actor = start(after)
-        saving.Saver(folder / "checkpoints", config, mesh.layout).load({"actor": actor})
+        saver = saving.Saver(folder / "checkpoints", config, mesh.layout)
+        if rank:
+            refuse_others(saver, actor, Path(f"{root}/other"))
+        saver.load({"actor": actor})
         counted.append(actor.updates)
         export("loaded", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
@@ -73,3 +82,24 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         if dist.get_rank() == 0:
             shutil.rmtree(folder / "checkpoints")
     return counted
+
+
+def refuse_others(saver: Any, actor: Any, other: Path) -> None:
+    """Check that the checkpoint is not loaded into adapters of another rank, nor of other weights."""
+    import pytest
+
+    from megatron_stppo.config import ConfigError
+
+    own, chunk = actor.chunks[0].adaptation, actor.chunks[0]
+    for changed, message in (
+        (replace(own, rank=3), r"step_1: was written with model.lora.rank=4, this run has 3; set"),
+        (
+            replace(own, folder=other),
+            r"step_1: its adapters belong to other weights than those of model.path",
+        ),
+        (None, r"step_1: was written with model.lora.rank=4, this run has 0; set"),
+    ):
+        chunk.adaptation = changed
+        with pytest.raises(ConfigError, match=message):
+            saver.load({"actor": actor})
+    chunk.adaptation = own

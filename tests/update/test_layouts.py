@@ -65,10 +65,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def reference(folder: Path) -> dict[str, Any]:
-    """Return the expected numbers of both steps, in float64, from transformers and the paper's formulas."""
+    """Return the expected numbers of both steps, and the actor's gradients by the names of a checkpoint."""
+    model = in_float64(folder)
+    expected = numbers_of(model)
+    gradients = _by_name(model, expected.pop("actor gradients"))
+    del expected["critic gradients"]
+    return expected | {"gradients": gradients}
+
+
+def in_float64(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+def numbers_of(model: Any) -> dict[str, Any]:
+    """Return the expected numbers of both steps, in float64, from transformers and the paper's formulas.
+
+    Only parameters that require a gradient are trained. "actor gradients" and "critic gradients" are
+    {parameter: its gradient}.
+    """
     given = layouts.batch()
     logprobs, entropies, squares, hidden, after_prompt = [], [], [], [], []
     for n in range(len(given.live_N)):
@@ -84,8 +100,10 @@ def reference(folder: Path) -> dict[str, Any]:
         hidden.append(states[at - 1])
         after_prompt.append(states[int(at[0]) - 1 : -1])  # the states that predict turns and observations
     actor = _actor(model, given, *map(torch.cat, (logprobs, entropies, squares)))
+    actor |= {"actor gradients": _gradients(model)}
     model.zero_grad()
     critic = _critic(model, given, torch.cat(hidden))
+    critic |= {"critic gradients": _gradients(model)}
     model.zero_grad()
     observing = _critic(model, with_observations(given), torch.cat(after_prompt))
     value_R = torch.cat(after_prompt).detach() @ layouts.value_head(hidden[0].shape[1]).squeeze(0)
@@ -123,7 +141,7 @@ def _actor(
     delta = (logprob_T - given.reference_logprob_T.double())[live_T]
     kl = (torch.exp(-delta) - 1 + delta).sum() / count
     entropy = entropy_T[live_T].sum() / count
-    parameters = list(model.parameters())
+    parameters = _trained(model)
     bias_norm = norm_of(torch.autograd.grad(lost, parameters, retain_graph=True))
     (-objective + 0.1 * kl - 0.01 * entropy).backward(retain_graph=True)
     gradient_norm = norm_of([p.grad for p in parameters])
@@ -145,7 +163,6 @@ def _actor(
         "actor/ratio_p99": max(ratios),
         "actor/ratio_max": max(ratios),
         "logprob_T": logprob_T.detach(),
-        "gradients": _gradients(model),
     }
 
 
@@ -165,7 +182,15 @@ def _turn_names(given: Any, first: int) -> list[str]:
     return [str(number)] + ["last"] * (turn + 1 == len(owner) or owner[turn + 1] != owner[turn])
 
 
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
+def _trained(model: Any) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _gradients(model: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+    return {parameter: parameter.grad for parameter in _trained(model) if parameter.grad is not None}
+
+
+def _by_name(model: Any, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return gradients by the names of a checkpoint.
 
     For experts these differ from transformers' parameters.
@@ -173,7 +198,7 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
     other = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
-            parameter.copy_(own.grad)
+            parameter.copy_(gradients[own])
         other.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
 
@@ -187,7 +212,7 @@ def _critic(model: Any, given: Any, hidden_T: torch.Tensor) -> dict[str, Any]:
     error_T = torch.maximum((value_T - return_T) ** 2, (near_T - return_T) ** 2) / 2
     loss = error_T[given.live_T].mean()
     loss.backward(retain_graph=True)
-    gradients = [p.grad for p in model.model.parameters()] + [head.grad, bias.grad]
+    gradients = [p.grad for p in _trained(model.model)] + [head.grad, bias.grad]
     return {"critic/loss": loss.item(), "critic/gradient_norm": norm_of(gradients)}
 
 

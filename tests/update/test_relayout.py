@@ -12,12 +12,17 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.update import layouts, relayout
 
-# model, the layout that saves, the layout that loads; two ranks
-MOVES = [("qwen3", {"pipeline": 2}, {"tensor": 2}), ("qwen3_moe", {}, {"expert": 2})]
+# model, the layout that saves, the layout that loads, rank of the adapters or 0; two ranks
+MOVES = [
+    ("qwen3", {"pipeline": 2}, {"tensor": 2}, 0),
+    ("qwen3_moe", {}, {"expert": 2}, 0),
+    ("qwen3", {"pipeline": 2}, {"tensor": 2}, 4),
+]
 MORE = [
-    ("qwen3", {"tensor": 2}, {}),
-    ("qwen3_moe", {"expert": 2}, {}),
-    ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}),
+    ("qwen3", {"tensor": 2}, {}, 0),
+    ("qwen3_moe", {"expert": 2}, {}, 0),
+    ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}, 0),
+    ("qwen3", {"tensor": 2, "sequence": True}, {}, 4),
 ]
 
 
@@ -27,6 +32,7 @@ def test_weights_are_bitwise_equal_and_the_next_step_is_equal_up_to_rounding(
 ) -> None:
     for family in ("qwen3", "qwen3_moe"):
         layouts.write_model(tmp_path / family, family)
+    layouts.write_model(tmp_path / "other", "qwen3", initializer_range=0.2)
     counted = run_ranks(relayout.three_steps, 2, str(tmp_path), moves, timeout=280)
     assert counted == [[2] * len(moves)] * 2
     for number, move in enumerate(moves):

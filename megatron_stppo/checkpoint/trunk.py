@@ -1,0 +1,72 @@
+"""Checkpoints of adapters: which weights they belong to. Those weights are not in the checkpoint.
+
+A checkpoint of adapters holds A and B, a critic's head and the optimizer states of these, and a digest of the
+frozen weights, which are read from model.path again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.sharding.hf_checkpoint import tensor_digests
+from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
+
+
+def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
+    """Return what a checkpoint records of a model's adapters, or None if all weights are trained.
+
+    Collective: the first call for a folder reads all of its tensors once, divided among the ranks.
+    """
+    found = model[0].adaptation
+    if found is None:
+        return None
+    settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
+    return settings | {"trunk": trunk_digest(found.folder, found.shape)}
+
+
+@functools.cache
+def trunk_digest(folder: Path, shape: ModelShape) -> str:
+    """Return 64 hexadecimal digits: a hash of names, types, shapes and bytes of a folder's tensors.
+
+    Collective. It depends neither on the division into files nor on the number of ranks. The result is kept,
+    because the weights are read only once.
+    """
+    keys = sorted(hf_shapes(shape))
+    own = tensor_digests(folder, shape, keys[dist.get_rank() :: dist.get_world_size()])
+    digests = sorted(digest for (of_rank,) in gather_records([own], list[str]) for digest in of_rank)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def check_adaptation(path: Path, written: dict[str, Any] | None, model: Sequence[TokenModel]) -> None:
+    """Raise ConfigError unless the checkpoint `path`, which recorded `written`, fits the model.
+
+    Collective.
+    """
+    here, remedy = adaptation_of(model), "set model.lora as its run had it, or give another run.name"
+    if written is None or here is None:
+        if written is not here:
+            ranks = [found["rank"] if found else 0 for found in (written, here)]
+            raise ConfigError(
+                f"{path}: was written with model.lora.rank={ranks[0]}, this run has {ranks[1]}; {remedy}"
+            )
+        return
+    for name in ("rank", "alpha", "targets"):
+        if written.get(name) != here[name]:
+            raise ConfigError(
+                f"{path}: was written with model.lora.{name}={written.get(name)}, this run has {here[name]}; "
+                f"{remedy}"
+            )
+    if written.get("trunk") != here["trunk"]:
+        raise ConfigError(
+            f"{path}: its adapters belong to other weights than those of model.path; give the model that its "
+            "run began with, or another run.name"
+        )

@@ -1,0 +1,112 @@
+"""Functions that run on a rank: one step of an actor and a critic with adapters, on one frozen trunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.launch import process
+from tests.update import layouts
+
+RANK, ALPHA = 4, 6.0
+
+
+def steps(
+    model: str,
+    parallel: dict[str, Any],
+    distributed: bool,
+    algorithm: dict,
+    out: str,
+    targets: str | list[str] = "all-linear",
+    recompute: str = "none",
+) -> dict[str, Any]:
+    """Return the numbers of a step of the actor and of the critic, with adapters whose B is not zero.
+
+    `out` gets the adapters by their checkpoint names, actor.safetensors and critic.safetensors, and their
+    gradients (grad_actor.safetensors), if these are not sharded.
+    """
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import Config, LoraConfig
+    from megatron_stppo.layout_check.measure import set_b
+    from megatron_stppo.learner import build_learner
+    from megatron_stppo.model import build
+    from megatron_stppo.model.optimizer import trained
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.score.logprobs import logprobs
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.update.critic_step import critic_step
+
+    torch.set_num_threads(1)
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
+    config = Config.model_validate(
+        {
+            "model": {"path": model, "recompute": recompute, "lora": lora},
+            "parallel": parallel,
+            "update": {role: layouts.SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
+            "algorithm": algorithm,
+        }
+    )
+    mesh = groups.initialize(config.parallel)
+    shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
+    learner = build_learner(config, shape, mesh, torch.float32)
+    actor, critic, reference = learner.actor, learner.critic, learner.reference
+    assert actor is not None and critic is not None and reference is not None
+    models = {"actor": actor.chunks, "critic": critic.chunks}
+    bytes_of = {"actor": _bytes(actor.chunks), "all": _bytes(actor.chunks, critic.chunks, reference)}
+    bytes_of["critic, trained"] = sum(x.nbytes for chunk in critic.chunks for x in trained(chunk))
+    packer = replace(learner.packer, spec=replace(learner.packer.spec, budget=24))
+    everything = (batch := layouts.batch(), packer, [chosen])
+    fresh_T, reference_T = (logprobs(m, learner.head(m), *everything) for m in (actor.chunks, reference))
+    without = config.model.model_copy(update={"lora": LoraConfig()})
+    plain = config.model_copy(update={"model": without})
+    other = build.from_hf("reference", shape, plain, mesh, torch.float32)
+    assert torch.equal(reference_T, logprobs(other, learner.head(other), *everything)), "adapters are off"
+    for role, model in models.items():
+        set_b(model, role, shape, config, mesh)
+    if mesh.is_last_stage:
+        critic.chunks[-1].output_layer.weight.data.copy_(layouts.value_head(shape.hidden))
+    for role, model in models.items():
+        write(Path(out) / f"{role}.safetensors", build.named_parameters(model), shape, config, mesh)
+    head = learner.head(actor.model)
+    own_T = logprobs(actor.model, head, *everything)
+    given = replace(batch, old_logprob_T=own_T + batch.old_logprob_T)
+    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+    step = actor_step(actor, loss, chosen, packer)
+    assert torch.equal(step.ratios.logprob_T, own_T)  # bitwise: the loss uses the scored policy
+    assert torch.equal(reference_T, logprobs(reference, learner.head(reference), *everything)), "it is frozen"
+    numbers = step.metrics | critic_step(critic, given, chosen, a.value_clip, packer)
+    if not distributed:
+        for role, model in models.items():
+            gradients = {n: p.main_grad for n, p in build.named_parameters(model).items() if p.requires_grad}
+            write(Path(out) / f"grad_{role}.safetensors", gradients, shape, config, mesh)
+    return {
+        "numbers": numbers,
+        "own": own_T.tolist(),
+        "fresh": float((fresh_T - reference_T).abs().max()),
+        "bytes": bytes_of,
+    }
+
+
+def _bytes(*models: Any) -> int:
+    """Return the bytes of all distinct tensors of the models' parameters."""
+    found = {p.data_ptr(): p.nbytes for model in models for chunk in model for p in chunk.parameters()}
+    return sum(found.values())
+
+
+def write(path: Path, parameters: Any, shape: Any, config: Any, mesh: Any) -> None:
+    """Write the adapters of all ranks by their checkpoint names. Collective."""
+    from safetensors.torch import save_file
+
+    from megatron_stppo.commands.convert import gather
+    from megatron_stppo.model import build
+    from megatron_stppo.sharding.low_rank import adapter_shapes
+
+    layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
+    shapes = adapter_shapes(shape, config.model.lora.rank, config.model.lora.names)
+    whole = gather(parameters, layouts, shapes, shapes)
+    if mesh.rank == 0:
+        save_file(whole, path)

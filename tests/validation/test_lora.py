@@ -1,0 +1,65 @@
+"""Adapters that a model cannot have, and how fields of `model.lora` are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stppo.config import Config, ConfigError, LoraConfig
+from megatron_stppo.config_file import validate
+from megatron_stppo.validation import lora
+from megatron_stppo.validation.lora import check_targets
+from tests.reshard.pieces import model_shape
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "sizes", "message"),
+    [
+        (5, ["all-linear"], {}, "rank=5: is larger than the smallest .*k_proj.weight, 4; choose 1"),
+        (9, ["up_proj"], {}, r"rank=9: is larger than .*up_proj\.weight, 8; choose 1 to 8"),
+        (1, [], {}, r"targets=\[\]: matches no layer; give at least one, or all-linear"),
+        (
+            *(1, ["q_proj", "up_proj"], {"family": "qwen3_moe", "experts": 4}),
+            r"targets=\['q_proj', 'up_proj'\]: up_proj belongs to the experts, and an adapter would",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_refused(rank, targets, sizes, message):
+    given = LoraConfig(rank=rank, targets=targets)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_targets(model_shape(**sizes), rank, given.names, given.targets)
+    assert "\n" not in str(error.value)
+
+
+def test_all_linear_leaves_experts_out():
+    names = LoraConfig(rank=4).names
+    assert names == ALL
+    check_targets(model_shape(family="qwen3_moe", experts=4), 4, names, ("all-linear",))
+
+
+@pytest.mark.parametrize(
+    ("model", "command", "message"),
+    [
+        (
+            {"critic_path": "c"},
+            "train",
+            "critic_path=c: with model.lora.rank=4 the critic shares",
+        ),
+        ({"layers": "transformer_engine"}, "train", "transformer_engine: its layers do not return the input"),
+        ({}, "cold-start", "rank=4: the cold start trains all weights; cold-start needs model.lora.rank=0"),
+        ({}, "plan", "rank=4: adapters are not counted yet; plan needs model.lora.rank=0"),
+    ],
+)
+def test_what_adapters_exclude_is_refused(model, command, message):
+    config = Config.model_validate({"model": {"path": "m", "lora": {"rank": 4}} | model})
+    with pytest.raises(ConfigError, match=message):
+        lora.check(config, command)
+
+
+def test_a_target_may_be_a_word_and_an_unknown_one_is_refused_in_one_line():
+    one = validate({"model": {"path": "m", "lora": {"rank": 4, "targets": "q_proj"}}})
+    assert one.model.lora.names == ("q_proj",)
+    with pytest.raises(ConfigError, match=r"lora\.targets\.1='w1': Input should be 'all-linear', ") as error:
+        validate({"model": {"path": "m", "lora": {"rank": 4, "targets": ["q_proj", "w1"]}}})
+    assert "\n" not in str(error.value)
