@@ -105,7 +105,8 @@ class Ledger:
             return None
         taken = [self._open.pop(number) for number in chosen]
         self._completed = [number for number in self._completed if number not in chosen]
-        self.taken, self.dropped = Taken(chosen, self._rounds), summaries(self._dropped.values())
+        self.taken = Taken(chosen, self._rounds)
+        self.dropped = summaries(group for _, group in sorted(self._dropped.items()))
         if self._recorded:
             self._recorded.popleft()
         closed = dict(zip(chosen, taken, strict=True)) | self._dropped
