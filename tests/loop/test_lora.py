@@ -1,16 +1,34 @@
-"""A run of the real program with adapters: served as a merged model, killed and resumed."""
+"""A run of the real program with adapters: served as a merged model, killed and resumed, and what the other
+commands make of it."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from tests.loop import small_run
 from tests.loop.test_resume import rows
+from tests.rollout.tiny import reference_logprobs
+from tests.serving import test_promises as promises
 
-LORA = ("model.lora.rank=4", "run.iterations=3", "run.checkpoint_every=1")
+LORA = (
+    "model.lora.rank=4",
+    "run.iterations=3",
+    "run.checkpoint_every=1",
+    "run.keep_every=1",
+    "run.dump=all",
+    "run.evaluate_every=3",
+    "evaluate.tasks=3",
+)
+ROUNDING = 1e-5  # nats, as for `audit` in float32
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert done.returncode == 0, done.stderr[-3000:]
     resumed = straight.with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed", *LORA)
-    done = small_run.run(
-        "train", config, "run.name=resumed", "update.offload=all", "run.keep_checkpoints=3", *LORA, "--resume"
-    )
+    done = small_run.run("train", config, "run.name=resumed", "update.offload=all", *LORA, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "megatron-stppo: resumed from step_" in done.stderr
     return straight, resumed
@@ -33,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_engine_serves_what_the_trainer_computes_with_adapters(runs: tuple[Path, Path]) -> None:
-    for row in rows(runs[0]):
+    for row in rows(runs[0])[1:]:  # the first is the evaluation before training
         assert row["actor/first_kl_to_old"] == 0, "ratios that are not exactly 1"
         assert row["mismatch/mean_abs"] < 1e-6
         assert row["actor/gradient_norm"] > 0 and not row["actor/held"]
@@ -43,7 +59,7 @@ def test_the_engine_serves_what_the_trainer_computes_with_adapters(runs: tuple[P
 @pytest.mark.timeout(900)
 def test_a_resumed_run_with_adapters_has_the_bits_of_a_whole_one(runs: tuple[Path, Path]) -> None:
     straight, resumed = map(rows, runs)
-    assert resumed == straight and len(straight) == 3
+    assert resumed == straight and len(straight) == 4
     ended = [json.loads((run / "checkpoints/step_3/MANIFEST.json").read_text())["files"] for run in runs]
     tensors = [name for name in ended[0] if name.endswith(".distcp")]
     assert {name.split("/")[0] for name in tensors} == {"actor", "critic"}
@@ -52,3 +68,93 @@ def test_a_resumed_run_with_adapters_has_the_bits_of_a_whole_one(runs: tuple[Pat
     state = json.loads((runs[0] / "checkpoints/step_3/state.json").read_text())
     assert state["lora"]["rank"] == 4 and len(state["lora"]["trunk"]) == 64
     assert sum(ended[0][name]["bytes"] for name in tensors if name.startswith("actor")) < weights
+
+
+def scored(run: Path, iteration: int) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Return (tokens of each episode, the positions of their actions among all tokens, the trainer's
+    log-probs of these)."""
+    dump = load_file(run / f"dumps/iteration-{iteration:05d}" / "stage-0.safetensors")
+    ends = dump["sequence_offsets"].tolist()
+    episodes = [dump["tokens_P"][a:b].tolist() for a, b in pairwise(ends)]
+    return episodes, dump["action_index_T"], dump["old_logprob_T"]
+
+
+def logprobs(model: Any, episodes: list[list[int]], action_index_T: Tensor) -> Tensor:
+    """Return the log-probs of the actions by a model of transformers."""
+    every = [torch.cat([torch.zeros(1), reference_logprobs(model, tuple(ids))]) for ids in episodes]
+    return torch.cat(every)[action_index_T]
+
+
+def convert(run: Path, kind: str, checkpoint: str, *overrides: str) -> Path:
+    """Convert a checkpoint in one process, and return the folder."""
+    output = run.parents[1] / f"{kind} {checkpoint}"
+    given = [str(run.parents[1] / "config.yaml"), checkpoint, str(output), f"run.name={run.name}", *overrides]
+    promises.start(["convert", kind, *given, *LORA, "parallel.tensor=1"])
+    return output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_exported_merged_model_has_the_log_probs_of_the_trainer(runs: tuple[Path, Path]) -> None:
+    episodes, action_index_T, trainer_T = scored(runs[0], 3)
+    exported, base = convert(runs[0], "to-hf", "step_2"), runs[0].parents[1] / "model"
+    assert load_file(exported / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    difference = [
+        (
+            logprobs(Qwen3ForCausalLM.from_pretrained(folder).eval(), episodes, action_index_T) - trainer_T
+        ).abs()
+        for folder in (exported, base)
+    ]
+    assert difference[0].max() < ROUNDING < 100 * ROUNDING < difference[1].max()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(runs: tuple[Path, Path]) -> None:
+    config, result = runs[0].parents[1] / "config.yaml", runs[0].parents[1] / "result.json"
+    given = ("--checkpoint", "step_3", "--output", str(result), f"run.name={runs[0].name}", *LORA)
+    done = small_run.run("evaluate", config, *given)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, during = json.loads(result.read_text()), rows(runs[0])[-1]
+    alone.pop("evaluate/tokens_per_second")
+    assert alone == {name: during[name] for name in alone} and alone["evaluate/episodes"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_replayed_rollouts_give_the_same_adapters_bitwise(runs: tuple[Path, Path]) -> None:
+    done = small_run.run("replay", runs[0], "run.name=replayed")
+    assert done.returncode == 0, done.stderr[-3000:]
+    replayed = runs[0].with_name("replayed")
+    expected = [
+        {name: value for name, value in row.items() if not name.startswith("evaluate/")}
+        for row in rows(runs[0])[1:]
+    ]
+    assert rows(replayed) == expected
+    assert promises.weights(replayed, 3) == promises.weights(runs[0], 3) != promises.weights(runs[0], 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(runs: tuple[Path, Path]) -> None:
+    said = promises.start(["audit", str(runs[0]), "parallel.tensor=1"])
+    assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = small_run.write(tmp_path_factory.mktemp("served"))
+    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    for name, more in (
+        ("colocated", ()),
+        ("served", (*promises.SERVED, "serving.max_staleness=0")),
+    ):
+        promises.start(["train", str(config), f"run.name={name}", *given, *more])
+    colocated, served = (config.parent / "runs" / name for name in ("colocated", "served"))
+    assert promises.rows(served) == promises.rows(colocated)
+    assert not any(row["actor/held"] for row in promises.rows(served)[1:]), "the actor must be updated"
+    assert all(promises.trajectories(served, n) == promises.trajectories(colocated, n) for n in range(1, 4))
+    assert promises.weights(served, 3) == promises.weights(colocated, 3) != promises.weights(served, 2)
