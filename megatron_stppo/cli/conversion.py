@@ -1,4 +1,4 @@
-"""The commands `convert to-hf` and `convert to-megatron`."""
+"""The commands `convert to-hf`, `convert to-peft` and `convert to-megatron`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,35 @@ def to_hf(
     from megatron_stppo.commands import convert
 
     convert.to_hf(settings, checkpoint, output)
+
+
+@commands.command(
+    "to-peft",
+    epilog=examples(
+        "megatron-stppo convert to-peft config.yaml latest adapters",
+        "megatron-stppo convert to-peft config.yaml step_20 adapters run.name=second",
+    ),
+)
+def to_peft(
+    config: File,
+    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
+    output: Annotated[Path, typer.Argument(help="new folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
+) -> None:
+    """Write the adapters of a checkpoint's actor in PEFT's format, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    from megatron_stppo.launch import process
+    from megatron_stppo.validation import checks, lora
+
+    lora.check_used(settings, "convert to-peft")
+    checks.check_checkpoint(settings, checkpoint)
+    checks.check_absent("output", output)
+
+    process.prepare(engine=False)
+    from megatron_stppo.commands import export_peft
+
+    export_peft.to_peft(settings, checkpoint, output)
 
 
 @commands.command(

@@ -60,12 +60,12 @@ def export_hf(
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
-    _on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
+    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
     files, shapes = by_file(shape, dtype.itemsize, file_bytes), hf_shapes(shape)
     for name, keys in files.items():
         whole = gather(parameters, layouts, shapes, keys, terms, group)
-        _on_first(group, functools.partial(_write, whole, partial / name))
-    _on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
+        on_first(group, functools.partial(write_tensors, whole, partial / name, partial / "config.json"))
+    on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
 
 
 def gather(
@@ -118,10 +118,10 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write one file of weights with the mode of config.json; safetensors would give it mode 0600."""
+def write_tensors(tensors: dict[str, Tensor], path: Path, like: Path) -> None:
+    """Write one file of tensors with the mode of the file `like`; safetensors would give it mode 0600."""
     save_file(tensors, path, {"format": "pt"})
-    path.chmod(path.with_name("config.json").stat().st_mode & 0o777)
+    path.chmod(like.stat().st_mode & 0o777)
 
 
 def _finish(
@@ -132,13 +132,18 @@ def _finish(
         weight_map = {key: name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    publish(partial, folder)
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Rename a complete folder into place, after its files are on the disk."""
     for path in partial.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
     replace_folder(partial, folder)
 
 
-def _on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
+def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
     """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
     problem: str | None = None
     if dist.get_rank(group) == 0:

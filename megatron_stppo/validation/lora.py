@@ -34,6 +34,15 @@ def check(config: Config, command: str) -> None:
     check_targets(read_shape(model.path), lora.rank, lora.names, lora.targets)
 
 
+def check_used(config: Config, command: str) -> None:
+    """Raise ConfigError if the run of a command that reads adapters has none."""
+    if not config.model.lora.rank:
+        raise ConfigError(
+            f"model.lora.rank=0: {command} writes adapters, and this run trains all weights; set the section "
+            "model.lora of the run, or use convert to-hf"
+        )
+
+
 def check_targets(shape: ModelShape, rank: int, names: tuple[str, ...], given: tuple[str, ...]) -> None:
     """Raise ConfigError unless every target of `given` has layers of at least this rank.
 

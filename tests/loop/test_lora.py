@@ -85,10 +85,10 @@ def logprobs(model: Any, episodes: list[list[int]], action_index_T: Tensor) -> T
     return torch.cat(every)[action_index_T]
 
 
-def convert(run: Path, kind: str, checkpoint: str, *overrides: str) -> Path:
+def convert(run: Path, kind: str, checkpoint: str) -> Path:
     """Convert a checkpoint in one process, and return the folder."""
     output = run.parents[1] / f"{kind} {checkpoint}"
-    given = [str(run.parents[1] / "config.yaml"), checkpoint, str(output), f"run.name={run.name}", *overrides]
+    given = [str(run.parents[1] / "config.yaml"), checkpoint, str(output), f"run.name={run.name}"]
     promises.start(["convert", kind, *given, *LORA, "parallel.tensor=1"])
     return output
 
@@ -106,6 +106,31 @@ def test_the_exported_merged_model_has_the_log_probs_of_the_trainer(runs: tuple[
         for folder in (exported, base)
     ]
     assert difference[0].max() < ROUNDING < 100 * ROUNDING < difference[1].max()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_adapters_in_the_format_of_peft_give_the_log_probs_of_the_trainer_when_merged_by_hand(
+    runs: tuple[Path, Path],
+) -> None:
+    episodes, action_index_T, trainer_T = scored(runs[0], 3)
+    adapters, base = convert(runs[0], "to-peft", "step_2"), runs[0].parents[1] / "model"
+    settings = json.loads((adapters / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["task_type"]) == (4, 32, "CAUSAL_LM")
+    assert Path(settings["base_model_name_or_path"]) == base
+    model = Qwen3ForCausalLM.from_pretrained(base).eval()
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    linears = [
+        f"base_model.model.{name}"
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in settings["target_modules"] and isinstance(module, torch.nn.Linear)
+    ]
+    assert {f"{name}.lora_{matrix}.weight" for name in linears for matrix in "AB"} == tensors.keys()
+    for name in linears:
+        weight = model.get_submodule(name.removeprefix("base_model.model.")).weight
+        a, b = (tensors[f"{name}.lora_{matrix}.weight"] for matrix in "AB")
+        weight.data += settings["lora_alpha"] / settings["r"] * b @ a
+    assert (logprobs(model, episodes, action_index_T) - trainer_T).abs().max() < ROUNDING
 
 
 @pytest.mark.long

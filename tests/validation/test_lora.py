@@ -57,6 +57,11 @@ def test_what_adapters_exclude_is_refused(model, command, message):
         lora.check(config, command)
 
 
+def test_adapters_of_a_run_without_them_cannot_be_exported():
+    with pytest.raises(ConfigError, match=r"lora\.rank=0: convert to-peft writes adapters, .* convert to-hf"):
+        lora.check_used(Config.model_validate({"model": {"path": "m"}}), "convert to-peft")
+
+
 def test_a_target_may_be_a_word_and_an_unknown_one_is_refused_in_one_line():
     one = validate({"model": {"path": "m", "lora": {"rank": 4, "targets": "q_proj"}}})
     assert one.model.lora.names == ("q_proj",)
