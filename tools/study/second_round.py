@@ -117,6 +117,8 @@ def draw(grid: Grid, rows: Sequence[Row], output: Path) -> None:
                 color, style = STYLES[arm]
                 axis.plot(rates, values, style, color=color, label=arm, marker="o", markersize=3)
         axis.set(title=f"{title}, mean", xlabel="actor's learning rate", xscale="log", yscale="log")
+        axis.set_xticks(list(RATES.values()), [f"{rate:g}" for rate in RATES.values()])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     others[0].legend(fontsize=8)
     figure.savefig(output, format="png", dpi=90)
