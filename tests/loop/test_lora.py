@@ -183,3 +183,40 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     assert not any(row["actor/held"] for row in promises.rows(served)[1:]), "the actor must be updated"
     assert all(promises.trajectories(served, n) == promises.trajectories(colocated, n) for n in range(1, 4))
     assert promises.weights(served, 3) == promises.weights(colocated, 3) != promises.weights(served, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_names(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = small_run.write(tmp_path_factory.mktemp("busy"))
+    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    more = (*promises.SERVED, *promises.BUSY)
+    promises.start(["train", str(config), "run.name=busy", *given, *more], LATE="0.05")
+    run = config.parent / "runs" / "busy"
+    ages = {
+        n - 1 - version
+        for n in range(1, 4)
+        for line in promises.trajectories(run, n).splitlines()
+        for turn in json.loads(line)["turns"]
+        for version, _ in turn["versions"]
+    }
+    assert 0 < max(ages) <= 2, "some tokens are of older adapters"
+    said = promises.start(["audit", str(run)])
+    assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_in_bfloat16_first_ratios_are_1_and_the_mismatch_is_that_of_rounding(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = small_run.write(tmp_path_factory.mktemp("bfloat16"))
+    given = (*LORA, "parallel.tensor=1", "model.dtype=bfloat16")
+    promises.start(["train", str(config), "run.name=rounded", *given])
+    run = config.parent / "runs" / "rounded"
+    for row in rows(run)[1:]:
+        assert row["actor/first_kl_to_old"] == 0 and not row["actor/held"]
+        assert 0 < row["mismatch/mean_abs"] < 0.03, "nats; 0.01 or less was measured"
+    assert "passed: the mean within max_mismatch" in promises.start(["audit", str(run)])
