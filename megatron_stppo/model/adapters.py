@@ -30,7 +30,8 @@ from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 
 
 class Adapter(torch.nn.Module):
-    """A and B of one of megatron's layers. They have the type of the layer's weight and are zero at first.
+    """A and B of one of megatron's layers. They have the type and the device of the layer's weight and
+    are zero at first.
 
     A parameter that all tensor-parallel ranks hold gets its whole gradient on each of them, or, with sequence
     parallelism, the part of the rank's tokens: `sequence_parallel` has megatron sum these.
@@ -41,7 +42,8 @@ class Adapter(torch.nn.Module):
     def __init__(self, linear: Any, a: tuple[int, int], b: tuple[int, int], scale: float) -> None:
         super().__init__()
         self.a, self.b = (
-            torch.nn.Parameter(torch.zeros(size, dtype=linear.config.params_dtype)) for size in (a, b)
+            torch.nn.Parameter(linear.weight.new_zeros(size, dtype=linear.config.params_dtype))
+            for size in (a, b)
         )
         self.scale = scale
         self._sequence, self._group = linear.sequence_parallel, linear.tp_group
@@ -108,7 +110,7 @@ def attach(chunk: torch.nn.Module, spans: Spans, rank: int, scale: float) -> Non
         if of_a[0].dim == 1:
             layer.adapter = RowAdapter(layer, _rows(of_b), rank, _rows(of_a), scale)
         else:
-            owner = _owner(of_a, of_b).to(layer.config.params_dtype)
+            owner = _owner(of_a, of_b).to(layer.weight.device, layer.config.params_dtype)
             layer.adapter = ColumnAdapter(layer, owner, rank, layer.input_size, scale)
         layer.register_forward_hook(_add)
 

@@ -55,7 +55,7 @@ def bounds(
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
     scored, updated = microbatch_flop(config, stages)
     score, update = scored * share, updated * share * config.update.epochs
-    whole = sum(one.models["actor"].score_flop for one in {s.stage: s for s in stages}.values())
+    whole = sum(one.served_flop for one in {s.stage: s for s in stages}.values())
     per_token = whole * layout.tensor / microbatch_tokens
     return Bounds(
         rollout=_rollout(config, layout, engine, work, per_token, gpu),

@@ -20,10 +20,10 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
 from megatron_stppo.plan.engine import EngineUse
-from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
+from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, merging_bytes, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
-from megatron_stppo.plan.memory import ModelUse, RankModels
+from megatron_stppo.plan.memory import RankModels
 from megatron_stppo.plan.phases import StageUse
 from megatron_stppo.plan.work import Work, fullest_microbatch
 from megatron_stppo.plan.world import Kind, kinds, standing_at
@@ -111,6 +111,7 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
     engine = EngineUse.of(config, shape, weights, size, gpu)
     moves = exchange(use.spans, serving, widths, layers_to_plan(shape, layout), size, gpu)
+    moves = replace(moves, merging=merging_bytes(shape, config.model.lora.rank, config.model.lora.names))
     times = bounds(config, layout, use.stages, engine, use.work, use.microbatch_tokens, moves.seconds, gpu)
     return Plan(
         config=config,
@@ -149,7 +150,8 @@ def _of_kind(
     cut = Packer.of(config, shape, mesh).spec
     work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
     rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
-    models: dict[str, ModelUse] = {role: rank.use(role) for role in _roles(config)}
+    used = rank.uses(_roles(config))
+    models = used.models
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
@@ -168,7 +170,9 @@ def _of_kind(
                 in_flight={
                     role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
                 },
-                buffers=rank.buffers,
+                trunk=used.trunk,
+                buffers=used.buffers,
+                served_flop=used.served_flop,
                 logits=logits if stage == mesh.layout.pipeline - 1 else 0,
             )
             for stage, count in kind.stages.items()

@@ -8,13 +8,17 @@ layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.reshard.merging import AT_ONCE
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, lower_bound, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.low_rank import adapted
 from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
@@ -28,6 +32,7 @@ class ReshardCost:
     busiest_rank: int  # bytes that it sends or receives, whichever is more
     busiest_node: int  # bytes that it sends to or receives from other nodes, whichever is more
     seconds: float  # a lower bound, by the busiest link
+    merging: int = 0  # bytes that a rank needs to add adapters to rows
 
     @property
     def ratio(self) -> float:
@@ -36,8 +41,9 @@ class ReshardCost:
 
     @property
     def staging(self) -> int:
-        """Bytes of a rank's buffers: two to send and two to receive a bucket (reshard/staging.py)."""
-        return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank)
+        """Bytes of a rank's buffers: two to send and two to receive a bucket (reshard/staging.py), and those
+        of a sum with adapters."""
+        return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank) + self.merging
 
 
 def exchange(
@@ -79,6 +85,20 @@ def exchange(
     least = lower_bound(sources, targets, widths) * size
     seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
     return ReshardCost(copies, moved, least, at_home, between, rank, node, seconds)
+
+
+def merging_bytes(shape: ModelShape, rank: int, targets: Collection[str]) -> int:
+    """Return the most bytes that the sum W + scale * B A of a weight takes (reshard/merging.py).
+
+    These are A, B, a block of W and its sum, in float32. The sizes are those of the whole weight, of which a
+    rank has a part.
+    Example: a weight [8, 4] and rank 2 take 4 * (2 * 32 + 2 * (8 + 4)) = 352 bytes.
+    """
+    sizes = adapted(shape, targets).values()
+    blocks = (
+        2 * min(rows * columns, max(AT_ONCE, columns)) + rank * (rows + columns) for rows, columns in sizes
+    )
+    return torch.float32.itemsize * max(blocks, default=0)
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model import build
-from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
+from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.experts import forget, route_evenly
@@ -29,7 +31,8 @@ class ModelUse:
     """One model on one rank. Memory is in bytes; FLOP are those of one micro-batch through all its chunks."""
 
     parameters: int
-    weights: int
+    weights: int  # without frozen ones, which models share (StageUse.trunk)
+    buffers: int  # tensors that are neither weights nor states, and never leave the GPU
     gradients: int  # float32 main gradients
     optimizer: int  # this rank's shard of its states, and of float32 weights if the model has another type
     scoring: int  # the most that a forward pass adds
@@ -42,7 +45,7 @@ class ModelUse:
 
     @property
     def resident(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.buffers + self.gradients + self.optimizer
 
     def in_flight(self, layout: Layout, stage: int, microbatches: int) -> int:
         """Return the bytes kept by micro-batches that wait for their backward on this stage."""
@@ -64,6 +67,16 @@ def waiting(layout: Layout, stage: int, microbatches: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class RankUse:
+    """The models of one rank. Memory is in bytes."""
+
+    models: Mapping[str, ModelUse]  # by role
+    trunk: int  # frozen weights, which all models share; 0 without adapters
+    buffers: int  # of megatron, which all models share and which stay when the models are deleted
+    served_flop: int  # of a forward pass of what the engine serves
+
+
+@dataclass(frozen=True)
 class _Pass:
     """Forward and backward of one micro-batch through one chunk. Bytes and FLOP."""
 
@@ -73,7 +86,10 @@ class _Pass:
 
 
 class RankModels:
-    """Measures the models of one rank, one after the other."""
+    """Measures the models of one rank, one after the other.
+
+    With adapters, the actor's frozen weights stay until the end, because critic and reference use them.
+    """
 
     def __init__(
         self,
@@ -88,34 +104,50 @@ class RankModels:
         self.microbatch, self.is_cuda = microbatch, is_cuda
         self.warm = False
         self.meter = Meter(shape.experts_per_token)
+        self._trunk: list[TokenModel] | None = None
 
-    def use(self, role: build.Role) -> ModelUse:
+    def uses(self, roles: Sequence[build.Role]) -> RankUse:
+        """Measure the models of these roles, of which the actor is the first."""
+        assert roles[0] == "actor"
+        models: dict[str, ModelUse] = {role: self._use(role) for role in roles}
+        trunk = _bytes(frozen(self._trunk or ()))
+        # The engine computes what the reference does: with adapters it gets their sum with the weights.
+        served = models["actor"] if self._trunk is None else models.get("reference") or self._use("reference")
+        self._trunk = None
+        gc.collect()
+        return RankUse(models, trunk, self.meter.alive, served.score_flop)
+
+    def _use(self, role: build.Role) -> ModelUse:
         with self.meter, device_paths(self.is_cuda):
             used = self._reference() if role == "reference" else self._trained(role)
         gc.collect()  # megatron's modules and hooks refer to each other
         return used
 
-    @property
-    def buffers(self) -> int:
-        """Bytes of megatron's buffers, which all models share and which stay when the models are deleted."""
-        return self.meter.alive
+    def _build(self, role: build.Role) -> list[TokenModel]:
+        chunks = build.build(role, self.shape, self.config, self.mesh, self.dtype, self._trunk)
+        route_evenly(chunks)
+        return chunks
 
     def _reference(self) -> ModelUse:
-        chunks = build.build("reference", self.shape, self.config, self.mesh, self.dtype)
-        route_evenly(chunks)
+        before = self.meter.rest()
+        chunks = self._build("reference")
+        weights = 0 if self._trunk else _bytes(_parameters(chunks))
+        buffers = self.meter.rest() - before - weights
         scoring, flop = self._score(chunks, "reference")
-        return ModelUse(_count(chunks), _weights(chunks), 0, 0, scoring, (), 0, 0, 0, flop, 0)
+        return ModelUse(_count(chunks), weights, buffers, 0, 0, scoring, (), 0, 0, 0, flop, 0)
 
     def _trained(self, role: build.Role) -> ModelUse:
         config, meter = self.config, self.meter
         settings = config.update.critic if role == "critic" else config.update.actor
         before = meter.rest()
-        chunks = build.build(role, self.shape, config, self.mesh, self.dtype)
-        route_evenly(chunks)
+        chunks = self._build(role)
         trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
-        weights = _weights(chunks)
-        gradients = _bytes(p.main_grad for chunk in chunks for p in chunk.parameters())
+        weights, gradients = _bytes(_trained(chunks)), _bytes(trainer.gradient_buffers())
+        optimizer = _bytes(trainer.states(), besides=_trained(chunks))
         resident = meter.rest() - before
+        if config.model.lora.rank and self._trunk is None:
+            self._trunk = chunks
+            resident -= _bytes(frozen(chunks))
         scoring, score_flop = self._score(trainer.model, role)
         trainer.zero()
         passes = [self._pass(trainer.model, number, role) for number in range(len(chunks))]
@@ -124,8 +156,9 @@ class RankModels:
         return ModelUse(
             parameters=_count(chunks),
             weights=weights,
+            buffers=resident - weights - gradients - optimizer,
             gradients=gradients,
-            optimizer=resident - weights - gradients,
+            optimizer=optimizer,
             scoring=scoring,
             kept=tuple(one.kept for one in passes),
             working=max(one.peak for one in passes),
@@ -217,17 +250,22 @@ def _is_last(chunk: torch.nn.Module) -> bool:
 
 
 def _count(chunks: Sequence[torch.nn.Module]) -> int:
-    return sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    return sum(p.numel() for p in _parameters(chunks))
 
 
-def _weights(chunks: Sequence[torch.nn.Module]) -> int:
-    return _bytes(p for chunk in chunks for p in chunk.parameters())
+def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    return (p for chunk in chunks for p in chunk.parameters())
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each counted once.
+def _trained(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    return (p for chunk in chunks for p in trained(chunk))
+
+
+def _bytes(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the tensors' storages, each counted once, without the storages of `besides`.
 
     megatron puts parameters and gradients into shared buffers.
     """
     storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    without = {tensor.untyped_storage()._cdata for tensor in besides}
+    return sum(size for key, size in storages.items() if key not in without)

@@ -20,18 +20,21 @@ class StageUse:
     models: Mapping[str, ModelUse]  # by role
     scored: tuple[str, ...]  # roles of the models that are scored
     in_flight: Mapping[str, int]  # by role
+    trunk: int  # frozen weights that all models share; 0 without adapters
     buffers: int  # of megatron, shared by all models
+    served_flop: int  # of a micro-batch through what the engine serves
     logits: int  # one chunk of logits on the last stage; already included in the models' numbers
 
     def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
         """Return the bytes that stay on the GPU during the whole phase, by item."""
         away = set(MAY_LEAVE[offload]) - set(NEEDED[phase])
         models = self.models.values()
-        return {
+        shared = {"frozen weights": 0 if "trunk" in away else self.trunk} if self.trunk else {}
+        return shared | {
             "weights": sum(use.weights for role, use in self.models.items() if role not in away),
             "gradients": 0 if "gradients" in away else sum(use.gradients for use in models),
             "optimizer": 0 if "optimizer" in away else sum(use.optimizer for use in models),
-            "buffers": self.buffers,
+            "buffers": self.buffers + sum(use.buffers for use in models),
         }
 
     def updating(self, role: str) -> int:

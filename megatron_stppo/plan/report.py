@@ -67,11 +67,12 @@ def _opening(plan: Plan) -> str:
     axes = {"tensor": at.tensor, "context": at.context, "expert": at.expert}
     axes |= {"pipeline": at.pipeline, "virtual": at.virtual, "data": at.data}
     mesh = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1 or name == "data")
+    adapters = f", adapters of rank {c.model.lora.rank}" if c.model.lora.rank else ""
     return (
         f"{plan.shape.family}, {plan.shape.layers} layers, hidden {plan.shape.hidden}, on {at.world} "
         f"{plan.gpu.name}: {mesh}; engines of {c.engine_tensor}\n"
-        f"{plan.dtype}, {plan.layers} layers, recompute {c.model.recompute}; {plan.microbatch_tokens} tokens "
-        f"in a microbatch, {plan.work.microbatches} microbatches per step"
+        f"{plan.dtype}, {plan.layers} layers, recompute {c.model.recompute}{adapters}; "
+        f"{plan.microbatch_tokens} tokens in a microbatch, {plan.work.microbatches} microbatches per step"
     )
 
 
@@ -124,7 +125,7 @@ def _lines(plan: Plan) -> list[str]:
         *(f"assumed: {source}" for source in gpu.sources),
         "estimated instead of measured: the engine's working memory",
     ]
-    if plan.config.model.layers == "auto":
+    if plan.config.model.layers == "auto" and not plan.config.model.lora.rank:
         lines.append(
             "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
         )

@@ -6,11 +6,8 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapted
 
-# Commands that have no meaning with adapters, or do not know them yet.
-REFUSED = {
-    "cold-start": "the cold start trains all weights",
-    "plan": "adapters are not counted yet",
-}
+# Commands that have no meaning with adapters.
+REFUSED = {"cold-start": "the cold start trains all weights"}
 
 
 def check(config: Config, command: str) -> None:

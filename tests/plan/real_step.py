@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_stppo.launch import process
 
+EXACT = ("weights", "gradients", "optimizer")  # fields of ModelUse
 LENGTH = 128  # tokens of every trajectory
 SHAPE = {
     "vocab_size": 2001,
@@ -74,9 +75,17 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
         for rank in range(gpus):
             stage = made.stages[made.layout.coordinates(rank).pipeline]
             actor, critic = stage.models["actor"], stage.models["critic"]
+            parts = {
+                f"{role} {part}": getattr(use, part)
+                for role, use in (("actor", actor), ("critic", critic))
+                for part in EXACT
+            }
             ranks.append(
-                {
-                    "actor": actor.resident,
+                parts
+                | {
+                    "trunk": stage.trunk,
+                    "reference weights": stage.models["reference"].weights,
+                    "actor": stage.trunk + actor.resident,
                     "critic": critic.resident,
                     "reference": stage.models["reference"].resident,
                     "score": actor.scoring,
@@ -95,6 +104,7 @@ def _measure(*case: Any) -> dict[str, int]:
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.model.trunk import frozen
     from megatron_stppo.parallel import groups
     from megatron_stppo.plan.work import trajectory
     from megatron_stppo.score.logprobs import logprobs
@@ -122,9 +132,20 @@ def _measure(*case: Any) -> dict[str, int]:
             return out
 
         actor = added("actor", lambda: build.trainer("actor", shape, config, mesh, dtype))
-        critic = added("critic", lambda: build.trainer("critic", shape, config, mesh, dtype))
-        kept = added("reference", lambda: build.from_hf("reference", shape, config, mesh, dtype))
+        trunk = actor.chunks if config.model.lora.rank else None
+        critic = added("critic", lambda: build.trainer("critic", shape, config, mesh, dtype, trunk))
+        kept = added("reference", lambda: build.from_hf("reference", shape, config, mesh, dtype, trunk))
         assert len(kept) == mesh.layout.virtual
+        shared = list(frozen(trunk or ()))
+        found |= {"trunk": _storages(shared)}
+        found |= {"reference weights": _storages(_parameters(kept), besides=shared)}
+        for role, model in (("actor", actor), ("critic", critic)):
+            weights = list(_parameters(model.chunks))
+            found |= {
+                f"{role} weights": _storages(weights, besides=shared),
+                f"{role} gradients": _storages(model.gradient_buffers()),
+                f"{role} optimizer": _storages(model.states(), besides=weights),
+            }
         head = PolicyHead.of(actor.model, mesh, shape.vocab, 1.0, a.segments, config.update.logit_rows)
         logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
         added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
@@ -132,6 +153,17 @@ def _measure(*case: Any) -> dict[str, int]:
         added("actor step", lambda: actor_step(actor, loss, chosen, packer))
         added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
     return found
+
+
+def _storages(tensors: Any, besides: Any = ()) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    without = {x.untyped_storage().data_ptr() for x in besides}
+    return sum(size for pointer, size in found.items() if pointer not in without)
+
+
+def _parameters(chunks: Any) -> Any:
+    return (parameter for chunk in chunks for parameter in chunk.parameters())
 
 
 def _scored(batch: Any) -> Any:

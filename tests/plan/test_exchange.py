@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.exchange import _once, exchange, layers_alike, shard_bytes
+from megatron_stppo.plan.exchange import _once, exchange, layers_alike, merging_bytes, shard_bytes
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.reshard.plan import PlanError, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
@@ -36,6 +36,12 @@ def test_two_stages_send_half_the_layers_to_each_other() -> None:
     assert second <= found.busiest_rank < 1.01 * second  # the final norm is on the second stage
     assert (found.between_nodes, found.busiest_node) == (0, 0)
     assert found.seconds == found.busiest_rank / H100.node_rate
+
+
+def test_a_sum_with_adapters_takes_a_block_of_the_weight_and_its_sum_in_float32() -> None:
+    # up_proj [96, 64] is the largest: it and the sum, A [2, 64] and B [96, 2]
+    assert merging_bytes(SHAPE, 2, ("q_proj", "up_proj")) == 4 * (2 * 96 * 64 + 2 * 64 + 96 * 2)
+    assert merging_bytes(SHAPE, 0, ()) == 0
 
 
 def test_one_layer_of_a_stage_represents_all_its_layers() -> None:

@@ -48,7 +48,6 @@ def test_all_linear_leaves_experts_out():
         ),
         ({"layers": "transformer_engine"}, "train", "transformer_engine: its layers do not return the input"),
         ({}, "cold-start", "rank=4: the cold start trains all weights; cold-start needs model.lora.rank=0"),
-        ({}, "plan", "rank=4: adapters are not counted yet; plan needs model.lora.rank=0"),
     ],
 )
 def test_what_adapters_exclude_is_refused(model, command, message):
