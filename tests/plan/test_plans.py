@@ -13,14 +13,16 @@ import pytest
 from tests.plan import small_plans
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PLANNED = {
-    "qwen2.5-7b": 8,
-    "qwen2.5-32b": 64,
-    "qwen2.5-72b": 1024,
-    "llama-3.3-70b": 128,
-    "qwen3-30b-a3b": 32,
-    "qwen3-235b-a22b": 256,
-}
+# (folder, configuration, its plan, GPUs)
+PLANNED = [
+    ("qwen2.5-7b", "config.yaml", "plan.txt", 8),
+    ("qwen2.5-32b", "config.yaml", "plan.txt", 64),
+    ("qwen2.5-32b", "lora.yaml", "lora_plan.txt", 8),
+    ("qwen2.5-72b", "config.yaml", "plan.txt", 1024),
+    ("llama-3.3-70b", "config.yaml", "plan.txt", 128),
+    ("qwen3-30b-a3b", "config.yaml", "plan.txt", 32),
+    ("qwen3-235b-a22b", "config.yaml", "plan.txt", 256),
+]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,24 +43,25 @@ def test_the_smallest_example_fits_and_its_plan_txt_is_current() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", PLANNED)
-def test_every_plan_txt_is_current_and_takes_at_most_75_s_and_8_gib(
-    name: str,
+@pytest.mark.parametrize(("folder", "config", "plan", "gpus"), PLANNED)
+def test_every_plan_is_current_and_takes_at_most_75_s_and_8_gib(
+    folder: str, config: str, plan: str, gpus: int
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = run(f"examples/{name}/config.yaml", "--gpus", str(PLANNED[name]))
+    result = run(f"examples/{folder}/{config}", "--gpus", str(gpus))
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8")
+    assert result.stdout == (EXAMPLES / folder / plan).read_text(encoding="utf-8")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     # a minute of one core, and 15 s more because other processes share its caches
     assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 75
     assert used.ru_maxrss < 8 << 20  # KiB, of the largest child so far
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_every_example_fits_its_gpus(name: str) -> None:
-    lines = (EXAMPLES / name / "plan.txt").read_text(encoding="utf-8").splitlines()
-    assert f"on {PLANNED[name]} H100" in lines[0]
+@pytest.mark.parametrize(("folder", "config", "plan", "gpus"), PLANNED)
+def test_every_example_fits_its_gpus(folder: str, config: str, plan: str, gpus: int) -> None:
+    lines = (EXAMPLES / folder / plan).read_text(encoding="utf-8").splitlines()
+    assert (EXAMPLES / folder / config).is_file()
+    assert f"on {gpus} H100" in lines[0]
     assert lines[-1] == "fits"
 
 
