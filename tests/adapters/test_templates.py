@@ -23,7 +23,7 @@ def recorded() -> dict[str, Any]:
     if not places:
         pytest.skip("needs the templates: make test-agents")
     templates = {name: (places[0] / f"{name}.jinja").read_text(encoding="utf-8") for name in FAMILIES}
-    found: dict[str, Any] = run_ranks(record_all, 1, templates, timeout=300, engine=True)[0]
+    found: dict[str, Any] = run_ranks(record_all, 1, templates, timeout=300)[0]
     return found
 
 
