@@ -108,7 +108,7 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, merged = ctx.saved_tensors
-        gradient = _Gradient(hidden, weight, ctx.chunk)
+        gradient = _Gradient(hidden, weight, ctx.chunk, ctx.needs_input_grad[1])
         live = _live_rows(cotangents)
         count = len(hidden) if live is None else len(live)
         for a, b in _even_chunks(count, ctx.chunk):
@@ -119,7 +119,8 @@ class _LinearLogprob(torch.autograd.Function):
             given = [None if x is None else rows_of(x, rows) for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
             del logits  # free them before the next chunk's are allocated
-        return gradient.of_hidden, gradient.of_weight.to(weight.dtype), *(None,) * 4
+        of_weight = None if gradient.of_weight is None else gradient.of_weight.to(weight.dtype)
+        return gradient.of_hidden, of_weight, *(None,) * 4
 
 
 def linear_loss(
@@ -173,7 +174,7 @@ class _LinearLoss(torch.autograd.Function):
         float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         longest = max((b - a for a, b in chunks), default=0)
-        gradient = _Gradient(hidden, weight, longest) if wanted else None
+        gradient = _Gradient(hidden, weight, longest, ctx.needs_input_grad[1]) if wanted else None
         product = _product if float32_logits else torch.mm
         losses, records, logprobs = [], [], []
         for a, b in chunks:
@@ -213,7 +214,10 @@ class _LinearLoss(torch.autograd.Function):
         ctx.gradient = None
         of_hidden, of_weight = gradient.of_hidden, gradient.of_weight
         if not is_one(cotangent):
-            of_hidden, of_weight = of_hidden.mul_(cotangent), of_weight.mul_(cotangent)
+            of_hidden = of_hidden.mul_(cotangent)
+            of_weight = None if of_weight is None else of_weight.mul_(cotangent)
+        if of_weight is None:
+            return of_hidden, None, *(None,) * 6
         main = getattr(ctx.weight, "main_grad", None)
         if main is None:
             return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 6
@@ -222,13 +226,18 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Gradient:
-    """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows."""
+    """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, longest: int) -> None:
+    is_trained: False for a frozen weight, which gets no dW (None).
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, longest: int, is_trained: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._spare = longest * len(weight) * weight.itemsize // 10  # bytes: a tenth of a chunk of logits
         self.of_hidden = torch.zeros_like(hidden)
-        self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        self.of_weight: Tensor | None = None
+        if is_trained:
+            self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, of_logits: Tensor, rows: range | Tensor) -> None:
         """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
@@ -241,19 +250,21 @@ class _Gradient:
             torch.mm(of_logits, self._weight, out=self.of_hidden[rows.start : rows.stop])
         else:
             self.of_hidden[rows] = of_logits @ self._weight
+        if self.of_weight is None:
+            return
         if hidden.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), hidden)
         elif hidden.is_cuda:  # the product is added to the float32 sums without rounding and without a copy
             torch.addmm(self.of_weight, of_logits.t(), hidden, out_dtype=torch.float32, out=self.of_weight)
         else:
-            self._add_in_pieces(of_logits, hidden)
+            self._add_in_pieces(self.of_weight, of_logits, hidden)
 
-    def _add_in_pieces(self, of_logits: Tensor, hidden: Tensor) -> None:
+    def _add_in_pieces(self, of_weight: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
         """Add dW of bfloat16 factors on a CPU. In float32 a piece and its factors take a tenth of a chunk."""
         block = max(64, self._spare // (4 * max(1, hidden.shape[1] + len(hidden))))
         for start in range(0, of_logits.shape[1], block):
             columns = slice(start, start + block)
-            self.of_weight[columns] += _product(of_logits[:, columns].t(), hidden)
+            of_weight[columns] += _product(of_logits[:, columns].t(), hidden)
 
 
 def _kept(logits: Tensor, rows: Tensor) -> Tensor:

@@ -92,6 +92,26 @@ def test_a_loss_over_chunks_equals_the_loss_over_all_rows(bounds):
         assert ops.linear_loss(hidden, weight, target, bounds, loss)[0].item() == total.item()
 
 
+def test_a_frozen_weight_gets_no_gradient_and_changes_no_other():
+    hidden, weight, target, cotangents = draw(60, 30)
+
+    def gradient(weight, chunked):
+        if chunked:
+            total = ops.linear_loss(hidden, weight, target, [0, 17, 60], loss)[0]
+        else:
+            total = weighted(ops.linear_logprob(hidden, weight, target, chunk=7), cotangents)
+        return torch.autograd.grad(3 * total, hidden)[0]
+
+    def loss(chunk):
+        value = weighted(outputs_of(chunk), cotangents[:, chunk.first : chunk.last])
+        return value, torch.zeros(1)
+
+    for chunked in (False, True):
+        frozen = weight.detach()
+        assert torch.equal(gradient(frozen, chunked), gradient(weight, chunked))
+        assert frozen.grad is None and not frozen.requires_grad
+
+
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.5])
 def test_rows_of_a_loss_without_a_gradient_add_nothing_and_are_omitted_on_a_cpu(entropy_weight, device):
     hidden, weight, target, cotangents = draw(60, 30)
