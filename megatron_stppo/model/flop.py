@@ -7,9 +7,10 @@ pass through the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.low_rank import adapted
 
 TRAINED = 3  # forward and backward; the backward pass has two matrix products for each one of the forward
 
@@ -25,6 +26,31 @@ def forward(shape: ModelShape, lengths_N: Sequence[int], head_tokens: int = 0) -
     width, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = 3 * shape.hidden * shape.ffn * max(1, shape.experts_per_token) + shape.hidden * shape.experts
     weights = shape.hidden * (2 * width + 2 * keys) + mlp
-    attention = 2 * width * sum(length**2 for length in lengths_N)
-    layer = 2 * weights * sum(lengths_N) + attention
-    return shape.layers * layer + 2 * shape.hidden * shape.vocab * head_tokens
+    in_weights = shape.layers * 2 * weights * sum(lengths_N)
+    return in_weights + attention(shape, lengths_N) + 2 * shape.hidden * shape.vocab * head_tokens
+
+
+def attention(shape: ModelShape, lengths_N: Sequence[int]) -> int:
+    """Return the FLOP of the products of queries, keys and values in `forward`, which have no weights."""
+    return shape.layers * 2 * shape.heads * shape.head_dim * sum(length**2 for length in lengths_N)
+
+
+def adapters(shape: ModelShape, lengths_N: Sequence[int], rank: int, targets: Collection[str]) -> int:
+    """Return the FLOP that low-rank adapters add to `forward`: A x and B (A x) of every target.
+
+    Example: rank 1 on a weight [4, 4] takes 2 * (4 + 4) FLOP per token.
+    """
+    return 2 * rank * sum(map(sum, adapted(shape, targets).values())) * sum(lengths_N)
+
+
+def training(
+    shape: ModelShape, lengths_N: Sequence[int], head_tokens: int, rank: int, targets: Collection[str]
+) -> int:
+    """Return the FLOP of forward and backward.
+
+    With adapters (rank above 0) the backward has no product for a gradient of the weights.
+    """
+    products = attention(shape, lengths_N)
+    weights = forward(shape, lengths_N, head_tokens) - products
+    trained = products + adapters(shape, lengths_N, rank, targets)
+    return (TRAINED - 1 if rank else TRAINED) * weights + TRAINED * trained

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.flop import TRAINED, forward
+from megatron_stppo.model.flop import adapters, forward, training
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Batch
 
@@ -44,9 +44,11 @@ def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int
     Every model that is scored computes each token once. Actor and critic train on each token once per epoch.
     """
     lengths = batch.sequence_offsets.diff().tolist()
-    policy, trunk = forward(shape, lengths, len(batch.action_index_T)), forward(shape, lengths)
-    critic = trunk if config.needs_critic else 0
+    actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)
+    policy, critic = forward(shape, lengths, actions), forward(shape, lengths) * config.needs_critic
+    adapted = adapters(shape, lengths, *lora) * (config.scores_actor + config.needs_critic)
+    trained = [actions, *([0] if config.needs_critic else [])]  # tokens at the heads of actor and critic
     return {
-        "score": policy * (config.scores_actor + config.needs_reference) + critic,
-        "update": TRAINED * config.update.epochs * (policy + critic),
+        "score": policy * (config.scores_actor + config.needs_reference) + critic + adapted,
+        "update": config.update.epochs * sum(training(shape, lengths, head, *lora) for head in trained),
     }

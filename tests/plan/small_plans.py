@@ -85,23 +85,28 @@ def head_types(folder: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def flop(folder: str) -> dict[str, tuple[int, int]]:
-    """Return {part: (FLOP of a microbatch by the formula, counted FLOP)} on one GPU."""
-    from megatron_stppo.model.flop import TRAINED, forward
+def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
+    """Return {part: (FLOP of a microbatch by the formula, counted FLOP)} on one GPU.
+
+    rank: that of adapters; 0 without.
+    """
+    from megatron_stppo.model.flop import adapters, forward, training
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.work import trajectory
     from megatron_stppo.sharding.hf_names import read_shape
 
-    config = settings(folder, {"dtype": "auto"}, {})
+    config = settings(folder, {"dtype": "auto", "lora": {"rank": rank}}, {})
     made, shape = plan(config, 1), read_shape(config.model.path)
     models, longest = made.stages[0].models, config.max_context
     count = made.microbatch_tokens // longest
     assert made.microbatch_tokens == count * longest
     head = count * len(trajectory(config, longest).action_positions)
-    policy, critic = forward(shape, [longest] * count, head), forward(shape, [longest] * count)
+    lengths, lora = [longest] * count, (rank, config.model.lora.names)
+    added = adapters(shape, lengths, *lora)
+    policy, critic = forward(shape, lengths, head) + added, forward(shape, lengths) + added
     return {
         "actor scores": (policy, models["actor"].score_flop),
-        "actor learns": (TRAINED * policy, models["actor"].update_flop),
+        "actor learns": (training(shape, lengths, head, *lora), models["actor"].update_flop),
         "critic scores": (critic, models["critic"].score_flop),
-        "critic learns": (TRAINED * critic, models["critic"].update_flop),
+        "critic learns": (training(shape, lengths, 0, *lora), models["critic"].update_flop),
     }

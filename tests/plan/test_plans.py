@@ -123,6 +123,9 @@ def test_logits_in_float32_take_twice_the_memory_and_are_the_default(
     assert with_float32 - with_model == pytest.approx(of_model, rel=0.1)
 
 
-def test_the_formula_of_mfu_agrees_with_counted_flop(model: Path, planner: ProcessPoolExecutor) -> None:
-    for what, (formula, counted) in planner.submit(small_plans.flop, str(model)).result().items():
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_formula_of_mfu_agrees_with_counted_flop(
+    model: Path, planner: ProcessPoolExecutor, rank: int
+) -> None:
+    for what, (formula, counted) in planner.submit(small_plans.flop, str(model), rank).result().items():
         assert formula == pytest.approx(counted, rel=0.02), what

@@ -45,6 +45,17 @@ def test_every_model_scores_once_and_two_models_train_in_every_epoch() -> None:
     assert phase_flop(alone, SHAPE, batch()) == {"score": policy, "update": 3 * 2 * policy}
 
 
+def test_frozen_weights_take_two_of_three_products_and_adapters_three() -> None:
+    given = settings()
+    lora = given.model.lora.model_copy(update={"rank": 1, "targets": ("q_proj",)})
+    given = given.model_copy(update={"model": given.model.model_copy(update={"lora": lora})})
+    attention, adapter = 2 * 4 * 9, 2 * (4 + 4) * 3
+    assert phase_flop(given, SHAPE, batch()) == {
+        "score": 2 * 1096 + 936 + 2 * adapter,  # the reference has none
+        "update": 2 * (2 * (1096 + 936 - 2 * attention) + 3 * 2 * (attention + adapter)),
+    }
+
+
 def test_mfu_is_reported_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
