@@ -11,13 +11,15 @@ import pytest
 
 from megatron_stppo.config_file import load
 from megatron_stppo.validation import checks
-from tests.plan.test_plans import PLANNED
+from tests.plan.test_plans import EXAMPLES, PLANNED
 from tests.ranks import free_port
 from tests.slurm import cluster
 
 CHECK = cluster.SCRIPTS / "preflight.sbatch"
 BATCH = sorted(set(cluster.SCRIPTS.glob("*.sbatch")) - {CHECK})
 SHARED = tuple(cluster.SCRIPTS / f"{name}.sh" for name in ("attempt", "settings", "replicas"))
+# {name of the run: GPUs of its plan}
+GPUS = {load(EXAMPLES / folder / config).run.name: gpus for folder, config, _, gpus in PLANNED}
 ASYNCHRONOUS = "-async"  # ends the names of scripts whose last nodes serve; without it, the name of the plan
 
 
@@ -144,7 +146,7 @@ def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     plan = script.stem.removesuffix(ASYNCHRONOUS)
     serve = {name: int(default) for name, default in re.findall(r"\b(REPLICA\w+)=\$\{\1:-(\d+)}", text)}
     serving = serve["REPLICAS"] * serve["REPLICA_GPUS"] if plan != script.stem else 0
-    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == PLANNED[plan] + serving
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) == GPUS[plan] + serving
     assert options["gpus-per-node"] == options["ntasks-per-node"]
     assert {"exclusive": "", "mem": "0", "requeue": "", "open-mode": "append"}.items() <= options.items()
     assert options["dependency"] == "singleton", "two jobs of one name would write one folder"
@@ -157,7 +159,7 @@ def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
 
 def test_every_plan_has_a_script() -> None:
     colocated = {path.stem for path in BATCH if not path.stem.endswith(ASYNCHRONOUS)}
-    assert colocated == set(PLANNED) - {"qwen2.5-72b"}
+    assert colocated == set(GPUS) - {"qwen2.5-72b"}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_the_fields_that_an_asynchronous_script_sets_fit_the_model_and_the_ranks
     config = load(cluster.ROOT / path, given)
     assert (config.serving.replicas, config.engine_tensor, config.serving.start) == (8, 4, False)
     trains = len(list((tmp_path / "job/attempts/latest").glob("rank-*.log")))
-    assert trains == PLANNED[script.stem.removesuffix(ASYNCHRONOUS)]
+    assert trains == GPUS[script.stem.removesuffix(ASYNCHRONOUS)]
     checks.check(config, trains, "plan")
 
 
