@@ -61,8 +61,8 @@ def recompute(trainer: Scripted) -> dict[int, Trajectory]:
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
     trainer.wait_for(1)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)  # so that turns are in progress however late the update comes
     trainer.update(4)
-    trainer.play([76, 77], TASKS[:2], SEED + 1)
     trainer.wait_for(4)
     trainer.update(5)
     played = trainer.wait_for(8)
