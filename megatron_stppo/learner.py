@@ -43,17 +43,8 @@ class Learner:
 
     def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
         """Return the head that computes log-probs from the last layer of actor or reference."""
-        c = self.config
-        settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        float32_logits = c.model.float32_logits(torch.cuda.is_available())
-        return PolicyHead.of(
-            model,
-            self.mesh,
-            self.shape.vocab,
-            *settings,
-            float32_logits=float32_logits,
-            turns=c.algorithm.select == "turn",
-        )
+        on_gpu = torch.cuda.is_available()
+        return PolicyHead.configured(model, self.mesh, self.shape.vocab, self.config, on_gpu)
 
 
 def build_learner(

@@ -38,7 +38,7 @@ class RateInput:
     index: int  # of the step in its iteration, from 0
     last: float  # factor of the last step that was taken; 1 before the first
     kl: float  # estimate of KL(old policy, current policy) on the step's tokens, nats per token
-    log_ratio_N: Tensor  # float64, from trajectory_log_ratios
+    log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
     profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
     target: float  # of `kl`, nats per token
 
@@ -69,9 +69,10 @@ def ess(given: RateInput) -> float:
 
     Example: ratios 1 and 3: ESS = 16 / 10, the factor is sqrt(0.8). Equal ratios have the factor 1.
     """
-    if len(given.log_ratio_N) == 0:
+    log_ratio_N = given.log_ratio_N()
+    if len(log_ratio_N) == 0:
         return 1.0
-    weight_N = (given.log_ratio_N - given.log_ratio_N.max()).exp()  # at most 1: nothing overflows
+    weight_N = (log_ratio_N - log_ratio_N.max()).exp()  # at most 1: nothing overflows
     share = float(weight_N.sum().square() / weight_N.square().sum()) / len(weight_N)
     return min(math.sqrt(share), 1.0)  # above 1 only by rounding
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -125,12 +125,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, mesh)
     packer = replace(packer, spec=replace(packer.spec, budget=case.budget))
-    temperature, rows = config.rollout.temperature, config.update.logit_rows
-    float32_logits = config.model.float32_logits(torch.cuda.is_available())
-    settings = (temperature, a.segments, rows)
-    head = PolicyHead.of(
-        actor.model, mesh, shape.vocab, *settings, float32_logits=float32_logits, turns=a.select == "turn"
-    )
+    head = PolicyHead.configured(actor.model, mesh, shape.vocab, config, torch.cuda.is_available())
     chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
     logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
     assert batch.old_logprob_T is not None
@@ -164,26 +159,34 @@ def _random_b(shapes: Mapping[str, tuple[int, int]], role: str, key: str) -> Ten
 def _whole(
     trainers: Mapping[build.Role, Trainer], shape: ModelShape, config: Config, mesh: MeshRank
 ) -> dict[str, Tensor]:
-    """Return the weights by role and Hugging Face name, on the host of rank 0; with adapters only these.
+    """Return the trained weights by role and Hugging Face name, on the host of rank 0.
 
     The scalar head of a critic is left out.
     """
-    whole: dict[str, Tensor] = {}
+    gathered = _adapters if config.model.lora.rank else _weights
+    return {
+        f"{role} {name}": tensor
+        for role, trainer in trainers.items()
+        for name, tensor in gathered(role, build.named_parameters(trainer.chunks), shape, config, mesh)
+    }
+
+
+def _adapters(
+    role: build.Role, source: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, whole tensor) of every A and B."""
     lora, ranks = config.model.lora, range(mesh.world)
-    for role, trainer in trainers.items() if lora.rank else ():
-        layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in ranks}
-        source = build.named_parameters(trainer.chunks)
-        shapes = adapter_shapes(shape, lora.rank, lora.names)
-        found = gather(source, layouts, shapes, shapes)
-        whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
-    for role, trainer in trainers.items() if not lora.rank else ():
-        with_head, spec = role != "critic", layer_spec(config)
-        layouts = {
-            rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head) for rank in ranks
-        }
-        source = build.named_parameters(trainer.chunks)
-        for keys in by_file(shape, next(iter(source.values())).itemsize).values():
-            wanted = [key for key in keys if with_head or key != HEAD]
-            found = gather(source, layouts, hf_shapes(shape), wanted)
-            whole |= {f"{role} {name}": tensor for name, tensor in found.items()}
-    return whole
+    layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in ranks}
+    shapes = adapter_shapes(shape, lora.rank, lora.names)
+    yield from gather(source, layouts, shapes, shapes).items()
+
+
+def _weights(
+    role: build.Role, source: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, whole tensor) of every weight of the model, some at a time."""
+    with_head, spec, ranks = role != "critic", layer_spec(config), range(mesh.world)
+    layouts = {rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head) for rank in ranks}
+    for keys in by_file(shape, next(iter(source.values())).itemsize).values():
+        wanted = [key for key in keys if with_head or key != HEAD]
+        yield from gather(source, layouts, hf_shapes(shape), wanted).items()

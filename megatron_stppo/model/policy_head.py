@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.ratio import Level, segment_offsets
+from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
@@ -70,6 +71,22 @@ class PolicyHead:
         last: Any = getattr(model[-1], "module", model[-1])
         weight = last.vocabulary_weight()
         return cls(weight, mesh, vocab_size, temperature, segments, chunk, float32_logits, turns)
+
+    @classmethod
+    def configured(
+        cls, model: Sequence[torch.nn.Module], mesh: MeshRank, vocab_size: int, config: Config, on_gpu: bool
+    ) -> PolicyHead:
+        """Return the head of actor or reference, with the settings of a run."""
+        return cls.of(
+            model,
+            mesh,
+            vocab_size,
+            config.rollout.temperature,
+            config.algorithm.segments,
+            config.update.logit_rows,
+            float32_logits=config.model.float32_logits(on_gpu),
+            turns=config.algorithm.select == "turn",
+        )
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the log-probs of the microbatch's action tokens, float32 [T], from hidden [T, H]."""

@@ -206,17 +206,7 @@ class RankModels:
         return out, given
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> PolicyHead:
-        c = self.config
-        settings = (c.rollout.temperature, c.algorithm.segments, c.update.logit_rows)
-        float32_logits = c.model.float32_logits(self.is_cuda)
-        return PolicyHead.of(
-            chunks,
-            self.mesh,
-            self.shape.vocab,
-            *settings,
-            float32_logits=float32_logits,
-            turns=c.algorithm.select == "turn",
-        )
+        return PolicyHead.configured(chunks, self.mesh, self.shape.vocab, self.config, self.is_cuda)
 
     def _step(self, trainer: Trainer) -> int:
         """Return the bytes that Trainer.reduce, without the norm, and Trainer.step add.

@@ -140,7 +140,8 @@ class Exchange:
 
     def _pack(self, index: int, staging: Staging, checks: Checks) -> None:
         staging.pack(index)
-        checks.sent(self._leaving[index] or staging.packed(index))
+        unmerged = self._leaving[index]
+        checks.sent(staging.packed(index) if unmerged is None else unmerged)
 
     def _bind(self) -> None:
         """Make views of the tensors at their present addresses."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, to_old: flo
     """Return the factor of algorithm.rate. to_old: estimate of KL(old policy, current policy)."""
     a, batch = loss.algorithm, loss.batch
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
-    log_ratio_N = trajectory_log_ratios(ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
+    log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
     last = actor.memory.rate_scale
     return RATES[a.rate](RateInput(index, last, to_old, log_ratio_N, a.rate_profile, a.rate_kl))
 
