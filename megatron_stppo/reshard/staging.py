@@ -81,6 +81,7 @@ class Staging:
         self._send = two([sum(bucket.send_splits) for bucket in buckets])
         self._receive = two([sum(bucket.receive_splits) for bucket in buckets])
         self._packs: dict[int, Copies] = {}
+        self._packed: dict[int, Summed] = {}
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
@@ -104,9 +105,11 @@ class Staging:
     def packed(self, index: int) -> Summed:
         """Return the copies in `send(index)`, to be summed now: merged rows in the buffer, others in their
         sources."""
-        buffer, sends = self._send[index % 2], self._buckets[index].sends
-        views = [s.view if s.term is None else s.of(buffer) for s in sends]
-        return Summed([s.copy for s in sends], views, [s.dtype for s in sends])
+        if index not in self._packed:
+            buffer, sends = self._send[index % 2], self._buckets[index].sends
+            views = [s.view if s.term is None else s.of(buffer) for s in sends]
+            self._packed[index] = Summed([s.copy for s in sends], views, [s.dtype for s in sends])
+        return self._packed[index]
 
     def unpack(self, index: int) -> None:
         """Write `receive(index)` into the target tensors."""
