@@ -122,6 +122,17 @@ def _rank(
             dist.destroy_process_group()
 
 
+def leave_group() -> None:
+    """Destroy the default process group of run_ranks, so that the program creates its own. Collective.
+
+    The program gets another port: until the first rank has left too, its store would still accept others.
+    """
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port[0])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

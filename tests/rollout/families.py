@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.launch import process
+from tests.ranks import leave_group
 from tests.rollout.tiny import CONTEXT
 
 PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(3)]
@@ -14,9 +15,7 @@ PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(3)]
 
 def observe(folder: Path, parallel: dict[str, int], engine_tensor: int) -> dict[str, Any]:
     """Return generations with weights from the reshard. They are equal on the ranks of a replica."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()  # the program creates its own
+    leave_group()
     process.prepare()
     import torch
 

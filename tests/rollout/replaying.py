@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_stppo.launch import process
+from tests.ranks import leave_group
 from tests.rollout.tiny import CONTEXT, Game, task
 
 SAMPLES = 4  # of each task, which share its prompt
@@ -21,9 +22,7 @@ def observe(
     cache: GiB of key-value cache. asynchronous: vLLM begins a step before it returns the tokens of the step
     before, as on a GPU.
     """
-    import torch.distributed as dist
-
-    dist.destroy_process_group()  # the program creates its own
+    leave_group()
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where environment.kind is looked for
     process.prepare()
     import torch
