@@ -5,9 +5,9 @@
 
 Every run is a process on one core. All runs of a seed share its build and cold start. A finished run is
 skipped. An interrupted run (by the budget or Ctrl-C) continues from its checkpoint.
-docs/study/first-round.md has the protocol of the first round and docs/study.md that of the second. Their
-tables and figures, and the small files in docs/study/ from which they are made, are updated at the end, or by
---report alone from existing results.
+docs/study/first-round.md has the protocol of the first round, docs/study.md that of the second, and
+docs/lora.md that of adapters. Their tables and figures, and the small files in docs/study/ from which they
+are made, are updated at the end, or by --report alone from existing results.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is r
 from rich.console import Console
 
 from megatron_stppo.telemetry.rows import read
-from tools.study import collect, matrix, second_round
+from tools.study import adapter_report, collect, matrix, second_round
+from tools.study.adapter_settings import ADAPTED
 from tools.study.ledger import StudyLedger
 from tools.study.report import report, sections
 from tools.study.tasks import differing, tasks_of
 from tools.study.work import NOT_FINITE, ROOT, Crew, Task
 
-# {whether it is the second round: (its document, the function that returns its lines)}
-ROUNDS = {False: ("study/first-round.md", sections), True: ("study.md", second_round.sections)}
+# {name of a part: (its document, the function that returns its lines)}
+PARTS = {
+    "first round": ("study/first-round.md", sections),
+    "second round": ("study.md", second_round.sections),
+    "adapters": ("lora.md", adapter_report.sections),
+}
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -54,13 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             done = work(tasks, ledger, root, given.jobs, given.budget_minutes)
         gather(runs, ledger, root, given.docs / "study", given.iterations)
-        for second in sorted({run.setting in matrix.RATES for run in runs}):
-            document, made_of = ROUNDS[second]
+        for part in sorted({part_of(run) for run in runs}):
+            document, made_of = PARTS[part]
             report(given.docs / "study", given.docs / document, made_of)
     except ValueError as error:
         print(f"stability_study: {error}", file=sys.stderr)
         return 2
     return int(not done)
+
+
+def part_of(run: matrix.Run) -> str:
+    """Return the key of PARTS."""
+    if run.setting in ADAPTED:
+        return "adapters"
+    return "second round" if run.setting in matrix.RATES else "first round"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,7 +20,9 @@ PLANNED = [
     ("qwen2.5-32b", "lora.yaml", "lora_plan.txt", 8),
     ("qwen2.5-72b", "config.yaml", "plan.txt", 1024),
     ("llama-3.3-70b", "config.yaml", "plan.txt", 128),
+    ("llama-3.3-70b", "lora.yaml", "lora_plan.txt", 16),
     ("qwen3-30b-a3b", "config.yaml", "plan.txt", 32),
+    ("qwen3-30b-a3b", "lora.yaml", "lora_plan.txt", 8),
     ("qwen3-235b-a22b", "config.yaml", "plan.txt", 256),
 ]
 

@@ -16,6 +16,7 @@ from megatron_stppo.config_file import load
 from megatron_stppo.telemetry import rows
 from tools import stability_study
 from tools.study import collect, matrix
+from tools.study.adapter_settings import ADAPTED
 from tools.study.figures import STYLES, cut, table
 from tools.study.ledger import StudyLedger
 from tools.study.report import BEGIN, END, TABLES, sections
@@ -23,7 +24,7 @@ from tools.study.tasks import CONFIG, tasks_of
 from tools.study.work import Crew, Task, judge, prepare
 
 
-@pytest.mark.parametrize("setting", matrix.SETTINGS)
+@pytest.mark.parametrize("setting", [name for name in matrix.SETTINGS if name not in ADAPTED])
 def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: str) -> None:
     runs = [load(CONFIG, matrix.Run(setting, name, 3).overrides()) for name in matrix.ALGORITHMS]
     sections = [run.model_dump(exclude={"algorithm"}) for run in runs]

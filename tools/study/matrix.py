@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stppo.algorithm.variants import VARIANTS
+from tools.study import adapter_settings
 
 Fields = dict[str, Any]
 
@@ -45,6 +46,7 @@ SETTINGS |= {
     name: {"update.epochs": 2, "update.actor.lr": rate, "update.critic.lr": 1.8e-3}
     for name, rate in RATES.items()
 }
+SETTINGS |= adapter_settings.settings()  # of docs/lora.md
 STUDIED = ("gentle", "harsh_2")
 CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
 PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no result

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.study.adapter_settings import ADAPTED
 from tools.study.applied import gradient_table
 from tools.study.collect import EXACT_MATCH, read_csv, read_parquet
 from tools.study.effective_rate import MARKERS, draw_effective_rate, rate_table
@@ -52,7 +53,7 @@ def report(folder: Path, document: Path, made_of: Callable[[Path, Path], list[st
 def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines. `shown` is the folder's path in the document."""
     rows, curves = (
-        [row for row in given if row["setting"] not in RATES]
+        [row for row in given if row["setting"] not in RATES | ADAPTED]
         for given in (read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet"))
     )
     if not rows:
