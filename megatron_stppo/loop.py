@@ -82,7 +82,7 @@ def train(
         row |= observer.measure(batch) | rollouts.measure()
         _check(config, row)
         # reshard: copy the actor's weights to the engine
-        with observer.phase("reshard"):
+        with observer.phase("reshard"), training.leaving(done, row):
             rollouts.publish(version=done)
         # evaluate: episodes of held-out tasks
         if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
@@ -164,8 +164,9 @@ class _Training:
 
     @contextmanager
     def leaving(self, done: int, row: dict[str, Any] | None = None) -> Iterator[None]:
-        """Context for playing episodes: turns ToolsStayAway and EngineLost into a checkpoint and Requeue.
+        """Context for playing episodes, or waiting for them.
 
+        It turns ToolsStayAway and EngineLost into a checkpoint and Requeue.
         Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
         progress is completed.
         done: the number of iterations that are done. row: metrics of the last one, if they are not reported

@@ -32,10 +32,11 @@ class ServingConfig(Section):
         description="episodes of the next batch: those admitted first, or those completed first, which "
         "favours short ones and lets slow ones become older than max_staleness",
     )
-    update: Literal["recompute", "drain"] = Field(
+    update: Literal["recompute", "drain", "complete"] = Field(
         "recompute",
-        description="turns that run when new weights arrive: continue with the new weights, after their "
-        "key-value cache is computed again, or are completed first",
+        description="new weights are sent at once, and running turns continue with them after their "
+        "key-value cache is computed again; drain: after the running turns; complete: after all admitted "
+        "episodes, so that each has one version",
     )
     concurrency: int | None = Field(
         None, ge=1, description="episodes in progress per replica; default: rollout.max_sequences"

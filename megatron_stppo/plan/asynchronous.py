@@ -81,6 +81,7 @@ class AsynchronousSimulation:
         self._replicas = [make() for _ in range(run.replicas)]
         self._version = -1
         self._asked_at: float | None = None  # while the trainer waits
+        self._is_trained = False  # the version is not published yet, because episodes are in progress
         self._waiting = self._training = 0.0
         self._in_flight = self.buffered = self._counted = 0.0
         self.batches: list[tuple[EpisodeInPlay, ...]] = []
@@ -125,6 +126,7 @@ class AsynchronousSimulation:
         self.buffer.add(episode)
         self._admit()
         self._take()
+        self._publish()
 
     def _take(self) -> None:
         """Train if the trainer waits and its batch is complete."""
@@ -139,11 +141,20 @@ class AsynchronousSimulation:
         self.batches.append(tuple(batch))
         seconds = self._run.trainer.seconds(sum(one.plan.sizes.tokens for one in batch))
         self._training += seconds
-        self._clock.at(self._clock.now + seconds, self._publish)
+        self._clock.at(self._clock.now + seconds, self._trained)
+
+    def _trained(self) -> None:
+        self._is_trained = True
+        self._publish()
 
     def _publish(self) -> None:
-        """Send the new version to the replicas, and begin the next iteration."""
+        """Send a new version, and begin the next iteration. Nothing happens if there is none, or if episodes
+        must end first."""
         run, clock = self._run, self._clock
+        completes = run.update == "complete" and any(replica.in_flight for replica in self._replicas)
+        if not self._is_trained or completes:
+            return
+        self._is_trained = False
 
         def published() -> None:
             clock.at(clock.now + run.publish, self._ask)

@@ -112,6 +112,10 @@ class Hub:
             self._crew.append(more)
         return self._ledger.batch()
 
+    def settled(self) -> bool | None:
+        """Return True if all admitted episodes have finished, else None. For `wait`, which holds the lock."""
+        return self._ledger.settled or None
+
     def wait(self, result: Callable[[], T | None]) -> T | str:
         """Wait until result() is not None, and return it; or the group of a replica that can join.
 

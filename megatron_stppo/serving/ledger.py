@@ -124,6 +124,11 @@ class Ledger:
         return sum(self._terms.samples - len(self._open[number].finished) for number in chosen)
 
     @property
+    def settled(self) -> bool:
+        """Whether all admitted episodes have finished."""
+        return len(self._completed) == len(self._open)
+
+    @property
     def ready(self) -> int:
         """The number of episodes that have finished and are not trained."""
         return sum(len(group.finished) for group in self._open.values())

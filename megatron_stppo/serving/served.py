@@ -91,13 +91,19 @@ class Served:
         self._evaluated = 0  # episodes of evaluations
 
     def publish(self, version: int) -> None:
-        """Send the weights to all replicas. At first, wait until as many as configured have joined."""
+        """Send the weights to all replicas. At first, wait until as many as configured have joined.
+
+        With serving.update=complete, wait until all admitted episodes have finished. Those of a replica that
+        is lost meanwhile are played by another one, which may already have the new version.
+        """
         if version == self._version:
             return
         self.learner.load_for("reshard")
         first, self._version = self._version < 0, version
         if first:
             return self._start()
+        if self.learner.config.serving.update == "complete":
+            self._until(lambda hub: hub.settled())
         if self._hub is not None:
             self._hub.announce(version)
         while (step := self._waited(self._update)).kind != "done":

@@ -159,3 +159,12 @@ def test_tool_wait_is_added_to_deadlines_if_a_tool_can_be_unavailable() -> None:
     limits = [(c.deadline_by_phase["rollout"], c.deadline_by_phase["score"]) for c in (embedded, own)]
     assert limits == [(20, 30), (620, 30)]
     assert own.timeout.total_seconds() == 7200 + 600 + 60
+
+
+def test_a_reshard_that_waits_for_episodes_has_a_rollouts_time_too() -> None:
+    given = {"model": {"path": "m"}, "deadlines": {"rollout": 20, "reshard": 30}}
+    served = {"replicas": 1}, {"replicas": 1, "update": "complete"}
+    assert [Config.model_validate(given | {"serving": x}).deadline_by_phase["reshard"] for x in served] == [
+        30,
+        50,
+    ]

@@ -65,6 +65,20 @@ def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_t
         ]
 
 
+def test_the_hub_is_settled_when_all_admitted_episodes_have_finished() -> None:
+    with trainer(staleness=1) as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        assert t.hub.settled() is True, "none is admitted"
+        t.hub.admit(0)
+        assert t.hub.settled() is None
+        for number in a.given():
+            a.finish(number)
+        assert t.hub.wait(t.hub.settled) is True
+        t.hub.wait(t.hub.batch)
+        assert t.hub.settled() is True, "the second batch has finished"
+
+
 def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:
     with trainer() as (t, connect):
         a = connect()

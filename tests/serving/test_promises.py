@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,6 +148,23 @@ def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_th
     assert max(ages) <= 2 and len(ages) > 1
     played = [json.loads(line) for n in range(1, 6) for line in trajectories(asynchronous, n).splitlines()]
     assert any(len(turn["versions"]) > 1 for t in played for turn in t["turns"]), "no turn was updated"
+
+
+def test_with_complete_each_episode_is_exactly_as_old_as_the_bound_and_a_resumed_run_is_the_same(
+    run: Run,
+) -> None:
+    """Tools are slow, so that with `recompute` most episodes would have two versions."""
+    given = (*SERVED, "serving.update=complete", "serving.max_staleness=1", "run.iterations=3")
+    whole = run("complete", *given, LATE="0.2")
+    for n in range(1, 4):
+        turns = [turn for x in trajectories(whole, n).splitlines() for turn in json.loads(x)["turns"]]
+        versions = {version for turn in turns for version, _ in turn["versions"]}
+        assert versions == {max(0, n - 1 - 1)}, f"iteration {n} trains version {n - 1}"
+    continued = shutil.copytree(whole, whole.with_name("continued"))
+    shutil.rmtree(continued / "checkpoints" / "step_3")
+    run("continued", *given, "--resume")
+    assert rows(continued) == rows(whole)
+    assert weights(continued, 3) == weights(whole, 3) != weights(whole, 2)
 
 
 def test_the_rows_have_the_metrics_of_both_sides(asynchronous: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_stppo.plan.simulation.speeds import EngineSpeed
 from megatron_stppo.plan.simulation.steps import Generation, StepEngine
 from megatron_stppo.plan.simulation.workload import PlannedEpisode
 
-UpdateKind = Literal["recompute", "drain"]
+UpdateKind = Literal["recompute", "drain", "complete"]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ReplicaModel:
 
     def announce(self, ready: Callable[[], None]) -> None:
         """Prepare for an update. Call `ready` when it may begin: at once, or when running turns are over."""
-        if self._update == "recompute":
+        if self._update != "drain":
             ready()
             return
         self._draining, self._ready = True, ready
