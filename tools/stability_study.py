@@ -3,8 +3,9 @@
     python -m tools.stability_study [--only family] [--settings gentle,harsh_2] [--seeds 0-4] [--jobs 2]
         [--budget-minutes 60] [--plan] [--report]
 
-Every run is a process on one core. All runs of a seed share its build and cold start. A finished run is
-skipped. An interrupted run (by the budget or Ctrl-C) continues from its checkpoint.
+A run is a process on one core, or two processes on two cores if rollouts lag. All runs of a seed and an
+example share a build and a cold start. A finished run is skipped. An interrupted run (by the budget or
+Ctrl-C) continues from its checkpoint.
 docs/study/first-round.md has the protocol of the first round, docs/study.md that of the second, and
 docs/lora.md that of adapters. Their tables and figures, and the small files in docs/study/ from which they
 are made, are updated at the end, or by --report alone from existing results.
@@ -28,10 +29,11 @@ from rich.console import Console
 from megatron_stppo.telemetry.rows import read
 from tools.study import adapter_report, collect, matrix, second_round
 from tools.study.adapter_settings import ADAPTED
+from tools.study.bases import ROOT
 from tools.study.ledger import StudyLedger
 from tools.study.report import report, sections
 from tools.study.tasks import differing, tasks_of
-from tools.study.work import NOT_FINITE, ROOT, Crew, Task
+from tools.study.work import NOT_FINITE, Crew, Task
 
 # {name of a part: (its document, the function that returns its lines)}
 PARTS = {
@@ -72,7 +74,7 @@ def part_of(run: matrix.Run) -> str:
     """Return the key of PARTS."""
     if run.setting in ADAPTED:
         return "adapters"
-    return "second round" if run.setting in matrix.RATES else "first round"
+    return "second round" if run.setting in matrix.SECOND_ROUND else "first round"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", default="0-4", help="for example 0-4 or 0,7")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: number of cores)"
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: number of cores)"
     )
     parser.add_argument(
         "--budget-minutes", type=float, default=math.inf, help="after this time write checkpoints and stop"
@@ -119,7 +121,7 @@ def show_plan(tasks: Sequence[Task], ledger: StudyLedger, jobs: int) -> None:
     """Print the remaining tasks and their expected hours on `jobs` cores."""
     left = [task for task in tasks if not ledger.is_done(task.name, task.key)]
     runs = [task for task in left if task.is_run]
-    seconds = sum(expected(task, tasks, ledger) for task in left)
+    seconds = sum(task.processes * expected(task, tasks, ledger) for task in left)
     before = len(left) - len(runs)
     console.print(
         f"{len(tasks)} tasks, {len(tasks) - len(left)} done; left: {before} builds and cold starts, "
@@ -159,9 +161,8 @@ def work(tasks: Sequence[Task], ledger: StudyLedger, root: Path, jobs: int, minu
 
         def say(text: str) -> None:
             done = sum(ledger.is_done(task.name, task.key) for task in tasks)
-            left = sum(
-                expected(task, tasks, ledger) for task in tasks if not ledger.is_done(task.name, task.key)
-            )
+            open_ = [task for task in tasks if not ledger.is_done(task.name, task.key)]
+            left = sum(task.processes * expected(task, tasks, ledger) for task in open_)
             passed = (time.monotonic() - started) / 60
             ahead = f"about {left / 60 / jobs:.0f} min left"
             console.print(f"[{done}/{len(tasks)}] {passed:.0f} min, {ahead}: {text}", markup=False)

@@ -12,21 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_stppo.config import Config
 from megatron_stppo.config_file import load
 from megatron_stppo.telemetry import rows
 from tools import stability_study
 from tools.study import collect, matrix
 from tools.study.adapter_settings import ADAPTED
+from tools.study.bases import SEARCH, SUMS
 from tools.study.figures import STYLES, cut, table
+from tools.study.lag_settings import LAGGED, LAGS, SUMMED
 from tools.study.ledger import StudyLedger
 from tools.study.report import BEGIN, END, TABLES, sections
-from tools.study.tasks import CONFIG, tasks_of
+from tools.study.tasks import tasks_of
 from tools.study.work import Crew, Task, judge, prepare
 
+CONFIG = SEARCH.config
 
-@pytest.mark.parametrize("setting", [name for name in matrix.SETTINGS if name not in ADAPTED])
+
+# one of each kind of the settings that lag: test_settings_that_lag_differ_... compares them with each other
+ONE_OF_EACH = ("lag_4_behaviour", "lag_4_mask", "sums_3_lag_4")
+OTHERS = [name for name in matrix.SETTINGS if name not in {*ADAPTED, *LAGGED, *SUMMED}]
+
+
+@pytest.mark.parametrize("setting", [*OTHERS, *ONE_OF_EACH])
 def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: str) -> None:
-    runs = [load(CONFIG, matrix.Run(setting, name, 3).overrides()) for name in matrix.ALGORITHMS]
+    config = matrix.Run(setting, "ppo", 3).base.config
+    runs = [load(config, matrix.Run(setting, name, 3).overrides()) for name in matrix.ALGORITHMS]
     sections = [run.model_dump(exclude={"algorithm"}) for run in runs]
     assert all(other == sections[0] for other in sections)
     untouched = ("clip_low", "clip_high", "gamma", "lam", "kl_coefficient", "entropy_coefficient", "whiten")
@@ -62,6 +73,58 @@ def test_a_seed_is_finished_before_the_next_one_and_its_runs_share_a_start(tmp_p
     assert len({task.key for task in tasks}) == 8 == len(tasks)
     moved = tasks_of(matrix.select(["ppo", "st_ppo"], [0, 4], ["gentle"]), tmp_path / "elsewhere")
     assert [task.key for task in moved] == [task.key for task in tasks], "a key does not depend on the folder"
+
+
+def test_settings_that_lag_differ_in_their_lag_and_in_how_it_is_seen() -> None:
+    def made(setting: str, arm: str = "ppo") -> Config:
+        return load(CONFIG, matrix.Run(setting, arm, 5).overrides())
+
+    base = made("lag_0")
+    assert (base.serving.replicas, base.serving.update, base.serving.max_staleness) == (1, "complete", 0)
+    assert (base.update.actor.lr, base.update.critic.lr, base.update.epochs) == (3e-4, 1.8e-3, 1)
+    for lag in LAGS:
+        own = base.serving.model_copy(update={"max_staleness": lag})
+        assert made(f"lag_{lag}") == base.model_copy(update={"serving": own})
+        assert made(f"lag_{lag}_behaviour").algorithm.old_policy == "behaviour"
+        assert {made(f"lag_{lag}_{x}").algorithm.mismatch for x in ("truncate", "mask")} == {
+            "truncate",
+            "mask",
+        }
+    most = (1 + max(LAGS)) * base.rollout.tasks_per_iteration * base.rollout.samples_per_task
+    assert base.serving.concurrency is not None and base.serving.concurrency >= most, "all begin at once"
+    profile = made("lag_0", "open_loop_4").algorithm.rate_profile
+    assert profile == matrix.PROFILE[: base.update.epochs * base.update.minibatches] == [1, 0.55, 0.54, 0.48]
+
+
+def test_a_seed_of_another_example_has_a_build_and_a_cold_start_of_its_own(tmp_path: Path) -> None:
+    runs = matrix.select(["ppo"], [5], ["lag_4", "sums_3_lag_4"])
+    tasks = tasks_of(runs, tmp_path)
+    assert [(task.name, task.needs, task.processes) for task in tasks] == [
+        ("build-5", "", 1),
+        ("cold-start-5", "build-5", 1),
+        ("lag_4-ppo-5", "cold-start-5", 2),
+        ("build-sums-5", "", 1),
+        ("cold-start-sums-5", "build-sums-5", 1),
+        ("sums_3_lag_4-ppo-5", "cold-start-sums-5", 2),
+    ]
+    assert len({task.key for task in tasks}) == 6 and len({task.folder for task in tasks}) == 6
+    last = tasks[-1].command
+    assert str(SUMS.config) in last and f"model.path={tmp_path / 'seed-5-sums' / 'cold-start'}" in last
+    assert not any(word.startswith("environment.") for word in last), "it searches no index"
+
+
+def test_a_run_of_two_processes_has_both_cores(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def task(name: str, processes: int) -> Task:
+        code = f"import time; f = open({str(log)!r}, 'ab', 0); f.write(b'+'); time.sleep(0.2); f.write(b'-')"
+        return Task(name, (sys.executable, "-S", "-c", code), "k", tmp_path / name, processes=processes)
+
+    tasks = [task("a", 1), task("b", 2), task("c", 1), task("d", 3)]
+    with (tmp_path / "lock").open("w") as lock:
+        crew = Crew(StudyLedger(tmp_path / "ledger.json"), tmp_path / "logs", 2, lock.fileno())
+        assert crew.work(tasks, math.inf, lambda text: None)
+    assert log.read_text() == "+-" * 4
 
 
 def test_unknown_names_in_arguments_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_stppo.config_file import load
 from tools.study import adapter_report, collect, matrix
 from tools.study.adapter_settings import ADAPTED
+from tools.study.bases import SEARCH
 from tools.study.report import BEGIN, END, report
-from tools.study.tasks import CONFIG
 
 
 def curve(setting: str, seed: int, early: float, late: float, seconds: float = 2.0) -> list[dict[str, Any]]:
@@ -26,10 +26,10 @@ def curve(setting: str, seed: int, early: float, late: float, seconds: float = 2
 
 
 def test_settings_differ_in_rank_and_rates_only() -> None:
-    adapted = load(CONFIG, matrix.Run("rank_16_12", "st_ppo", 5).overrides())
+    adapted = load(SEARCH.config, matrix.Run("rank_16_12", "st_ppo", 5).overrides())
     assert (adapted.model.lora.rank, adapted.model.lora.alpha) == (16, 32)
     assert (adapted.update.actor.lr, adapted.update.critic.lr) == (1.2e-3, 3.6e-3)
-    full = load(CONFIG, matrix.Run("rank_0_12", "st_ppo", 5).overrides())
+    full = load(SEARCH.config, matrix.Run("rank_0_12", "st_ppo", 5).overrides())
     assert full.model.lora.rank == 0
     assert full == adapted.model_copy(update={"model": full.model})
     assert len(ADAPTED) == 5 + 3 * 6

@@ -31,6 +31,7 @@ METRICS = (
     "actor/clip_fraction", "actor/kl_to_old", "actor/gradient_norm",
     "actor/clipping_bias", "actor/clipping_bias_logit", "actor/correction_scale", "actor/entropy",
     "actor/lr", "actor/effective_lr",
+    "rollout/staleness", "rollout/staleness_max", "rollout/response_tokens", "rollout/turns",
     "critic/explained_variance", "seconds", "seconds/update", "seconds/evaluate",
 )  # fmt: skip
 STEP_METRICS = (

@@ -46,6 +46,7 @@ STYLES = {
     "so_grpo_sum": ("#009e73", ":"),
     "s_ppo_strength_1": ("#0072b2", "-."),
     "open_loop": ("#009e73", "-"),
+    "open_loop_4": ("#009e73", "-"),
     "kl": ("#cc79a7", "-"),
     "ess": ("#e69f00", "-"),
     "select_turn": ("#56b4e9", "-"),

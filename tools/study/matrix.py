@@ -1,7 +1,7 @@
 """The runs of the study: algorithms and settings as data.
 
-A run is the quickstart's configuration with COMMON, one setting and one algorithm. Nothing else differs: all
-algorithms have the same learning rates, clip bounds and batches.
+A run is the configuration of an example (bases.py), with COMMON, one setting and one algorithm. Nothing else
+differs: all algorithms have the same learning rates, clip bounds and batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stppo.algorithm.variants import VARIANTS
-from tools.study import adapter_settings
+from tools.study import adapter_settings, lag_settings
+from tools.study.bases import SEARCH, SUMS, Base
+from tools.study.lag_settings import LAGGED, SUMMED
 
 Fields = dict[str, Any]
 
@@ -47,6 +49,8 @@ SETTINGS |= {
     for name, rate in RATES.items()
 }
 SETTINGS |= adapter_settings.settings()  # of docs/lora.md
+SETTINGS |= lag_settings.settings()  # of the second stage
+SECOND_ROUND = (*RATES, *LAGGED, *SUMMED)
 STUDIED = ("gentle", "harsh_2")
 CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
 PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no result
@@ -105,6 +109,10 @@ ARMS: dict[str, Fields] = BASELINES | {
     "kl": {"preset": "kl", "rate": "kl", "rate_kl": 0.01} | CONTROLLED,
     "ess": {"preset": "ess", "rate": "ess"} | CONTROLLED,
 }
+# The arms of stage 2. An iteration has 1 x 4 steps there: the profile's first epoch.
+LAG_ARMS: dict[str, Fields] = BASELINES | {
+    "open_loop_4": {"preset": "open_loop", "rate": "open_loop", "rate_profile": PROFILE[:4]} | CONTROLLED,
+}
 # The second family: each changes one thing of ppo, or of s_ppo.
 OTHERS: dict[str, Fields] = {
     "select_turn": {"preset": "select_turn", "select": "turn", "select_bound": 0.04} | CONTROLLED,
@@ -121,6 +129,7 @@ GROUPS = {
     "probes": PROBES,
     "baselines": BASELINES,
     "arms": ARMS,
+    "lag_arms": LAG_ARMS,
     "others": OTHERS,
 }
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}
@@ -131,7 +140,7 @@ EVALUATION = 0.65
 ROLLOUT_AND_SCORE = 0.9
 STEP = {"gae": 0.26, "group": 0.13}
 SECOND_BACKWARD = 0.06
-BUILD, COLD_START = 20.0, 620.0
+SERVED_START, SERVED_ITERATION = 30.0, 3.0  # of an asynchronous run, whose two processes have two cores
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,17 @@ class Run:
     def name(self) -> str:
         return f"{self.setting}-{self.algorithm}-{self.seed}"
 
+    @property
+    def base(self) -> Base:
+        return SUMS if self.setting in SUMMED else SEARCH
+
+    @property
+    def processes(self) -> int:
+        """The number of its processes that compute: the trainer and its replicas."""
+        return 1 + int(SETTINGS[self.setting].get("serving.replicas", 0))
+
     def overrides(self, iterations: int | None = None) -> list[str]:
-        """Return the overrides of the quickstart's configuration for the command line, without paths."""
+        """Return the overrides of the example's configuration for the command line, without paths."""
         own = {f"algorithm.{field}": value for field, value in ALGORITHMS[self.algorithm].items()}
         fields = COMMON | SETTINGS[self.setting] | own | {"run.seed": self.seed}
         if iterations is not None:
@@ -155,9 +173,11 @@ class Run:
         return [f"{field}={str(value).lower()}" for field, value in fields.items()]
 
     def seconds(self, iterations: int | None = None) -> float:
-        """Return the expected time of the whole run on one core, in seconds."""
+        """Return the expected time of the whole run on a core per process, in seconds."""
         own, common = ALGORITHMS[self.algorithm], COMMON | SETTINGS[self.setting]
         total = iterations or common["run.iterations"]
+        if self.processes > 1:
+            return SERVED_START + SERVED_ITERATION * float(total)
         steps = common["update.epochs"] * common["update.minibatches"]
         per_step = STEP["group" if "grpo" in self.algorithm else "gae"]
         if own.get("correction") == "gradient" or own.get("correction_probe"):

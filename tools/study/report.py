@@ -16,7 +16,7 @@ from tools.study.collect import EXACT_MATCH, read_csv, read_parquet
 from tools.study.effective_rate import MARKERS, draw_effective_rate, rate_table
 from tools.study.figures import ESTIMATES, draw_curves, draw_estimates, pairs
 from tools.study.judge import THRESHOLDS, compare, mean_interval, median_time, wilson
-from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, RATES, SETTINGS
+from tools.study.matrix import CONTROLS, CORRECTED, FAMILY, GROUPS, PILOT, SECOND_ROUND, SETTINGS
 
 Row = dict[str, Any]
 Finals = dict[str, dict[int, float]]  # {algorithm: {seed: final exact match}}
@@ -53,7 +53,7 @@ def report(folder: Path, document: Path, made_of: Callable[[Path, Path], list[st
 def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines. `shown` is the folder's path in the document."""
     rows, curves = (
-        [row for row in given if row["setting"] not in RATES | ADAPTED]
+        [row for row in given if row["setting"] not in {*SECOND_ROUND, *ADAPTED}]
         for given in (read_csv(folder / "runs.csv"), read_parquet(folder / "curves.parquet"))
     )
     if not rows:

@@ -1,4 +1,7 @@
-"""The tables and the figure of the second round, in docs/study.md, from curves.parquet."""
+"""The tables and figures of the second round, in docs/study.md, from curves.parquet.
+
+Here are those of the learning rates; lag_report.py has those of the lags and of the third task.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from tools.study import lag_report
+from tools.study.cells import SIZES, interval, markdown, number
 from tools.study.collect import EXACT_MATCH, read_parquet
 from tools.study.contrasts import (
     SECOND_FAMILY,
@@ -28,20 +33,22 @@ from tools.study.contrasts import (
     endpoint,
 )
 from tools.study.figures import STYLES
-from tools.study.judge import mean_interval
 from tools.study.matrix import ARMS, OTHERS, RATES
 
 Row = dict[str, Any]
 PICTURE = "rates.png"
 SHARE = 0.9  # of the best cell, for the contour of the heat map and the range of rates
-SIZES = {"effective rate": "effective", "||C|| relative to the gradient": "actor/clipping_bias_logit"}
 
 
 def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines and write the figure. `shown` is the folder's path in the document."""
-    rows = [row for row in read_parquet(folder / "curves.parquet") if row["setting"] in RATES]
-    if not rows:
-        return ["No run has finished yet."]
+    every = read_parquet(folder / "curves.parquet")
+    rows = [row for row in every if row["setting"] in RATES]
+    lines = _of_rates(rows, folder, shown) if rows else []
+    return lines + lag_report.sections(every, folder, shown) or ["No run has finished yet."]
+
+
+def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
     grid = grid_of(rows)
     runs = sum(len(cell) for arm in grid.values() for cell in arm.values())
     draw(grid, rows, folder / PICTURE)
@@ -68,11 +75,11 @@ def cell_table(grid: Grid) -> list[str]:
     """Return a table of endpoints: a row per arm, a column per rate, and the rates at SHARE of the best."""
     best = best_of(grid)
     head = ["arm", *(f"{rate:g}" for rate in RATES.values()), f"rates at {SHARE:.0%} of {best:.2f}"]
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [markdown(head), markdown(["---"] * len(head))]
     for arm, cells in grid.items():
         good = [r for r in RATES.values() if r in cells and _mean(cells[r]) >= SHARE * best]
-        values = [_interval(list(cells.get(rate, {}).values())) for rate in RATES.values()]
-        lines.append(_line([f"`{arm}`", *values, ", ".join(f"{rate:g}" for rate in good)]))
+        values = [interval(list(cells.get(rate, {}).values())) for rate in RATES.values()]
+        lines.append(markdown([f"`{arm}`", *values, ", ".join(f"{rate:g}" for rate in good)]))
     return lines
 
 
@@ -82,12 +89,12 @@ def area_table(grid: Grid) -> list[str]:
     if not of:
         return ["The arms have no two rates and no seed in common yet, so there is no area."]
     over = f"area over {', '.join(f'{rate:g}' for rate in rates)}"
-    lines = [_line(["arm", "seeds", over, "95 % interval"]), _line(["---"] * 4)]
+    lines = [markdown(["arm", "seeds", over, "95 % interval"]), markdown(["---"] * 4)]
     for arm, seeds in of.items():
         values = list(seeds.values())
         low, high = bootstrap(values)
         shown = f"{low:.2f} to {high:.2f}" if len(values) > 1 else ""
-        lines.append(_line([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown]))
+        lines.append(markdown([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown]))
     return lines
 
 
@@ -96,11 +103,11 @@ def contrast_table(found: Sequence[Contrast]) -> list[str]:
     if not found:
         return ["No declared contrast has runs of both arms yet."]
     head = ["contrast", "rates", "seeds", "difference of areas", "p", "Holm"]
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [markdown(head), markdown(["---"] * len(head))]
     for c in found:
         tested = [f"{c.p:.3f}", f"{c.holm:.3f}"] if c.complete else ["not complete", "not complete"]
         counts = [f"{len(c.rates)}", f"{len(c.seeds)}", f"{c.mean:+.3f}"]
-        lines.append(_line([f"`{c.left}` - `{c.right}`", *counts, *tested]))
+        lines.append(markdown([f"`{c.left}` - `{c.right}`", *counts, *tested]))
     return lines
 
 
@@ -143,23 +150,13 @@ def heat_map(axis: Axes, grid: Grid) -> None:
 
 
 def line(rows: Sequence[Row], arm: str, metric: str) -> tuple[list[float], list[float]]:
-    """Return (rates, means over runs and iterations) of a metric of an arm.
-
-    `effective` is the learning rate that the steps had: actor/effective_lr, or, where the run has none, the
-    learning rate times the mean scale of the correction.
-    """
+    """Return (rates, means over runs and iterations) of a metric of an arm."""
     found: dict[float, list[float]] = defaultdict(list)
     for row in rows:
-        value = _effective(row) if metric == "effective" else row[metric]
+        value = number(row, metric)
         if row["algorithm"] == arm and value is not None:
             found[RATES[row["setting"]]].append(value)
     return sorted(found), [statistics.fmean(found[rate]) for rate in sorted(found)]
-
-
-def _effective(row: Row) -> float | None:
-    if row["actor/effective_lr"] is not None or row["actor/lr"] is None:
-        return row["actor/effective_lr"]  # type: ignore[no-any-return]
-    return float(row["actor/lr"] * row["actor/correction_scale"])
 
 
 def _frame(x: int, y: int) -> Rectangle:
@@ -168,15 +165,3 @@ def _frame(x: int, y: int) -> Rectangle:
 
 def _mean(cell: Mapping[int, float]) -> float:
     return statistics.fmean(cell.values())
-
-
-def _interval(values: Sequence[float]) -> str:
-    """Return mean, interval and count. Example: "0.71 ± 0.05 (5)"."""
-    if not values:
-        return ""
-    middle, half = mean_interval(values)
-    return f"{middle:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}") + f" ({len(values)})"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

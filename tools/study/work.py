@@ -1,4 +1,4 @@
-"""Run tasks as processes, several at a time, each on one core. Interrupted tasks are resumed."""
+"""Run tasks, several at a time, on one core per process. Interrupted tasks are resumed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_stppo.resilience.faults import DO_NOT_RESTART, REQUEUE
 from megatron_stppo.telemetry.rows import read
+from tools.study.bases import ROOT
 from tools.study.ledger import Status, StudyLedger
 
-ROOT = Path(__file__).parents[2]
 NOT_FINITE = "steps were not finite"  # part of the reason of exit code 93 that counts as a result
 PATIENCE = 300.0  # seconds for an iteration and a checkpoint after the signal to stop
 TICK = 0.2
@@ -24,7 +24,7 @@ REPORT_EVERY = 60.0
 
 @dataclass(frozen=True)
 class Task:
-    """One process.
+    """A process, which may start others: the trainer of an asynchronous run starts its replica.
 
     A run trains in `folder` and can be interrupted; other tasks start again from the beginning.
     """
@@ -35,8 +35,9 @@ class Task:
     folder: Path
     needs: str = ""  # the task that must be done before
     is_run: bool = False
-    seconds: float = 0.0  # expected time
+    seconds: float = 0.0  # expected time on a core per process
     iterations: int = 0
+    processes: int = 1  # that compute at the same time
 
     @property
     def checkpoints(self) -> Path:
@@ -56,7 +57,7 @@ class Child:
 
 
 class Crew:
-    """Runs tasks in `jobs` processes at a time.
+    """Runs tasks on `jobs` cores. A task with more processes than cores runs alone.
 
     Example: Crew(ledger, logs, jobs=2, lock=7).work(tasks, time.monotonic() + 3600, print).
     """
@@ -103,10 +104,13 @@ class Crew:
     def _start(self, tasks: Sequence[Task], say: Callable[[str], None]) -> None:
         done = {task.name for task in tasks if self._ledger.is_done(task.name, task.key)}
         for task in tasks:
-            if len(self._children) >= self._jobs:
+            busy = sum(child.task.processes for child in self._children)
+            if busy >= self._jobs:
                 return
             if task.name in self._tried or task.name in done or (task.needs and task.needs not in done):
                 continue
+            if busy and busy + task.processes > self._jobs:
+                return  # a smaller task after it would delay it
             self._tried.add(task.name)
             command = prepare(task, self._ledger.was_begun(task.name, task.key))
             self._ledger.begin(task.name, task.key)

@@ -1,0 +1,94 @@
+"""tools/study/lag_report.py: tables and figure of a grid that is small enough to work out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.study import collect, lag_report, second_round
+from tools.study.lag_settings import LAGGED, SUMMED
+
+Row = dict[str, Any]
+
+
+def curve(
+    setting: str, arm: str, seed: int, value: float, age: int | None = None, rate: float = 3e-4
+) -> list[Row]:
+    """Return rows of a run whose exact match is `value` at every evaluation, every second iteration."""
+    lag = LAGGED[setting][0] if setting in LAGGED else SUMMED[setting][1]
+    own = {"setting": setting, "algorithm": arm, "seed": seed}
+    numbers = dict.fromkeys(collect.METRICS, 0.5) | {collect.EXACT_MATCH: None, "actor/effective_lr": rate}
+    found = []
+    for i in range(101):
+        old = float(min(i - 1, lag) if age is None else age)
+        aged = {"rollout/staleness": old, "rollout/staleness_max": old} if i else {}
+        found.append(
+            own | {"iteration": i} | numbers | aged | ({collect.EXACT_MATCH: value} if i % 2 == 0 else {})
+        )
+    return found
+
+
+def test_a_partial_grid_has_a_table_per_way_to_see_the_lag_and_a_figure(tmp_path: Path) -> None:
+    rows = [
+        *curve("lag_0", "ppo", 5, 0.75),
+        *curve("lag_0", "ppo", 6, 0.5),
+        *curve("lag_8", "ppo", 5, 0.25),
+        *curve("lag_8_behaviour", "s_ppo", 5, 0.625),
+        *curve("lag_4_mask", "st_ppo", 5, 0.5),
+    ]
+    collect.merge(tmp_path, [], rows, [])
+    lines = second_round.sections(tmp_path, Path("study"))
+    checked = 100 + 100 + 92 + 92 + 96
+    same = f"In all {checked} iterations after the first ones, every trajectory was as old as the lag."
+    assert f"5 runs are finished. {same}" in lines
+    assert "| old policy computed anew | lag 0 | lag 1 | lag 2 | lag 4 | lag 8 |" in lines
+    assert "| `ppo` | 0.62 ± 1.59 (2) |  |  |  | 0.25 (1) |" in lines, "0.75 and 0.5: 0.625 +- 12.706 * 0.125"
+    assert "| old_policy: behaviour | lag 0 | lag 1 | lag 2 | lag 4 | lag 8 |" in lines
+    assert "| `s_ppo` |  |  |  |  | 0.62 (1) |" in lines
+    assert "| `st_ppo` |  |  |  | 0.50 (1) |  |" in lines
+    assert not any("truncate" in line for line in lines), "which has no run"
+    assert "No declared contrast has runs of both arms at both lags yet." in lines
+    assert (tmp_path / lag_report.PICTURE).stat().st_size > 0
+
+
+def test_an_age_that_is_not_the_lag_is_reported() -> None:
+    rows = [*curve("lag_4", "ppo", 5, 0.5), *curve("lag_4", "s_ppo", 6, 0.5, age=3)]
+    assert lag_report.lag_check(rows) == "In lag_4-s_ppo-6 trajectories had other ages than the lag."
+
+
+def test_contrasts_are_over_the_mean_of_lags_4_and_8_and_have_p_values_with_five_seeds() -> None:
+    def of(four: float, eight: float, seeds: range) -> dict[int, dict[int, float]]:
+        return {4: {s: four + s / 10 for s in seeds}, 8: dict.fromkeys(seeds, eight)}
+
+    five = {"s_ppo": of(0.1, 0.75, range(5)), "ppo": {lag: dict.fromkeys(range(5), 0.25) for lag in (4, 8)}}
+    # (0.1 + s / 10 + 0.75) / 2 - 0.25 for s of 0 to 4
+    assert lag_report.differences(five, "s_ppo", "ppo") == pytest.approx([0.175, 0.225, 0.275, 0.325, 0.375])
+    two = {
+        arm: {lag: {s: cell[s] for s in (0, 1)} for lag, cell in lags.items()} for arm, lags in five.items()
+    }
+    lines = lag_report.contrast_table({"": five, "_behaviour": two})
+    # 0.275 +- 2.776 * 0.0791 / sqrt(5); t = 0.275 / 0.03536 = 7.778 and 4 degrees of freedom: p = 0.00148,
+    # and Holm's correction is over the 2 x 3 declared tests
+    assert "| `s_ppo` - `ppo` | old policy computed anew | 0.28 ± 0.10 (5) | 0.001 | 0.009 |" in lines
+    assert (
+        "| `s_ppo` - `ppo` | old_policy: behaviour | 0.20 ± 0.32 (2) | not complete | not complete |" in lines
+    )
+
+
+def test_the_third_task_has_a_table_over_its_rates_and_lags() -> None:
+    rows = [*curve("sums_3_lag_0", "ppo", 5, 0.75), *curve("sums_6_lag_4", "ppo", 5, 0.5)]
+    for row in rows:
+        row |= {"rollout/response_tokens": 60.0, "rollout/turns": 1.5 if row["iteration"] else 2.0}
+    lines = lag_report.sections(rows, Path(), Path())
+    assert "Tokens per turn: 40 on average, 30 to 40 over the iterations." in lines
+    assert "| arm | 0.0003, lag 0 | 0.0003, lag 4 | 0.0006, lag 0 | 0.0006, lag 4 |" in lines
+    assert "| `ppo` | 0.75 (1) |  |  | 0.50 (1) |" in lines
+
+
+def test_means_of_a_metric_are_over_runs_and_iterations() -> None:
+    rows = [*curve("lag_0", "ppo", 5, 0.5, rate=1e-4), *curve("lag_0", "ppo", 6, 0.5, rate=3e-4)]
+    rows += curve("lag_8", "ppo", 5, 0.5, rate=0.0)
+    lags, means = lag_report.means_of(rows, "ppo", "effective")
+    assert (lags, means) == ([0], [pytest.approx(2e-4)]), "0 is not on a logarithmic axis"

@@ -1,0 +1,218 @@
+"""The part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tools.study.cells import SIZES, interval, number, table
+from tools.study.collect import EXACT_MATCH
+from tools.study.contrasts import SEEDS, endpoint, holm, paired_p
+from tools.study.figures import STYLES
+from tools.study.lag_settings import LAGGED, LAGS, SUMMED
+from tools.study.matrix import LAG_ARMS
+
+Row = dict[str, Any]
+Place = TypeVar("Place", bound=Hashable)
+Ends = Mapping[str, Mapping[Place, Mapping[int, float]]]  # {arm: {place: {seed: endpoint}}}
+PICTURE = "lags.png"
+TITLES = {
+    "": "old policy computed anew",
+    "_behaviour": "old_policy: behaviour",
+    "_truncate": "mismatch: truncate",
+    "_mask": "mismatch: mask",
+}
+# The declared contrasts, each for two ways to see the lag, over the mean of these lags.
+CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"))
+TESTED, OVER = ("", "_behaviour"), (4, 8)
+
+
+def sections(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
+    """Return Markdown lines, none without runs, and write the figure. `shown`: the folder in the document."""
+    lagged = [row for row in rows if row["setting"] in LAGGED]
+    lines = _of_lags(lagged, folder, shown) if lagged else []
+    return lines + _of_sums([row for row in rows if row["setting"] in SUMMED])
+
+
+def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
+    runs = {(row["setting"], row["algorithm"], row["seed"]) for row in rows}
+    lines = ["", "#### Results at lags", "", f"{len(runs)} runs are finished. {lag_check(rows)}"]
+    by_suffix = {suffix: ends(of_suffix(rows, suffix), _lag) for suffix in TITLES}
+    for suffix, found in by_suffix.items():
+        if found:
+            head = [TITLES[suffix], *(f"lag {lag}" for lag in LAGS)]
+            lines += ["", *table(head, [_cells(arm, found[arm], LAGS) for arm in found])]
+    draw(rows, folder / PICTURE)
+    return [*lines, "", f"![lags]({shown / PICTURE})", "", *contrast_table(by_suffix)]
+
+
+def _of_sums(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    found = ends(rows, lambda setting: SUMMED[setting])
+    places = list(SUMMED.values())
+    head = ["arm", *(f"{rate:g}, lag {lag}" for rate, lag in places)]
+    title = ["", "#### Results of the third task", "", f"{turn_tokens(rows)}", ""]
+    return title + table(head, [_cells(arm, found[arm], places) for arm in found])
+
+
+def _lag(setting: str) -> int:
+    return LAGGED[setting][0]
+
+
+def of_suffix(rows: Sequence[Row], suffix: str) -> list[Row]:
+    """Return the rows of the settings with this suffix. Example: "_mask" for lag_4_mask."""
+    return [row for row in rows if LAGGED[row["setting"]][1] == suffix]
+
+
+def ends(rows: Sequence[Row], place: Callable[[str], Place]) -> dict[str, dict[Place, dict[int, float]]]:
+    """Return {arm: {place: {seed: endpoint}}}, with the place of each setting, such as its lag."""
+    curves: dict[tuple[str, Place, int], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row[EXACT_MATCH] is not None:
+            at = row["algorithm"], place(row["setting"]), row["seed"]
+            curves[at][row["iteration"]] = row[EXACT_MATCH]
+    found: dict[str, dict[Place, dict[int, float]]] = {}
+    for (arm, at, seed), curve in curves.items():
+        found.setdefault(arm, {}).setdefault(at, {})[seed] = endpoint(curve)
+    return {arm: found[arm] for arm in LAG_ARMS if arm in found}
+
+
+def _cells(arm: str, of: Mapping[Place, Mapping[int, float]], places: Sequence[Place]) -> list[str]:
+    return [f"`{arm}`", *(interval(list(of.get(place, {}).values())) for place in places)]
+
+
+def lag_check(rows: Sequence[Row]) -> str:
+    """Return a sentence about the measured ages of the trajectories after the first iterations."""
+    aged = [
+        row
+        for row in rows
+        if row["iteration"] > _lag(row["setting"]) and row["rollout/staleness"] is not None
+    ]
+    other = {
+        f"{row['setting']}-{row['algorithm']}-{row['seed']}"
+        for row in aged
+        if {row["rollout/staleness"], row["rollout/staleness_max"]} != {_lag(row["setting"])}
+    }
+    if other:
+        return f"In {', '.join(sorted(other))} trajectories had other ages than the lag."
+    return f"In all {len(aged)} iterations after the first ones, every trajectory was as old as the lag."
+
+
+def turn_tokens(rows: Sequence[Row]) -> str:
+    """Return a sentence about the mean length of a turn: of an iteration, the lowest and the highest."""
+    of = [r["rollout/response_tokens"] / r["rollout/turns"] for r in rows if r["rollout/turns"]]
+    if not of:
+        return "The runs have no turns."
+    middle = statistics.fmean(of)
+    return f"Tokens per turn: {middle:.0f} on average, {min(of):.0f} to {max(of):.0f} over the iterations."
+
+
+def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
+    """Return a table of the declared contrasts over the seeds that have all their runs.
+
+    Only complete ones have p values: others are descriptions.
+    """
+    found = {
+        (suffix, left, right): apart
+        for suffix in TESTED
+        for left, right in CONTRASTS
+        if (apart := differences(by_suffix.get(suffix, {}), left, right))
+    }
+    if not found:
+        return ["No declared contrast has runs of both arms at both lags yet."]
+    complete = {key: paired_p(apart) for key, apart in found.items() if len(apart) >= SEEDS}
+    adjusted = holm(list(complete.values()), len(TESTED) * len(CONTRASTS))
+    tested = {key: [f"{p:.3f}", f"{q:.3f}"] for (key, p), q in zip(complete.items(), adjusted, strict=True)}
+    head = ["contrast", f"mean of lags {OVER[0]} and {OVER[1]}", "difference (seeds)", "p", "Holm"]
+    return table(
+        head,
+        [
+            [
+                f"`{left}` - `{right}`",
+                TITLES[suffix],
+                interval(apart),
+                *tested.get((suffix, left, right), ["not complete", "not complete"]),
+            ]
+            for (suffix, left, right), apart in found.items()
+        ],
+    )
+
+
+def differences(of: Ends[int], left: str, right: str) -> list[float]:
+    """Return the mean endpoint over the lags of `left` minus that of `right`, for each seed that has both.
+
+    Example: endpoints 0.6 and 0.4 at lags 4 and 8 against 0.5 and 0.1 give 0.2.
+    """
+    cells = [of.get(arm, {}).get(lag, {}) for arm in (left, right) for lag in OVER]
+    shared = sorted(set.intersection(*(set(cell) for cell in cells)))
+
+    def mean(arm: str, seed: int) -> float:
+        return statistics.fmean(of[arm][lag][seed] for lag in OVER)
+
+    return [mean(left, seed) - mean(right, seed) for seed in shared]
+
+
+def draw(rows: Sequence[Row], output: Path) -> None:
+    """Draw a row of panels for each way to see the lag: the endpoint, the effective rate and ||C||."""
+    suffixes = [suffix for suffix in TITLES if of_suffix(rows, suffix)]
+    figure = Figure(figsize=(14, 0.5 + 3.6 * len(suffixes)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(suffixes), 1 + len(SIZES), squeeze=False)
+    arms: dict[str, Any] = {}  # {arm: its line, for the legend}
+    for (first, *others), suffix in zip(grid, suffixes, strict=True):
+        own = of_suffix(rows, suffix)
+        for arm, of in ends(own, _lag).items():
+            places = [lag for lag in LAGS if lag in of]
+            means = [statistics.fmean(of[lag].values()) for lag in places]
+            arms[arm] = _plot(first, arm, places, means)
+            for lag in places:
+                first.scatter(
+                    [LAGS.index(lag)] * len(of[lag]), list(of[lag].values()), s=8, color=STYLES[arm][0]
+                )
+        _frame(first, f"exact match, iterations 52 to 100; {TITLES[suffix]}")
+        first.set_ylim(0, 1)
+        for axis, (title, metric) in zip(others, SIZES.items(), strict=True):
+            for arm in LAG_ARMS:
+                _plot(axis, arm, *means_of(own, arm, metric))
+            _frame(axis, f"{title}, mean; {TITLES[suffix]}")
+            if axis.has_data():
+                axis.set_yscale("log")
+    figure.legend(arms.values(), arms, loc="outside lower center", ncols=len(arms))
+    figure.savefig(output, format="png", dpi=90)
+
+
+def means_of(rows: Sequence[Row], arm: str, metric: str) -> tuple[list[int], list[float]]:
+    """Return (lags, means over runs and iterations) of a metric of an arm.
+
+    A mean that is not positive is left out: a logarithmic axis cannot show it.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["algorithm"] == arm and (value := number(row, metric)) is not None:
+            found[_lag(row["setting"])].append(value)
+    means = {lag: statistics.fmean(found[lag]) for lag in sorted(found)}
+    shown = [lag for lag, mean in means.items() if mean > 0 and not math.isnan(mean)]
+    return shown, [means[lag] for lag in shown]
+
+
+def _plot(axis: Axes, arm: str, lags: Sequence[int], values: Sequence[float]) -> Any:
+    color, style = STYLES[arm]
+    at = [LAGS.index(lag) for lag in lags]
+    (drawn,) = axis.plot(at, values, style, color=color, marker="o", markersize=3)
+    return drawn
+
+
+def _frame(axis: Axes, title: str) -> None:
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("age of the rollouts, iterations")
+    axis.set_xticks(range(len(LAGS)), [f"{lag}" for lag in LAGS])
+    axis.grid(alpha=0.3)
