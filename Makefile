@@ -68,19 +68,21 @@ test-all: lint ## test, with the longer matrix of layouts and families
 	$(PYTEST) -m "long or not long"
 
 # Environments for agents of other packages, whose dependencies contradict each other and tools/lock-cpu.txt.
-# .venv-templates has the files of trl only: chat templates as models ship them.
-AGENTS := .venv-agents .venv-verifiers .venv-openenv .venv-templates
+# .venv-templates has the files of trl only: chat templates as models ship them. .venv-peft has peft without torch and
+# transformers, which are those of .venv.
+AGENTS := .venv-agents .venv-verifiers .venv-openenv .venv-templates .venv-peft
 .venv-agents: PACKAGES := openai-agents==0.24.0 mcp==2.3.0
 .venv-verifiers: PACKAGES := verifiers==0.4.0
 .venv-openenv: PACKAGES := openenv-core==0.3.0
 .venv-templates: PACKAGES := --no-deps trl==1.16.0
+.venv-peft: PACKAGES := --no-deps peft==0.21.2 accelerate==1.15.0
 
 $(AGENTS):
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
 
-test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages and of chat templates; installs them at first, from an index
-	$(PYTEST) tests/adapters
+test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
+	$(PYTEST) tests/adapters tests/commands/test_peft_package.py
 
 chaos: $(STAMP) ## try to lose a checkpoint or a task for 30 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)

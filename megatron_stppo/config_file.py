@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config, ConfigError, peft_folder
 from megatron_stppo.messages import did_you_mean
 
 MAX_BYTES = 65_536  # largest configuration file
@@ -43,11 +43,14 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """Return the configuration of sections as in a file, with every field checked. Raises ConfigError."""
+    """Return the configuration of sections as in a file, with every field checked, and with the fields of
+    model.lora that its path determines. Raises ConfigError."""
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    model = config.model.model_copy(update={"lora": peft_folder.completed(config.model.lora)})
+    return config.model_copy(update={"model": model})
 
 
 class _Plain(yaml.SafeLoader):

@@ -197,7 +197,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
     state = steps.read_state(path)
     for role, trainer in trainers.items():
         _check_layers(path, state, trainer.chunks)
-        check_adaptation(path, state.get("lora"), trainer.chunks)
+        check_adaptation(path, state.get("lora"), trainer.chunks, resumes=True)
         _check_experts(path, state, trainer)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
@@ -219,7 +219,7 @@ def load_weights(
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
     state = steps.read_state(path)
     _check_layers(path, state, model)
-    check_adaptation(path, state.get("lora"), model)
+    check_adaptation(path, state.get("lora"), model, resumes=False)
     loaded = dist_checkpointing.load({"model": _sharded(model)}, str(path / role))
     _fill(model, loaded["model"])
     return state

@@ -1,7 +1,8 @@
 """Checkpoints of adapters: which weights they belong to. Those weights are not in the checkpoint.
 
-A checkpoint of adapters holds A and B, a critic's head and the optimizer states of these, and a digest of the
-frozen weights, which are read from model.path again.
+A checkpoint of adapters holds A and B, a critic's head and the optimizer states of these. It has a digest of
+the frozen weights, which are read from model.path again, and one of the reference's adapters, which are read
+from model.lora.path again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.sharding.hf_checkpoint import tensor_digests
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.sharding.peft_tensors import file_digest
 
 
 def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
@@ -30,7 +32,8 @@ def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
     if found is None:
         return None
     settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
-    return settings | {"trunk": trunk_digest(found.folder, found.shape)}
+    initial = None if found.path is None else file_digest(found.path)
+    return settings | {"trunk": trunk_digest(found.folder, found.shape), "initial": initial}
 
 
 @functools.cache
@@ -46,10 +49,13 @@ def trunk_digest(folder: Path, shape: ModelShape) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def check_adaptation(path: Path, written: dict[str, Any] | None, model: Sequence[TokenModel]) -> None:
+def check_adaptation(
+    path: Path, written: dict[str, Any] | None, model: Sequence[TokenModel], *, resumes: bool
+) -> None:
     """Raise ConfigError unless the checkpoint `path`, which recorded `written`, fits the model.
 
-    Collective.
+    resumes: whether the run continues. It then needs the reference that it began with, which has the initial
+    adapters. Collective.
     """
     here, remedy = adaptation_of(model), "set model.lora as its run had it, or give another run.name"
     if written is None or here is None:
@@ -69,4 +75,9 @@ def check_adaptation(path: Path, written: dict[str, Any] | None, model: Sequence
         raise ConfigError(
             f"{path}: its adapters belong to other weights than those of model.path; give the model that its "
             "run began with, or another run.name"
+        )
+    if resumes and written.get("initial") != here["initial"]:
+        raise ConfigError(
+            f"{path}: its run began with other adapters than those of this run's model.lora.path; give those "
+            "that it began with (model.lora.path=null if there were none), or another run.name"
         )

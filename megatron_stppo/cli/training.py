@@ -231,10 +231,15 @@ def evaluate(
 
 @commands.command(
     "cold-start",
-    epilog=examples("megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start"),
+    epilog=examples(
+        "megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start",
+        "megatron-stppo cold-start config.yaml cold_start.output=runs/adapters model.lora.rank=16",
+        "megatron-stppo train config.yaml model.lora.path=runs/adapters",
+    ),
 )
 def cold_start(config: File, overrides: Overrides = None) -> None:
-    """Teach a model the format from scripted trajectories (data.demonstrations)."""
+    """Teach a model the format from scripted trajectories (data.demonstrations). With model.lora only
+    adapters are trained and written."""
     settings = open_config(config, overrides, "cold-start")
     from megatron_stppo.launch import process
 

@@ -15,12 +15,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_stppo.commands.convert import export_hf
+from megatron_stppo.commands.export_peft import export_peft
 from megatron_stppo.config import Config, OptimizerConfig
 from megatron_stppo.data import demonstrations
 from megatron_stppo.data.demonstrations import Demonstration
@@ -33,7 +35,7 @@ from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import training_layouts
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import progress
@@ -43,7 +45,10 @@ SCRIPT = Task("demonstrations", (), ("",), "train", 0)
 
 
 def cold_start(config: Config) -> None:
-    """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output."""
+    """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output.
+
+    With model.lora only adapters are trained, and the folder has these, in the format of the package peft.
+    """
     settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
     assert output is not None and data is not None, "validation/checks.py requires both"
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
@@ -70,17 +75,19 @@ def cold_start(config: Config) -> None:
         loss = train_step(trainer, head, batch, mesh, packer, rate)
         if step % 20 == 0 or step == len(steps) - 1:
             say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
-    source = build.named_parameters(trainer.chunks)
-    export_hf(
-        output,
-        source,
-        training_layouts(shape, mesh.layout, spec=layer_spec(config)),
-        shape,
-        config.model.path,
-        overwrite=True,
-    )
-    say(f"done; the model is {output}", first_rank)
+    say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
     process.stop()
+
+
+def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank) -> str:
+    """Write what was trained, and return a sentence that says what that is. Collective."""
+    trained, base = build.named_parameters(trainer.chunks), config.model.path
+    if config.model.lora.rank:
+        size = export_peft(output, trained, shape, config, mesh, overwrite=True)
+        return f"the adapters ({size}) are {output}; train with model.lora.path={output} model.path={base}"
+    layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
+    export_hf(output, trained, layouts, shape, base, overwrite=True)
+    return f"the model is {output}"
 
 
 def _steps(

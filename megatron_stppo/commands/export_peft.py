@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from megatron_stppo.checkpoint import saving as checkpoints
 from megatron_stppo.commands.convert import gather, on_first, publish, write_tensors
 from megatron_stppo.config import Config
 from megatron_stppo.config.model import LoraConfig
+from megatron_stppo.config.peft_folder import PREFIX, SETTINGS, TENSORS
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapter_shapes
 from megatron_stppo.validation.checks import check_absent
-
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the name of every tensor
 
 
 def to_peft(config: Config, checkpoint: str, output: Path) -> None:
@@ -33,19 +32,39 @@ def to_peft(config: Config, checkpoint: str, output: Path) -> None:
 
     Prints one line that says what was written. Collective. Raises ConfigError and CheckpointError.
     """
-    mesh, shape, lora = process.start(config), read_shape(config.model.path), config.model.lora
+    mesh, shape = process.start(config), read_shape(config.model.path)
     model = build.from_hf("actor", shape, config, mesh, process.dtype(config))
     folder = config.run.folder / "checkpoints"
     state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
+    size = export_peft(output, build.named_parameters(model), shape, config, mesh)
+    if mesh.rank == 0:
+        step = folder / f"step_{state['iteration']}"
+        print(f"wrote {output}: {size}; adapters of {step}")
+    process.stop()
+
+
+def export_peft(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    shape: ModelShape,
+    config: Config,
+    mesh: MeshRank,
+    *,
+    overwrite: bool = False,
+) -> str:
+    """Write the adapters of all ranks to `folder`, and return their size as text. Collective.
+
+    parameters: named_parameters of this rank. The folder is renamed into place when it is complete. Raises
+    ConfigError on all ranks if it exists and `overwrite` is False, or if it cannot be written.
+    Example of the size: "8 tensors, 0.1 M parameters".
+    """
+    lora = config.model.lora
     layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
-    whole = gather(build.named_parameters(model), layouts, shapes, shapes)
+    whole = gather(parameters, layouts, shapes, shapes)
     settings = adapter_config(lora, config.model.path, whole)
-    on_first(None, lambda: _write(Path(output), settings, whole))
-    if mesh.rank == 0:
-        step, numbers = folder / f"step_{state['iteration']}", sum(x.numel() for x in whole.values())
-        print(f"wrote {output}: {len(whole)} tensors, {numbers / 1e6:,.1f} M parameters; adapters of {step}")
-    process.stop()
+    on_first(None, lambda: _write(Path(folder), settings, whole, overwrite))
+    return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 
 
 def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[str, Any]:
@@ -69,8 +88,9 @@ def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[
     }
 
 
-def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    check_absent("output", folder)
+def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], overwrite: bool) -> None:
+    if not overwrite:
+        check_absent("output", folder)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)

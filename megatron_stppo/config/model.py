@@ -21,12 +21,23 @@ def _several(value: Any) -> Any:
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): W + alpha / rank * B A, of which only A and B are trained."""
 
-    rank: int = Field(0, ge=0, description="rank of the adapters; 0: no adapters, all weights are trained")
-    alpha: float = Field(32.0, gt=0, description="the product B A is multiplied by alpha / rank")
+    rank: int = Field(
+        0,
+        ge=0,
+        description="rank of the adapters; 0: no adapters, all weights are trained; with path: its rank",
+    )
+    alpha: float = Field(
+        32.0, gt=0, description="the product B A is multiplied by alpha / rank; with path: its alpha"
+    )
     targets: Annotated[tuple[Target, ...], BeforeValidator(_several)] = Field(
         ("all-linear",),
         description="layers with an adapter, by their Hugging Face names; all-linear: all of them, without "
-        "those of experts",
+        "those of experts; with path: its layers",
+    )
+    path: Path | None = Field(
+        None,
+        description="folder of an adapter in the format of the package peft, with which actor, critic and "
+        "reference begin: adapter_config.json, adapter_model.safetensors; default: adapters that add 0",
     )
 
     @property

@@ -79,4 +79,7 @@ class ColdStartConfig(Section):
         ge=0,
         description="weight of prompts and observations in the loss; the model's own turns have weight 1",
     )
-    output: Path | None = Field(None, description="Hugging Face folder to write the trained model to")
+    output: Path | None = Field(
+        None,
+        description="Hugging Face folder to write the trained model to, or with model.lora the adapters",
+    )

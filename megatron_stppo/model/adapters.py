@@ -68,13 +68,13 @@ class ColumnAdapter(Adapter):
         self.a.sequence_parallel = self._sequence  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        low = torch.matmul(x, self.a.t())
+        low = _product(x, self.a.t())
         if self._sequence:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         b = (self.owner[:, :, None] * self.b[:, None, :]).flatten(1)  # [rows, J r]: zero for the other layers
-        return torch.matmul(low, b.t()) * self.scale
+        return _product(low, b.t()) * self.scale
 
 
 class RowAdapter(Adapter):
@@ -88,12 +88,12 @@ class RowAdapter(Adapter):
         self.b.sequence_parallel = self._sequence  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        low = torch.matmul(x, self.a.t())
+        low = _product(x, self.a.t())
         if self._sequence:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self._group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self._group)
-        return torch.matmul(low, self.b.t()) * self.scale
+        return _product(low, self.b.t()) * self.scale
 
 
 def attach(chunk: torch.nn.Module, spans: Spans, rank: int, scale: float) -> None:
@@ -164,6 +164,15 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
 def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Any, ...]:
     """Hook of a parallel linear layer, whose output is (y, bias or None)."""
     return output[0] + linear.adapter(inputs[0]), output[1]
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return x [T, 1, i] times a matrix [i, o] as one product of two matrices.
+
+    torch.matmul would choose between that and a batched product by whether the matrix is trained, and their
+    roundings differ: the reference would not have the actor's log-probs.
+    """
+    return torch.mm(x.flatten(0, -2), matrix).unflatten(0, x.shape[:-1])
 
 
 def _rows(spans: tuple[Span, ...]) -> int:

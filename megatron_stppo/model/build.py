@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, LoraConfig
 from megatron_stppo.model import adapters, fusions
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
@@ -31,6 +31,7 @@ from megatron_stppo.sharding.low_rank import (
     low_rank_terms,
 )
 from megatron_stppo.sharding.mlp_spans import LayerSpec
+from megatron_stppo.sharding.peft_tensors import load_peft
 from megatron_stppo.sharding.spans import chunk_prefix, training_spans
 from megatron_stppo.sharding.tiles import Spans
 
@@ -126,7 +127,8 @@ def build(
     """Return this rank's shard of one model, before its weights are loaded.
 
     The list has one entry per model chunk: several under an interleaved pipeline, otherwise one. The critic
-    has untied embeddings and a scalar head. With adapters, only they and the scalar head are trained.
+    has untied embeddings and a scalar head. With adapters, only they and the scalar head are trained; the
+    reference has none unless model.lora.path gives initial ones.
     trunk: the actor's chunks, whose frozen weights the model uses instead of its own.
     """
     settings = transformer_config(shape, config, mesh, dtype)
@@ -162,7 +164,7 @@ def build(
             model.requires_grad_(False)
         if last and is_critic:
             model.output_layer = ValueHead(settings)
-        if config.model.lora.rank and role != "reference":
+        if _has_adapters(role, config.model.lora):
             _attach_adapters(model, chunk_prefix(chunks, chunk), role, shape, config, mesh)
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
         # computes in float32 anyway.
@@ -185,9 +187,16 @@ def _attach_adapters(
     own = {name.removeprefix(prefix): of for name, of in spans.items() if name.startswith(prefix)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     adapters.attach(chunk, own, lora.rank, lora.scale)
-    chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape)
+    chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape, lora.path)
     for name, adapter in adapters.adapters(chunk):
         adapters.fill(adapter.a, own[f"{name}.a"], lambda key: adapters.uniform(shapes[key], f"{seed} {key}"))
+
+
+def _has_adapters(role: Role, lora: LoraConfig) -> bool:
+    """Return whether the model of a role has adapters. The reference is the actor before its first update, so
+    that it needs none if the adapters of the actor add 0 then."""
+    assert lora.rank or lora.path is None, "config/peft_folder.py reads the rank of an adapter"
+    return lora.rank > 0 and (role != "reference" or lora.path is not None)
 
 
 def adapters_of_rank(shape: ModelShape, config: Config, layout: Layout, rank: int) -> Spans:
@@ -265,10 +274,14 @@ def from_hf(
 ) -> list[TokenModel]:
     """Return a model with the weights of its Hugging Face folder. This rank reads only its own rows.
 
-    trunk: as for build(); nothing is read then.
+    Collective.
+    trunk: as for build(); only adapters are read then, those of model.lora.path.
     Raises ConfigError if the checkpoint does not match its config.json.
     """
-    model = build(role, shape, config, mesh, dtype, trunk)
+    model, lora = build(role, shape, config, mesh, dtype, trunk), config.model.lora
+    own = adapters_of_rank(shape, config, mesh.layout, mesh.rank) if _has_adapters(role, lora) else {}
+    if lora.path is not None:
+        load_peft(lora.path, own, named_parameters(model))
     if trunk is not None:
         return model
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
@@ -282,6 +295,5 @@ def from_hf(
     )
     last = chunk_prefix(len(model), len(model) - 1)
     keep = [last + name for name in VALUE_HEAD] if role == "critic" else []
-    keep += adapters_of_rank(shape, config, mesh.layout, mesh.rank) if role != "reference" else ()
-    load_hf(folder, spans, named_parameters(model), keep=keep)
+    load_hf(folder, spans, named_parameters(model), keep=[*keep, *own])
     return model

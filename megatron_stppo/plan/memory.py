@@ -111,11 +111,23 @@ class RankModels:
         assert roles[0] == "actor"
         models: dict[str, ModelUse] = {role: self._use(role) for role in roles}
         trunk = _bytes(frozen(self._trunk or ()))
-        # The engine computes what the reference does: with adapters it gets their sum with the weights.
-        served = models["actor"] if self._trunk is None else models.get("reference") or self._use("reference")
+        served = models["actor"] if self._trunk is None else self._merged(models.get("reference"))
         self._trunk = None
         gc.collect()
         return RankUse(models, trunk, self.meter.alive, served.score_flop)
+
+    def _merged(self, reference: ModelUse | None) -> ModelUse:
+        """Return the use of a model without adapters, which the engine computes: it gets their sum with the
+        weights."""
+        lora, config = self.config.model.lora, self.config
+        if lora.path is None and reference is not None:
+            return reference
+        plain = config.model.model_copy(update={"lora": lora.model_copy(update={"path": None})})
+        self.config = config.model_copy(update={"model": plain})
+        try:
+            return self._use("reference")
+        finally:
+            self.config = config
 
     def _use(self, role: build.Role) -> ModelUse:
         with self.meter, device_paths(self.is_cuda):
@@ -131,7 +143,7 @@ class RankModels:
     def _reference(self) -> ModelUse:
         before = self.meter.rest()
         chunks = self._build("reference")
-        weights = 0 if self._trunk else _bytes(_parameters(chunks))
+        weights = _bytes(_parameters(chunks), besides=frozen(self._trunk or ()))
         buffers = self.meter.rest() - before - weights
         scoring, flop = self._score(chunks, "reference")
         return ModelUse(_count(chunks), weights, buffers, 0, 0, scoring, (), 0, 0, 0, flop, 0)

@@ -46,7 +46,10 @@ def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int
     lengths = batch.sequence_offsets.diff().tolist()
     actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)
     policy, critic = forward(shape, lengths, actions), forward(shape, lengths) * config.needs_critic
-    adapted = adapters(shape, lengths, *lora) * (config.scores_actor + config.needs_critic)
+    with_adapters = config.scores_actor + config.needs_critic
+    if config.model.lora.path is not None:  # those of the reference
+        with_adapters += config.needs_reference
+    adapted = adapters(shape, lengths, *lora) * with_adapters
     trained = [actions, *([0] if config.needs_critic else [])]  # tokens at the heads of actor and critic
     return {
         "score": policy * (config.scores_actor + config.needs_reference) + critic + adapted,

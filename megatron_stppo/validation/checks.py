@@ -11,7 +11,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from megatron_stppo.config import Config, ConfigError, old_logprob
+from megatron_stppo.config import Config, ConfigError, old_logprob, peft_folder
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving
@@ -43,7 +43,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
     if command == "cold-start":
-        _cold_start_output(config)
+        check_output(config)
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
@@ -61,7 +61,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         raise ConfigError(refused)
     _check_profile(config)
     serving.check(config)
-    lora.check(config, command)
+    lora.check(config)
     megatron_fields.check(config)
 
 
@@ -105,7 +105,7 @@ def check_folder(field: str, folder: Path) -> None:
     raise ConfigError(f"{field}={folder}: cannot be written, {problem}; name a folder that you may write to")
 
 
-def _cold_start_output(config: Config) -> None:
+def check_output(config: Config) -> None:
     """Check cold_start.output. The output may replace an earlier model, but nothing else."""
     output = config.cold_start.output
     if output is None:
@@ -113,9 +113,13 @@ def _cold_start_output(config: Config) -> None:
     check_folder("cold_start.output", output)
     if output.exists() and output.resolve() == config.model.path.resolve():
         raise ConfigError(f"cold_start.output={output}: is model.path; name another folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+    lora = config.model.lora
+    if lora.path is not None and output.exists() and output.resolve() == lora.path.resolve():
+        raise ConfigError(f"cold_start.output={output}: is model.lora.path; name another folder")
+    kind, file = ("an adapter", peft_folder.SETTINGS) if lora.rank else ("a model", "config.json")
+    if output.is_dir() and any(output.iterdir()) and not (output / file).is_file():
         raise ConfigError(
-            f"cold_start.output={output}: is not a model folder, and would be replaced; name another folder"
+            f"cold_start.output={output}: is not {kind} folder, and would be replaced; name another folder"
         )
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from megatron_stppo.config import Config, ConfigError
+from pathlib import Path
+
+from megatron_stppo.config import Config, ConfigError, LoraConfig
+from megatron_stppo.config.peft_folder import PeftFolder, read_folder
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
-from megatron_stppo.sharding.low_rank import adapted
-
-# Commands that have no meaning with adapters.
-REFUSED = {"cold-start": "the cold start trains all weights"}
+from megatron_stppo.sharding.low_rank import adapted, adapter_shapes
 
 
-def check(config: Config, command: str) -> None:
-    """Raise ConfigError unless the model's layers can have these adapters, in this command."""
+def check(config: Config) -> None:
+    """Raise ConfigError unless the model's layers can have these adapters, and model.lora.path holds such."""
     lora, model = config.model.lora, config.model
+    if lora.path is not None:
+        check_imported(read_folder(lora.path), lora, read_shape(model.path), model.path)
     if not lora.rank:
         return
     field = f"model.lora.rank={lora.rank}"
-    if command in REFUSED:
-        raise ConfigError(f"{field}: {REFUSED[command]}; {command} needs model.lora.rank=0")
     if model.critic_path is not None:
         raise ConfigError(
             f"model.critic_path={model.critic_path}: with {field} the critic shares the actor's weights; "
@@ -29,6 +29,35 @@ def check(config: Config, command: str) -> None:
             "set model.layers=local"
         )
     check_targets(read_shape(model.path), lora.rank, lora.names, lora.targets)
+
+
+def check_imported(found: PeftFolder, lora: LoraConfig, shape: ModelShape, model: Path) -> None:
+    """Raise ConfigError unless the adapter `found`, that of lora.path, has the section's rank, alpha and
+    targets, and all A and B of a model of this shape."""
+    field = f"model.lora.path={lora.path}"
+    for name, given, there in (("rank", lora.rank, found.rank), ("alpha", lora.alpha, found.alpha)):
+        if given != there:
+            raise ConfigError(
+                f"model.lora.{name}={given}: the adapter in {field} has {name} {there}; leave "
+                f"model.lora.{name} out, or give another adapter"
+            )
+    wanted = adapter_shapes(shape, found.rank, found.targets)
+    if adapted(shape, lora.names) != adapted(shape, found.targets):
+        raise ConfigError(
+            f"model.lora.targets={list(lora.targets)}: the adapter in {field} has {list(found.targets)}; "
+            "leave model.lora.targets out, or give another adapter"
+        )
+    remedy = f"give an adapter of the model in model.path={model}"
+    for key in sorted(wanted.keys() | found.shapes.keys()):
+        if key not in found.shapes:
+            raise ConfigError(f"{field}: has no {key}, but other layers' {key.split('.')[-3]}; {remedy}")
+        if key not in wanted:
+            raise ConfigError(f"{field}: has {key}, which this model does not have; {remedy}")
+        if found.shapes[key] != wanted[key]:
+            raise ConfigError(
+                f"{field}: {key} has shape {list(found.shapes[key])}, here it must be {list(wanted[key])}; "
+                + remedy
+            )
 
 
 def check_used(config: Config, command: str) -> None:

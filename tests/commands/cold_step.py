@@ -1,8 +1,9 @@
-"""A function that runs on a rank: the loss of one cold-start step for several weights of the context."""
+"""Functions that run on a rank: the losses of cold-start steps, of all weights and of adapters."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_stppo.launch import process
 
@@ -33,3 +34,46 @@ def losses(
         batch = as_batch([Demonstration(*script) for script in scripts], weight)
         found.append(train_step(trainer, head, batch, mesh, packer, 1.0))
     return found
+
+
+def adapted(
+    model: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], out: str
+) -> tuple[list[float], float]:
+    """Train adapters for 4 steps on the same scripts, and write them to `out`.
+
+    Return the losses of the steps, and that of the imported adapters. The frozen weights must not change.
+    """
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.commands.cold_start import as_batch, export, train_step
+    from megatron_stppo.config import Config
+    from megatron_stppo.data.demonstrations import Demonstration
+    from megatron_stppo.model import build
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.sharding.hf_names import read_shape
+
+    def start(path: str | None) -> Any:
+        lora = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"], "path": path}
+        sections = {"model": {"path": model, "lora": lora}, "update": {"actor": {"lr": 0.01}}}
+        return Config.model_validate(sections | {"parallel": {"tensor": 2}})
+
+    mesh, shape = groups.initialize(start(None).parallel), read_shape(Path(model))
+    batch = as_batch([Demonstration(*script) for script in scripts], 1.0)
+
+    def step(trainer: Any, config: Any) -> float:
+        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
+        return train_step(trainer, head, batch, mesh, packer, 1.0)
+
+    trainer = build.trainer("actor", shape, start(None), mesh, torch.float32)
+    frozen = [p for p in build.named_parameters(trainer.chunks).values() if not p.requires_grad]
+    before = [p.clone() for p in frozen]
+    found = [step(trainer, start(None)) for _ in range(3)]
+    said = export(Path(out), trainer, start(None), shape, mesh)
+    assert said.startswith("the adapters (12 tensors, 0.0 M parameters) are "), said
+    found.append(step(trainer, start(None)))
+    assert all(map(torch.equal, frozen, before)), "only adapters are trained"
+    imported = build.trainer("actor", shape, start(out), mesh, torch.float32)
+    return found, step(imported, start(out))

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_stppo.commands.cold_start import as_batch
+from megatron_stppo.config.peft_folder import read_folder
 from megatron_stppo.data.demonstrations import Demonstration
 from tests.commands import cold_step
 from tests.ranks import run_ranks
@@ -45,3 +46,18 @@ def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Pa
     weights = [1.0, 0.25, 0.0]
     for found in run_ranks(cold_step.losses, 2, str(tmp_path / "hf"), SCRIPTS, weights):
         assert found == pytest.approx([reference(weight) for weight in weights], rel=1e-5)
+
+
+def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=2)
+    base = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    for losses, imported in run_ranks(
+        cold_step.adapted, 2, str(tmp_path / "hf"), SCRIPTS, str(tmp_path / "out")
+    ):
+        assert imported == losses[3] < losses[2] < losses[1] < losses[0]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert read_folder(tmp_path / "out").targets == ("q_proj", "v_proj", "down_proj")
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == base

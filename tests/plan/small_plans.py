@@ -110,3 +110,20 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
         "critic scores": (critic, models["critic"].score_flop),
         "critic learns": (training(shape, lengths, 0, *lora), models["critic"].update_flop),
     }
+
+
+def references(folder: str) -> list[tuple[int, int, int, int]]:
+    """Return (bytes of the actor's trained weights, bytes of the reference's own weights, bytes of the frozen
+    weights, FLOP of the served model) with adapters that add 0, and with imported ones.
+
+    A plan does not read the folder of the imported ones.
+    """
+    from megatron_stppo.plan.dry_run import plan
+
+    found = []
+    for path in (None, "adapters"):
+        lora = {"rank": 4, "path": path}
+        (stage,) = plan(settings(folder, {"dtype": "auto", "lora": lora}, {}), 1).stages
+        actor, reference = stage.models["actor"], stage.models["reference"]
+        found.append((actor.weights, reference.weights, stage.trunk, stage.served_flop))
+    return found

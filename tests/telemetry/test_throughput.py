@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,6 +56,9 @@ def test_frozen_weights_take_two_of_three_products_and_adapters_three() -> None:
         "score": 2 * 1096 + 936 + 2 * adapter,  # the reference has none
         "update": 2 * (2 * (1096 + 936 - 2 * attention) + 3 * 2 * (attention + adapter)),
     }
+    imported = given.model.model_copy(update={"lora": lora.model_copy(update={"path": Path("adapter")})})
+    scored = phase_flop(given.model_copy(update={"model": imported}), SHAPE, batch())["score"]
+    assert scored == 2 * 1096 + 936 + 3 * adapter
 
 
 def test_mfu_is_reported_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

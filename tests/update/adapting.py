@@ -20,15 +20,19 @@ def steps(
     out: str,
     targets: str | list[str] = "all-linear",
     recompute: str = "none",
+    path: str | None = None,
 ) -> dict[str, Any]:
     """Return the numbers of a step of the actor and of the critic, with adapters whose B is not zero.
 
+    path: the folder of the adapters with which all models begin; None: random B for actor and critic. In both
+    cases the actor's are exported and imported again, which must not change a bit of its log-probs.
     `out` gets the adapters by their checkpoint names, actor.safetensors and critic.safetensors, and their
     gradients (grad_actor.safetensors), if these are not sharded.
     """
     process.prepare(engine=False)
     import torch
 
+    from megatron_stppo.commands.export_peft import export_peft
     from megatron_stppo.config import Config, LoraConfig
     from megatron_stppo.layout_check.measure import set_b
     from megatron_stppo.learner import build_learner
@@ -41,7 +45,7 @@ def steps(
     from megatron_stppo.update.critic_step import critic_step
 
     torch.set_num_threads(1)
-    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets, "path": path}
     config = Config.model_validate(
         {
             "model": {"path": model, "recompute": recompute, "lora": lora},
@@ -57,6 +61,8 @@ def steps(
     assert actor is not None and critic is not None and reference is not None
     models = {"actor": actor.chunks, "critic": critic.chunks}
     bytes_of = {"actor": _bytes(actor.chunks), "all": _bytes(actor.chunks, critic.chunks, reference)}
+    own = {id(x): x.nbytes for name, x in build.named_parameters(reference).items() if ".adapter." in name}
+    bytes_of["reference, own"] = sum(own.values())
     bytes_of["critic, trained"] = sum(x.nbytes for chunk in critic.chunks for x in trained(chunk))
     packer = replace(learner.packer, spec=replace(learner.packer.spec, budget=24))
     everything = (batch := layouts.batch(), packer, [chosen])
@@ -64,8 +70,9 @@ def steps(
     without = config.model.model_copy(update={"lora": LoraConfig()})
     plain = config.model_copy(update={"model": without})
     other = build.from_hf("reference", shape, plain, mesh, torch.float32)
-    assert torch.equal(reference_T, logprobs(other, learner.head(other), *everything)), "adapters are off"
-    for role, model in models.items():
+    plain_T = logprobs(other, learner.head(other), *everything)
+    assert torch.equal(reference_T, plain_T) == (path is None), "adapters are off unless they are imported"
+    for role, model in models.items() if path is None else ():
         set_b(model, role, shape, config, mesh)
     if mesh.is_last_stage:
         critic.chunks[-1].output_layer.weight.data.copy_(layouts.value_head(shape.hidden))
@@ -73,6 +80,12 @@ def steps(
         write(Path(out) / f"{role}.safetensors", build.named_parameters(model), shape, config, mesh)
     head = learner.head(actor.model)
     own_T = logprobs(actor.model, head, *everything)
+    export_peft(Path(out) / "peft", build.named_parameters(actor.chunks), shape, config, mesh)
+    of_path = config.model.lora.model_copy(update={"path": Path(out) / "peft"})
+    again = config.model_copy(update={"model": config.model.model_copy(update={"lora": of_path})})
+    for role in ("actor", "reference"):
+        imported = build.from_hf(role, shape, again, mesh, torch.float32, actor.chunks)
+        assert torch.equal(logprobs(imported, learner.head(imported), *everything), own_T), role
     given = replace(batch, old_logprob_T=own_T + batch.old_logprob_T)
     loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
     step = actor_step(actor, loss, chosen, packer)

@@ -85,7 +85,8 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
 
 
 def refuse_others(saver: Any, actor: Any, other: Path) -> None:
-    """Check that the checkpoint is not loaded into adapters of another rank, nor of other weights."""
+    """Check that the checkpoint is not loaded into adapters of another rank, nor of other weights, nor into a
+    run that begins with other adapters."""
     import pytest
 
     from megatron_stppo.config import ConfigError
@@ -96,6 +97,10 @@ def refuse_others(saver: Any, actor: Any, other: Path) -> None:
         (
             replace(own, folder=other),
             r"step_1: its adapters belong to other weights than those of model.path",
+        ),
+        (
+            replace(own, path=other.with_name("adapter")),
+            "step_1: its run began with other adapters than those",
         ),
         (None, r"step_1: was written with model.lora.rank=4, this run has 0; set"),
     ):

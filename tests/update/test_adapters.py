@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.utils import parametrize
 
+from megatron_stppo.config.model import LINEAR
 from tests.ranks import run_ranks
 from tests.update import adapting, layouts, test_layouts
+from tests.update.imported import write_adapter
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 # (family, ranks, parallel:, whether optimizer states, and so gradients, are sharded, targets, recomputation)
@@ -63,7 +65,42 @@ def test_step_of_adapters_equals_float64_reference(tmp_path: Path, case: str) ->
     family, world, parallel, distributed, targets, recompute = (CASES | MORE)[case]
     layouts.write_model(tmp_path / "model", family)
     given = (str(tmp_path / "model"), parallel, distributed, test_layouts.ST_PPO, str(tmp_path))
-    results = run_ranks(adapting.steps, world, *given, targets, recompute)
+    compare(run_ranks(adapting.steps, world, *given, targets, recompute), tmp_path, distributed)
+
+
+# {name: (family, ranks, parallel:, targets)}
+IMPORTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
+    "pipeline": ("qwen3", 2, {"pipeline": 2}, list(LINEAR)),
+}
+MORE_IMPORTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
+    "virtual_tensor_sequence": (
+        *("qwen3", 4, {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True}),
+        list(LINEAR),
+    ),
+    "tensor": ("qwen2", 2, {"tensor": 2}, list(LINEAR)),
+    "heads_cut": ("llama", 2, {"tensor": 2}, ["q_proj", "v_proj", "gate_proj"]),
+    "experts": ("mixtral", 2, {"tensor": 2, "sequence": True}, ATTENTION),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*IMPORTED, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_IMPORTED)]
+)
+def test_step_of_imported_adapters_equals_float64_reference(tmp_path: Path, case: str) -> None:
+    family, world, parallel, targets = (IMPORTED | MORE_IMPORTED)[case]
+    layouts.write_model(tmp_path / "model", family)
+    tensors = write_adapter(tmp_path / "given", tmp_path / "model", target_modules=targets)
+    given = (str(tmp_path / "model"), parallel, False, test_layouts.ST_PPO, str(tmp_path))
+    results = run_ranks(adapting.steps, world, *given, targets, "none", str(tmp_path / "given"))
+    compare(results, tmp_path, distributed=False)
+    for role in ("actor", "critic"):
+        held = load_file(tmp_path / f"{role}.safetensors")
+        assert held.keys() == tensors.keys()
+        assert all(torch.equal(held[key], tensors[key]) for key in tensors), "they are imported bit for bit"
+
+
+def compare(results: list[dict[str, Any]], tmp_path: Path, distributed: bool) -> None:
+    """Compare what adapting.steps returned and wrote with a step of the model in float64."""
     numbers, own_T = results[0]["numbers"], torch.tensor(results[0]["own"])
     for role in ("actor", "critic"):
         model = test_layouts.in_float64(tmp_path / "model")
@@ -84,6 +121,7 @@ def test_step_of_adapters_equals_float64_reference(tmp_path: Path, case: str) ->
                 assert apart < 1e-4, (name, float(apart))
     for result in results:
         assert result["numbers"] == numbers, "every rank reports the same numbers"
-        assert result["fresh"] == 0.0, "with B = 0 the actor is the reference"
+        assert result["fresh"] == 0.0, "the actor begins as the reference"
         size = result["bytes"]
-        assert size["all"] == size["actor"] + size["critic, trained"], "three models share one trunk"
+        trained = size["critic, trained"] + size["reference, own"]
+        assert size["all"] == size["actor"] + trained, "three models share one trunk"

@@ -39,21 +39,16 @@ def test_all_linear_leaves_experts_out():
 
 
 @pytest.mark.parametrize(
-    ("model", "command", "message"),
+    ("model", "message"),
     [
-        (
-            {"critic_path": "c"},
-            "train",
-            "critic_path=c: with model.lora.rank=4 the critic shares",
-        ),
-        ({"layers": "transformer_engine"}, "train", "transformer_engine: its layers do not return the input"),
-        ({}, "cold-start", "rank=4: the cold start trains all weights; cold-start needs model.lora.rank=0"),
+        ({"critic_path": "c"}, "critic_path=c: with model.lora.rank=4 the critic shares"),
+        ({"layers": "transformer_engine"}, "transformer_engine: its layers do not return the input"),
     ],
 )
-def test_what_adapters_exclude_is_refused(model, command, message):
+def test_what_adapters_exclude_is_refused(model, message):
     config = Config.model_validate({"model": {"path": "m", "lora": {"rank": 4}} | model})
     with pytest.raises(ConfigError, match=message):
-        lora.check(config, command)
+        lora.check(config)
 
 
 def test_adapters_of_a_run_without_them_cannot_be_exported():
