@@ -21,8 +21,9 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
+from megatron_stppo.model.served import served_terms
 from megatron_stppo.resampling import resampled
-from megatron_stppo.reshard.resharder import Resharder
+from megatron_stppo.reshard.engine_sync import EngineSync
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.failures import FailureLimit
@@ -30,7 +31,8 @@ from megatron_stppo.rollout.generation import EngineFailure
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.rollouts import rollout_settings, seed_of
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.spans import serving_layouts, training_layouts
+from megatron_stppo.sharding.transfers import served_adapters, transfers
 from megatron_stppo.telemetry.console import timed
 from megatron_stppo.types import Task
 from megatron_stppo.validation import model_layout
@@ -46,7 +48,7 @@ class Worker:
 
     learner: Learner
     engine: Engine
-    reshard: Resharder
+    reshard: EngineSync
     make_environment: Callable[[], AnyEnvironment]
     restarts: Restarts
     failures: FailureLimit
@@ -105,7 +107,8 @@ class Worker:
         """Wake the engine and copy the policy's weights to it, as policy version `version`."""
         self.learner.load_for("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
-        self.engine.wake_weights()
+        if self.engine.wake_weights():
+            self.reshard.forget()
         self.reshard.sync(version)
         self.learner.load_for("rollout")
         torch.cuda.empty_cache()  # free the reshard's buffers before the key-value cache is allocated
@@ -166,7 +169,7 @@ class Worker:
         self.engine.rebuild()
         self.engine.sleep()  # as after the first build: a reshard needs the key-value cache's memory
         learner.load_for("reshard")  # the new reshard takes views of the policy's weights
-        self.reshard = _resharder(learner, self.engine)
+        self.reshard = engine_sync(learner, self.engine)
         self.publish(version)
 
     def _play(
@@ -222,7 +225,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
     return Worker(
         learner=learner,
         engine=engine,
-        reshard=_resharder(learner, engine),
+        reshard=engine_sync(learner, engine),
         make_environment=make_environment,
         restarts=Restarts(config.rollout.engine_restarts, in_process=not torch.cuda.is_available()),
         failures=FailureLimit(config.environment.max_failure_rate),
@@ -230,20 +233,20 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
     )
 
 
-def _resharder(learner: Learner, engine: Engine) -> Resharder:
+def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
     """Build the reshard from the policy to the engine.
 
     From now on the engine generates only with weights that this reshard has published.
     """
     config, shape, mesh = learner.config, learner.shape, learner.mesh
     weights = build.named_parameters(learner.policy)
-    reshard = Resharder(
+    training = training_layouts(shape, mesh.layout, spec=layer_spec(config))
+    serving = serving_layouts(shape, mesh.world, config.engine_tensor)
+    reshard = EngineSync(
         weights,
         engine.parameters(),
-        training_layouts(shape, mesh.layout, spec=layer_spec(config)),
-        serving_layouts(shape, mesh.world, config.engine_tensor),
-        row_widths(shape),
-        build.low_rank(weights, shape, config, mesh),
+        transfers(shape, training, serving, served_adapters(config.model.lora, shape)),
+        served_terms(weights, shape, config, mesh),
     )
     engine.published = reshard.published
     return reshard
@@ -251,7 +254,7 @@ def _resharder(learner: Learner, engine: Engine) -> Resharder:
 
 def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
     """Build this rank's shard of the engine. Collective."""
-    r = config.rollout
+    r, adapters = config.rollout, served_adapters(config.model.lora, read_shape(config.model.path))
     return Engine(
         config.model.path,
         tensor=config.engine_tensor,
@@ -263,4 +266,5 @@ def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
         kv_cache_gib=r.kv_cache_gib,
         gpu_memory_utilization=r.gpu_memory_utilization,
         routes=routes,
+        adapters=adapters if adapters is not None and adapters.alone else None,
     )

@@ -37,7 +37,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 # These replace functions of torch, megatron or vLLM on a CPU, which offer no argument for it.
-PLATFORM = {"parallel/cpu_platform.py", "rollout/cpu_experts.py", "rollout/vllm_setup.py"}
+PLATFORM = {
+    "parallel/cpu_platform.py",
+    "rollout/cpu_experts.py",
+    "rollout/cpu_lora.py",
+    "rollout/vllm_setup.py",
+}
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"cli", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}
 

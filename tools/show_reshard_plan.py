@@ -7,6 +7,8 @@ parallelism uses the remaining ranks. Prints the number of copies; the bytes tha
 within a node and cross between nodes; those of the busiest rank and node; and the bytes that any plan must
 move. The bytes are counted as in `megatron-stppo plan` (plan/exchange.py). Exits with 2 if a layout does not
 fit the model or the ranks.
+With --lora, such as rank=32,sync=adapter, it is the reshard after an update of adapters (docs/lora.md), for
+an engine that has kept its weights.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from megatron_stppo.config_file import validate
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.spans import serving_layouts, training_layouts
+from megatron_stppo.sharding.transfers import served_adapters, transfers
+from megatron_stppo.validation.lora import check as check_lora
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -42,9 +46,19 @@ def planned(config: Config, ranks: int, ranks_per_node: int, item_bytes: int) ->
     layout = check_parallel(config, ranks)
     check_engine(config, ranks)
     shape = read_shape(config.model.path)
+    check_lora(config)
     train, engine = training_layouts(shape, layout), serving_layouts(shape, ranks, config.engine_tensor)
     gpu, layers = replace(H100, per_node=ranks_per_node), layers_to_plan(shape, layout)
-    return exchange(train, engine, row_widths(shape), layers, item_bytes, gpu)
+    update = transfers(shape, train, engine, served_adapters(config.model.lora, shape)).each
+    return exchange(*update, layers, item_bytes, gpu)
+
+
+def settings(text: str) -> dict[str, str]:
+    """Return {"rank": "4", "sync": "adapter"} for "rank=4,sync=adapter". Raises ConfigError."""
+    parts = [part.partition("=") for part in text.split(",") if part]
+    if odd := ["".join(part) for part in parts if not part[1]]:
+        raise ConfigError(f"--lora {odd[0]!r} is not FIELD=VALUE; for example rank=32,sync=adapter")
+    return {name: value for name, _, value in parts}
 
 
 def axes(text: str) -> dict[str, Any]:
@@ -83,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL_FOLDER", help="a folder with config.json")
     parser.add_argument("--train", default="", metavar="AXIS=N,..", help="such as tensor=2,pipeline=2")
+    parser.add_argument("--lora", default="", metavar="FIELD=V,..", help="such as rank=32,sync=adapter")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--engine-tensor", type=int, help="default: that of --train")
     parser.add_argument("--ranks-per-node", type=int, default=8)
@@ -96,14 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag}={getattr(given, name)} must be at least 1; raise it")
         sections = {"parallel": axes(given.train), "rollout": {"engine_tensor": given.engine_tensor}}
-        config = validate({"model": {"path": given.model}, **sections})
+        config = validate({"model": {"path": given.model, "lora": settings(given.lora)}, **sections})
         found = planned(config, given.ranks, given.ranks_per_node, ITEM_BYTES[given.dtype])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     tensor, planning = config.engine_tensor, time.perf_counter() - begin
     if given.json:
-        about = {"model": str(given.model), "train": given.train, "ranks": given.ranks}
+        about = {"model": str(given.model), "train": given.train, "lora": given.lora, "ranks": given.ranks}
         about |= {"engine_tensor": tensor, "ranks_per_node": given.ranks_per_node, "dtype": given.dtype}
         print(json.dumps(about | asdict(found) | {"ratio": found.ratio, "planning_seconds": planning}))
     else:

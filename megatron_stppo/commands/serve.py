@@ -40,6 +40,7 @@ from megatron_stppo.serving.replica import FirstRank, Replica
 from megatron_stppo.serving.transport import Dialer
 from megatron_stppo.serving.weights import Link
 from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.transfers import served_adapters
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.worker import build_engine
 
@@ -78,12 +79,12 @@ def serve(config: Config, started: Started) -> None:
             engine = build_engine(config, process.dtype(config), routes=config.replays_rollout)
         make_environment = open_environment(config, resume=True)
         timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
-        limits = rollout_settings(config).limits
+        limits, adapters = rollout_settings(config).limits, served_adapters(config.model.lora, shape)
         build = partial(
             Replica,
             engine,
             limits,
-            lambda offer: Link.from_replica(engine, shape, offer, timeout),
+            lambda offer: Link.from_replica(engine, shape, offer, timeout, adapters),
             watchdog.phase,
         )
         if rank:

@@ -40,6 +40,12 @@ class LoraConfig(Section):
         "reference begin: adapter_config.json, adapter_model.safetensors; default: adapters that add 0",
     )
 
+    sync: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what the engine gets of each version. merged: W + alpha / rank * B A of the layers with "
+        "an adapter; adapter: A and B alone, which vLLM applies with its own LoRA",
+    )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The targets by name; none without adapters."""

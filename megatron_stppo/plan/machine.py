@@ -16,7 +16,8 @@ from megatron_stppo.plan.exchange import exchange, layers_to_plan
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.spans import row_widths, serving_spans
+from megatron_stppo.sharding.spans import serving_spans
+from megatron_stppo.sharding.transfers import served_adapters, transfers
 
 
 def engine_speed(
@@ -62,9 +63,10 @@ def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, given: Mapping[str,
 def transfer_seconds(
     use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
 ) -> float:
-    """Return the seconds to send the weights from the trainer to one replica of `tensor` other GPUs."""
+    """Return the seconds to send an update from the trainer to one replica of `tensor` other GPUs."""
     first = use.layout.world
     replica = {first + rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
     alike = layers_to_plan(shape, use.layout)
-    moves = exchange(use.spans, replica, row_widths(shape), alike, use.dtype.itemsize, gpu)
+    update = transfers(shape, use.spans, replica, served_adapters(use.config.model.lora, shape)).each
+    moves = exchange(*update, alike, use.dtype.itemsize, gpu)
     return moves.seconds / given["network_share"]

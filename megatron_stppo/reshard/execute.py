@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.reshard.merging import Merge
+from megatron_stppo.reshard.merging import Term, computed
 from megatron_stppo.reshard.plan import ReshardPlan, RowCopy, buckets
 from megatron_stppo.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.reshard.verify import Checks, Summed
-from megatron_stppo.sharding.low_rank import LowRank
 
 WORD = 8  # bytes; segments of a buffer are aligned to words, so that any type can be viewed in place
 
@@ -67,7 +66,7 @@ class Exchange:
         target: Mapping[str, Tensor],
         dtypes: Mapping[tuple[int, str], torch.dtype],
         widths: Mapping[str, int],
-        terms: Mapping[tuple[str, str], LowRank],
+        terms: Mapping[tuple[str, str], Term],
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -159,7 +158,11 @@ class Exchange:
         of_each = list(zip(share, sources, targets, map(self._term, share), strict=True))
         copies = Copies(
             ((source, target) for _, source, target, term in of_each if term is None),
-            (Merge(copy, source, term, target) for copy, source, target, term in of_each if term is not None),
+            (
+                computed(copy, source, term, target)
+                for copy, source, target, term in of_each
+                if term is not None
+            ),
         )
         # Merged rows exist only in their target, where they are summed when they are written and at the end.
         written = [source if term is None else target for _, source, target, term in of_each]
@@ -190,7 +193,7 @@ class Exchange:
             segments.append(segment)
         return segments, splits
 
-    def _term(self, copy: RowCopy) -> LowRank | None:
+    def _term(self, copy: RowCopy) -> Term | None:
         return self._terms.get((copy.source, copy.hf_key))
 
     def _source_view(self, copy: RowCopy) -> Tensor:

@@ -1,14 +1,17 @@
-"""Forms the rows of W + scale * B A while they are written, so that no merged copy of a model exists."""
+"""Computes rows while they are written: W + scale * B A, so that no merged copy of a model exists, or
+scale * B."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.reshard.plan import RowCopy
-from megatron_stppo.sharding.low_rank import LowRank
+from megatron_stppo.sharding.low_rank import LowRank, Scaled
 
 AT_ONCE = 1 << 22  # numbers of a product in memory at a time: 16 MiB
 
@@ -40,3 +43,33 @@ class Merge:
             part = slice(first, first + step)
             total = torch.addmm(self.weight[part].float(), b[part], a, alpha=self.term.scale)
             self.target[part].copy_(total)
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """One copy of rows (or columns) that are multiplied by a factor.
+
+    Example: rows [[1, 2]] and factor 3 write [[3, 6]].
+    """
+
+    copy: RowCopy
+    rows: Tensor
+    term: Scaled
+    target: Tensor
+
+    def __call__(self) -> None:
+        """Write the product, computed in float32 and cast once to the type of the target."""
+        self.target.copy_(self.rows.float() * self.term.factor)
+
+
+Term = LowRank | Scaled
+Computed = Merge | Multiply
+OF_TERM: dict[type[Term], Callable[[RowCopy, Tensor, Any, Tensor], Computed]] = {
+    LowRank: Merge,
+    Scaled: Multiply,
+}
+
+
+def computed(copy: RowCopy, source: Tensor, term: Term, target: Tensor) -> Computed:
+    """Return the call that writes the rows of `source`, changed by `term`, into `target`."""
+    return OF_TERM[type(term)](copy, source, term, target)

@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
 from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.reshard.execute import ErrorHolder, Exchange
+from megatron_stppo.reshard.merging import Term
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
 from megatron_stppo.reshard.verify import Checks, ReshardError
-from megatron_stppo.sharding.low_rank import LowRank
 from megatron_stppo.sharding.tiles import PADDING, Spans
 
 
@@ -59,8 +59,8 @@ class Resharder:
     source, target: this rank's tensors by name.
     source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
     widths: {hf_key: elements per row}.
-    terms: {(source tensor, hf_key): term} of this rank's adapters, which are added to the rows while they are
-    packed: the engine gets W + scale * B A.
+    terms: {(source tensor, hf_key): term} of this rank's adapters, with which rows are computed while they
+    are packed (merging.py): the engine gets W + scale * B A, or scale * B.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
     verify_share: n compares one copy in n, and a different set with each version.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
@@ -76,7 +76,7 @@ class Resharder:
         source_layouts: Mapping[int, Spans],
         target_layouts: Mapping[int, Spans],
         widths: Mapping[str, int],
-        terms: Mapping[tuple[str, str], LowRank] | None = None,
+        terms: Mapping[tuple[str, str], Term] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
-from megatron_stppo.reshard.merging import Merge
+from megatron_stppo.reshard.merging import Computed, Term, computed
 from megatron_stppo.reshard.plan import RowCopy
 from megatron_stppo.reshard.verify import Summed
-from megatron_stppo.sharding.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class BucketSlice:
     view: Tensor
     dtype: torch.dtype  # the target's
     start: int
-    term: LowRank | None = None  # of the adapter, in a view that is packed from
+    term: Term | None = None  # of an adapter, in a view that is packed from
 
     @property
     def stop(self) -> int:
@@ -44,14 +43,14 @@ class Bucket:
 
 
 class Copies:
-    """Copies between pairs (source, target) of views, prepared once, and sums with adapters.
+    """Copies between pairs (source, target) of views, prepared once, and rows that are computed (merging.py).
 
-    Each call makes all copies in a few kernels, and then the merges.
+    Each call makes all copies in a few kernels, and then computes rows.
     Views that ops.bucket_copy does not support (types other than float32 and bfloat16) are copied one by one.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], merges: Iterable[Merge] = ()) -> None:
-        self._merges = list(merges)
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Computed] = ()) -> None:
+        self._rows = list(rows)
         known: list[tuple[Tensor, Tensor]] = []
         self._others: list[tuple[Tensor, Tensor]] = []
         for source, target in pairs:
@@ -63,8 +62,8 @@ class Copies:
         self._known()
         for source, target in self._others:
             target.copy_(source)
-        for merge in self._merges:
-            merge()
+        for write in self._rows:
+            write()
 
 
 class Staging:
@@ -98,7 +97,7 @@ class Staging:
             buffer, sends = self._send[index % 2], self._buckets[index].sends
             self._packs[index] = Copies(
                 ((s.view, s.of(buffer)) for s in sends if s.term is None),
-                (Merge(s.copy, s.view, s.term, s.of(buffer)) for s in sends if s.term is not None),
+                (computed(s.copy, s.view, s.term, s.of(buffer)) for s in sends if s.term is not None),
             )
         self._packs[index]()
 

@@ -37,6 +37,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from megatron_stppo.rollout.engine_adapters import REQUEST, EngineAdapters
 from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
 from megatron_stppo.rollout.in_flight import computed_tokens, no_new_steps, steps_under_way
 from megatron_stppo.rollout.stop_strings import StopFinder
@@ -50,6 +51,7 @@ from megatron_stppo.rollout.vllm_setup import (
     tear_down,
     weights,
 )
+from megatron_stppo.sharding.transfers import ServedAdapters
 from megatron_stppo.types import version_runs
 
 
@@ -85,10 +87,12 @@ class Engine:
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.6,
         routes: bool = False,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
         routes: record the experts of every token (Finished.routes), for a model with experts.
+        adapters: A and B that the engine applies itself, and that `parameters` returns too.
         vLLM re-seeds torch, numpy and random: restore their states after building the engine.
         Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or
         the number of ranks.
@@ -107,8 +111,9 @@ class Engine:
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             routes=routes,
+            adapters=adapters,
         )
-        self._records = routes
+        self._records, self._served = routes, adapters
         self.tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
         self.max_context = max_context
         self.vocabulary = int(config.vocab_size)
@@ -128,6 +133,7 @@ class Engine:
         self._routes = worker.routes if self._records else None
         if self._routes is not None:
             self._routes.follow(self._core)
+        self._adapters = EngineAdapters(worker, self._served) if self._served is not None else None
         self._asleep: set[str] = set()  # parts whose GPU memory is released
         self._steps = 0  # of this rollout
         self._failed = False
@@ -153,7 +159,8 @@ class Engine:
 
         Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
         """
-        return weights(self._llm.model_executor.driver_worker.worker.get_model())
+        own = weights(self._llm.model_executor.driver_worker.worker.get_model())
+        return own if self._adapters is None else own | self._adapters.tensors()
 
     def settle(self) -> list[Finished]:
         """Complete the steps that vLLM has under way, without a new one. Return the complete generations.
@@ -246,7 +253,7 @@ class Engine:
                 sampling_params=parameters,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=None if self._adapters is None else REQUEST,
                 cache_salt=None,
                 data_parallel_rank=None,
             )
@@ -340,8 +347,8 @@ class Engine:
 
         At level 2, vLLM drops everything that was allocated while it loaded the model and keeps a copy of the
         buffers only: the parameters come back with undefined content, which the reshard overwrites, and so
-        does any tensor that a layer keeps as a plain attribute, which nothing overwrites. A model with such a
-        tensor would need it to be filled again in `wake_weights`. None of the families served here has one.
+        does any tensor that a layer keeps as a plain attribute, which nothing overwrites. Such tensors are
+        filled again in `wake_weights`. Only the layers that apply adapters have them.
         """
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running; the engine cannot sleep")
@@ -352,13 +359,18 @@ class Engine:
                 self._core.sleep(2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
-    def wake_weights(self) -> None:
-        """Allocate memory for the weights. Its content is undefined until a reshard fills it."""
+    def wake_weights(self) -> bool:
+        """Allocate memory for the weights. Return whether their content is undefined, until a reshard fills
+        it, because the engine has slept; on a CPU, it never is."""
+        dropped = "weights" in self._asleep and not on_cpu()
         self._wake("weights")
+        if dropped and self._adapters is not None:
+            self._adapters.clear()
+        return dropped
 
     def wake(self) -> None:
         """Allocate memory for the rest. After this and `refresh` the engine generates again."""
-        self._wake("weights")
+        self.wake_weights()
         self._wake("kv_cache")
 
     def _wake(self, part: str) -> None:

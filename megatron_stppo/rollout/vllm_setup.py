@@ -40,11 +40,13 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megatron_stppo.rollout import cpu_cache  # noqa: E402
+from megatron_stppo.rollout.engine_adapters import lora_arguments  # noqa: E402
+from megatron_stppo.sharding.transfers import ServedAdapters  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from megatron_stppo.rollout import cpu_experts
+    from megatron_stppo.rollout import cpu_experts, cpu_lora
     from megatron_stppo.rollout.cpu_worker import ROUTES, TOKEN
 
 
@@ -60,14 +62,17 @@ def build_vllm(
     kv_cache_gib: float,
     gpu_memory_utilization: float,
     routes: bool,
+    adapters: ServedAdapters | None = None,
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     float32_logits: compute the logits in float32 even if the dtype is bfloat16.
     routes: the worker records the experts that its routers choose (engine_routes.py).
-    Raises ConfigError if vLLM does not have the pinned version, if torch.cuda was replaced on a GPU, if a CPU
-    cannot serve the model, or if vLLM refuses the sizes, for instance because another process holds the GPU's
-    memory. validation/ has checked that the sizes fit the model and the ranks.
+    adapters: A and B that vLLM applies itself (engine_adapters.py).
+    Raises ConfigError if vLLM does not have the pinned version or no LoRA for `adapters`, if torch.cuda was
+    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes, for instance because
+    another process holds the GPU's memory. validation/ has checked that the sizes fit the model and the
+    ranks.
     """
     _check_version()
     check_cuda_functions()
@@ -95,6 +100,7 @@ def build_vllm(
             gpu_memory_utilization=gpu_memory_utilization,
             token=token,
             routes=routes,
+            adapters=adapters,
         )
         try:
             engine = LLMEngine.from_engine_args(arguments)
@@ -124,11 +130,12 @@ def engine_arguments(
     gpu_memory_utilization: float,
     token: str,
     routes: bool = False,
+    adapters: ServedAdapters | None = None,
 ) -> EngineArgs:
     """Return vLLM's arguments for this platform.
 
     token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
-    from those of all other engines. routes: see build_vllm.
+    from those of all other engines. routes, adapters: see build_vllm.
     """
     return EngineArgs(
         model=str(model_path),
@@ -149,6 +156,7 @@ def engine_arguments(
         generation_config="vllm",  # ignore top_k and temperature of the checkpoint
         enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
         disable_log_stats=True,
+        **lora_arguments(adapters),
         **_platform_arguments(kv_cache_gib, token, routes),
     )
 
@@ -161,7 +169,8 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         slices = parameter.data.unbind() if parameter.ndim == 3 else ()
-        found |= {f"{name}.{n}": part for n, part in enumerate(slices)} or {name: parameter.data}
+        plain = name.replace(".base_layer.", ".")  # vLLM puts a layer into one that applies adapters
+        found |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
     return found
 
 
@@ -266,6 +275,7 @@ def _keep_weights_plain() -> None:
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
     cpu_experts.keep_plain()
+    cpu_lora.one_adapter()
 
 
 def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:

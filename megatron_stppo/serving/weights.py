@@ -23,18 +23,21 @@ from megatron_stppo.launch.rendezvous import address_towards, check_nccl_interfa
 from megatron_stppo.learner import Learner
 from megatron_stppo.messages import printable
 from megatron_stppo.model import build
+from megatron_stppo.model.served import served_terms
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
-from megatron_stppo.reshard.resharder import Resharder, SyncReport, nothing
+from megatron_stppo.reshard.engine_sync import EngineSync
+from megatron_stppo.reshard.merging import Term
+from megatron_stppo.reshard.resharder import SyncReport, nothing
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.serving.losses import tell_lost, why_lost
 from megatron_stppo.serving.messages import Offer
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import LowRank
-from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.spans import serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import Spans
+from megatron_stppo.sharding.transfers import ServedAdapters, served_adapters, transfers
 
 if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
     from megatron_stppo.rollout.engine import Engine
@@ -71,10 +74,11 @@ class Link:
         target: Mapping[str, Tensor],
         layouts: tuple[Mapping[int, Spans], Mapping[int, Spans]],
         shape: ModelShape,
+        adapters: ServedAdapters | None,
         offer: Offer,
         store: dist.Store,
         timeout: timedelta,
-        terms: Mapping[tuple[str, str], LowRank] | None = None,
+        terms: Mapping[tuple[str, str], Term] | None = None,
         *,
         first: int,
         settle: Callable[[str, Exception | None], None],
@@ -82,17 +86,17 @@ class Link:
     ) -> None:
         """Join the group and plan the copies. Use from_trainer or from_replica.
 
-        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. terms: of the
-        sources' adapters, as for Resharder. first: group rank of this program's first rank. settle: called
-        with the group's name and this rank's error after each step; raises if a rank of this program has an
-        error.
+        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. adapters: None
+        if all weights are trained. terms: of the sources' adapters, as for Resharder. first: group rank of
+        this program's first rank. settle: called with the group's name and this rank's error after each
+        step; raises if a rank of this program has an error.
         """
         self.name, self._store, self._settle = offer.group, store, settle
         self._group: dist.ProcessGroup | None = None
-        self._reshard: Resharder | None = None
+        self._reshard: EngineSync | None = None
         self._closed = ""  # why
 
-        def connect() -> Resharder:
+        def connect() -> EngineSync:
             address = address_towards(offer.host, offer.port)
             check_nccl_interface(address)
             group = bridge.join(
@@ -108,11 +112,10 @@ class Link:
             if self._closed:  # given up while the ranks were joining
                 self._leave(self._closed)
                 raise GivenUp(self._closed)
-            return Resharder(
+            return EngineSync(
                 source,
                 target,
-                *layouts,
-                row_widths(shape),
+                transfers(shape, *layouts, adapters),
                 terms,
                 group=group,
                 ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
@@ -133,8 +136,10 @@ class Link:
         Raises ReplicaLost on all ranks of the trainer.
         """
         weights = build.named_parameters(learner.policy)
-        terms = build.low_rank(weights, learner.shape, learner.config, learner.mesh)
-        return cls.of_tensors(weights, learner.shape, offer, tensor, store, timeout, terms)
+        config, mesh, shape = learner.config, learner.mesh, learner.shape
+        terms = served_terms(weights, shape, config, mesh)
+        adapters = served_adapters(config.model.lora, shape)
+        return cls.of_tensors(weights, shape, offer, tensor, store, timeout, adapters, terms)
 
     @classmethod
     def of_tensors(
@@ -145,11 +150,12 @@ class Link:
         tensor: int,
         store: dist.Store,
         timeout: timedelta,
-        terms: Mapping[tuple[str, str], LowRank] | None = None,
+        adapters: ServedAdapters | None = None,
+        terms: Mapping[tuple[str, str], Term] | None = None,
     ) -> Self:
         """Connect to a replica as from_trainer does, and send this rank's tensors of the trainer's layout."""
         layouts = link_layouts(shape, offer, tensor)
-        return cls(source, {}, layouts, shape, offer, store, timeout, terms, first=0, settle=_agree)
+        return cls(source, {}, layouts, shape, adapters, offer, store, timeout, terms, first=0, settle=_agree)
 
     @classmethod
     def from_replica(
@@ -158,14 +164,16 @@ class Link:
         shape: ModelShape,
         offer: Offer,
         timeout: timedelta,
+        adapters: ServedAdapters | None = None,
     ) -> Self:
         """Connect to the trainer. Collective over the trainer's ranks and the replica's.
 
-        From now on the engine generates only with weights that this link has received.
+        From now on the engine generates only with weights that this link has received. adapters: those of the
+        run, None if all weights are trained.
         Raises RuntimeError or OSError if the trainer is lost, and ReshardError if a rank's tensors do not
         match its layout.
         """
-        link = cls.into_tensors(engine.parameters(), shape, offer, timeout)
+        link = cls.into_tensors(engine.parameters(), shape, offer, timeout, adapters=adapters)
         engine.published = link.published
         return link
 
@@ -177,6 +185,7 @@ class Link:
         offer: Offer,
         timeout: timedelta,
         on_bucket: Callable[[int], None] = nothing,
+        adapters: ServedAdapters | None = None,
     ) -> Self:
         """Connect to the trainer as from_replica does, and write into this rank's tensors of the replica."""
         layouts, first = link_layouts(shape, offer, dist.get_world_size()), offer.layout.world
@@ -186,6 +195,7 @@ class Link:
             target,
             layouts,
             shape,
+            adapters,
             offer,
             store,
             timeout,
@@ -204,7 +214,9 @@ class Link:
         return self._reshard.published()
 
     def sync(self, version: int) -> SyncReport:
-        """Send all of the policy's weights, which then have version `version` on the replica. Collective.
+        """Send the policy's weights, which then have version `version` on the replica. Collective.
+
+        Weights that no update changes are sent by the first call.
 
         Raises ReplicaLost on all ranks of the trainer if the replica is lost. On the replica, raises
         RuntimeError or OSError if the trainer is lost. If a checksum differs or the two sides do not name the

@@ -55,6 +55,12 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class Scaled(NamedTuple):
+    """A factor that rows are multiplied by. An engine applies B A x with a B that contains the scale."""
+
+    factor: float
+
+
 def adapter_names(linear: str) -> tuple[str, str]:
     """Return the parameter names of A and B in the adapter of megatron's layer `linear`."""
     return f"{linear}.adapter.a", f"{linear}.adapter.b"
@@ -70,12 +76,8 @@ def adapter_key(weight: str, matrix: str) -> str:
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return {checkpoint name of the weight: its shape} of the layers that get an adapter."""
-    found = {}
-    for key, size in hf_shapes(shape).items():
-        layer = key.removesuffix(".weight").rpartition(".")[2]
-        if key.endswith(".weight") and layer in targets and ".experts." not in key:
-            found[key] = (size[0], size[1])
-    return found
+    sizes = hf_shapes(shape).items()
+    return {key: (size[0], size[1]) for key, size in sizes if _is_adapted(key, targets)}
 
 
 def adapter_shapes(shape: ModelShape, rank: int, targets: Collection[str]) -> dict[str, tuple[int, int]]:
@@ -132,6 +134,40 @@ def low_rank_terms(
             a, b = (parameters[name] for name in adapter_names(linear))
             terms[f"{linear}.weight", key] = LowRank(b, a, index * rank, scale)
     return terms
+
+
+def scaled_terms(weights: Spans, targets: Collection[str], scale: float) -> dict[tuple[str, str], Scaled]:
+    """Return {(name of B's parameter, its checkpoint name): the factor of its rows}."""
+    return {
+        (adapter_names(linear)[1], adapter_key(key, B)): Scaled(scale)
+        for linear, of_weight in _linears(weights)
+        for key in held_targets(linear, of_weight, targets)
+    }
+
+
+def serving_adapter_spans(weights: Spans, rank: int, rows: int, targets: Collection[str]) -> Spans:
+    """Return the spans of an engine rank's adapters. Each A and B is a tensor with its checkpoint name.
+
+    weights: the rank's serving_spans. rank, rows: as for adapter_spans. vLLM cuts A and B as the weight is
+    cut: B has the weight's rows, or, if the weight is cut along its columns, A has these columns.
+    """
+    spans: dict[str, tuple[Span, ...]] = {}
+    for of_weight in weights.values():
+        for span in of_weight:
+            if not _is_adapted(span.hf_key, targets):
+                continue
+            a, b = (adapter_key(span.hf_key, matrix) for matrix in (A, B))
+            if span.dim == 0:
+                spans |= {a: whole(a, rank), b: (span._replace(hf_key=b, local=0),)}
+            else:
+                spans |= {a: (span._replace(hf_key=a, local=0),), b: whole(b, rows)}
+    return spans
+
+
+def _is_adapted(key: str, targets: Collection[str]) -> bool:
+    """Return whether the checkpoint name is that of a weight with an adapter."""
+    layer = key.removesuffix(".weight").rpartition(".")[2]
+    return key.endswith(".weight") and layer in targets and ".experts." not in key
 
 
 def _linears(weights: Spans) -> Iterator[tuple[str, tuple[Span, ...]]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.config.peft_folder import PeftFolder, read_folder
+from megatron_stppo.launch.vllm_environment import LORA_RANKS
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapted, adapter_shapes
 
@@ -16,6 +17,11 @@ def check(config: Config) -> None:
     if lora.path is not None:
         check_imported(read_folder(lora.path), lora, read_shape(model.path), model.path)
     if not lora.rank:
+        if lora.sync == "adapter":
+            raise ConfigError(
+                "model.lora.sync=adapter: with model.lora.rank=0 all weights are trained and there is no "
+                "adapter; set model.lora.rank, or model.lora.sync=merged"
+            )
         return
     field = f"model.lora.rank={lora.rank}"
     if model.critic_path is not None:
@@ -28,7 +34,25 @@ def check(config: Config) -> None:
             f"model.layers=transformer_engine: its layers do not return the input of an adapter ({field}); "
             "set model.layers=local"
         )
-    check_targets(read_shape(model.path), lora.rank, lora.names, lora.targets)
+    shape = read_shape(model.path)
+    check_targets(shape, lora.rank, lora.names, lora.targets)
+    if lora.sync == "adapter":
+        check_alone(shape, lora.rank)
+
+
+def check_alone(shape: ModelShape, rank: int) -> None:
+    """Raise ConfigError unless vLLM can apply adapters of this rank to the model itself."""
+    remedy = "set model.lora.sync=merged"
+    if rank > max(LORA_RANKS):
+        raise ConfigError(
+            f"model.lora.rank={rank}: vLLM applies adapters of rank {max(LORA_RANKS)} at most; choose a "
+            f"lower rank, or {remedy}"
+        )
+    if shape.experts:
+        raise ConfigError(
+            "model.lora.sync=adapter: with it vLLM computes experts with kernels that a CPU cannot run, and "
+            f"that are not tested here; {remedy}, or choose a model without experts"
+        )
 
 
 def check_imported(found: PeftFolder, lora: LoraConfig, shape: ModelShape, model: Path) -> None:

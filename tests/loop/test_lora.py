@@ -29,6 +29,12 @@ LORA = (
     "evaluate.tasks=3",
 )
 ROUNDING = 1e-5  # nats, as for `audit` in float32
+# What an update sends to an engine of one rank, in MB. The model has 2 layers of width 64 with queries of
+# 128, keys and values of 64, and 96 in the MLP. merged: the numbers of these layers' weights are
+# 2 * (64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96); adapter: those of A and B are, with rank 4,
+# 2 * 4 * (192 + 128 + 128 + 192 + 3 * 160). A number takes 4 bytes.
+SENT = {"merged": 0.344064, "adapter": 0.03584}
+both = pytest.mark.parametrize("sync", SENT)
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +174,34 @@ def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(runs: tuple
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_an_engine_that_applies_the_adapters_serves_what_the_trainer_computes(
+    runs: tuple[Path, Path],
+) -> None:
+    merged, config = runs[0], runs[0].parents[1] / "config.yaml"
+    layouts = {
+        "tensor": (),
+        "stages": ("parallel.tensor=1", "parallel.pipeline=2", "rollout.engine_tensor=2"),
+    }
+    for name, layout in layouts.items():
+        done = small_run.run("train", config, f"run.name={name}", *LORA, "model.lora.sync=adapter", *layout)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for row in rows(merged.with_name(name))[1:]:
+            assert row["actor/first_kl_to_old"] == 0, "ratios that are not exactly 1"
+            assert row["mismatch/mean_abs"] < 1e-6
+            assert row["actor/gradient_norm"] > 0 and not row["actor/held"]
+    said = promises.start(["audit", str(merged.with_name("tensor")), "parallel.tensor=1"])
+    assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@both
 def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
-    tmp_path_factory: pytest.TempPathFactory,
+    sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = small_run.write(tmp_path_factory.mktemp("served"))
     given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    given += (f"model.lora.sync={sync}",)
     for name, more in (
         ("colocated", ()),
         ("served", (*promises.SERVED, "serving.max_staleness=0")),
@@ -183,15 +212,19 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     assert not any(row["actor/held"] for row in promises.rows(served)[1:]), "the actor must be updated"
     assert all(promises.trajectories(served, n) == promises.trajectories(colocated, n) for n in range(1, 4))
     assert promises.weights(served, 3) == promises.weights(colocated, 3) != promises.weights(served, 2)
+    sent = [row["serving/weights_sent_mb"] for row in rows(served)[2:]]
+    assert sent == [pytest.approx(SENT[sync])] * 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@both
 def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_names(
-    tmp_path_factory: pytest.TempPathFactory,
+    sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = small_run.write(tmp_path_factory.mktemp("busy"))
     given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    given += (f"model.lora.sync={sync}",)
     more = (*promises.SERVED, *promises.BUSY)
     promises.start(["train", str(config), "run.name=busy", *given, *more], LATE="0.05")
     run = config.parent / "runs" / "busy"
@@ -209,11 +242,12 @@ def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_nam
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@both
 def test_in_bfloat16_first_ratios_are_1_and_the_mismatch_is_that_of_rounding(
-    tmp_path_factory: pytest.TempPathFactory,
+    sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = small_run.write(tmp_path_factory.mktemp("bfloat16"))
-    given = (*LORA, "parallel.tensor=1", "model.dtype=bfloat16")
+    given = (*LORA, "parallel.tensor=1", "model.dtype=bfloat16", f"model.lora.sync={sync}")
     promises.start(["train", str(config), "run.name=rounded", *given])
     run = config.parent / "runs" / "rounded"
     for row in rows(run)[1:]:

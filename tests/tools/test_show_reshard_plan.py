@@ -98,6 +98,16 @@ def test_the_table_shows_the_numbers_of_the_json(model: Path) -> None:
     assert f"lower bound {found['least']:,}: 1.000 x" in text
 
 
+@pytest.mark.parametrize(("sync", "numbers"), [("merged", 480), ("adapter", 232)])
+def test_after_an_update_of_adapters_only_their_rows_are_planned(
+    model: Path, sync: str, numbers: int
+) -> None:
+    # numbers per layer: 8 * (8 + 4 + 4 + 8) + 3 * 8 * 12 of the weights; with rank 2, those of A and B are
+    # 2 * (16 + 12 + 12 + 16 + 3 * 20)
+    found = planned(model, "--ranks", "1", "--lora", f"rank=2,sync={sync}")
+    assert found["at_home"] == 4 * numbers * 2 and found["moved"] == 0
+
+
 def test_experts_are_planned_too(tmp_path: Path) -> None:
     experts = {
         "model_type": "qwen3_moe",
@@ -134,6 +144,8 @@ def test_experts_are_planned_too(tmp_path: Path) -> None:
         ),
         (["--ranks", "4", "--engine-tensor", "0"], "rollout.engine_tensor=0: "),
         (["--ranks", "0"], "--ranks=0 must be at least 1"),
+        (["--ranks", "1", "--lora", "rank"], "--lora 'rank' is not FIELD=VALUE; for example"),
+        (["--ranks", "1", "--lora", "sync=adapter"], "model.lora.sync=adapter: with model.lora.rank=0 all"),
     ],
 )
 def test_wrong_arguments_give_one_line_and_exit_code_2(model: Path, arguments: list[str], says: str) -> None:

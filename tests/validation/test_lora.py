@@ -7,7 +7,7 @@ import pytest
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.config_file import validate
 from megatron_stppo.validation import lora
-from megatron_stppo.validation.lora import check_targets
+from megatron_stppo.validation.lora import check_alone, check_targets
 from tests.reshard.pieces import model_shape
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -48,6 +48,20 @@ def test_all_linear_leaves_experts_out():
 def test_what_adapters_exclude_is_refused(model, message):
     config = Config.model_validate({"model": {"path": "m", "lora": {"rank": 4}} | model})
     with pytest.raises(ConfigError, match=message):
+        lora.check(config)
+
+
+def test_adapters_that_vllm_cannot_apply_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"rank=513: vLLM applies .* 512 at most; .* set model\.lora\.sync=merged"
+    ):
+        check_alone(model_shape(), 513)
+    with pytest.raises(
+        ConfigError, match=r"sync=adapter: .* experts .* set model\.lora\.sync=merged, or choose"
+    ):
+        check_alone(model_shape(family="qwen3_moe", experts=4), 4)
+    config = Config.model_validate({"model": {"path": "m", "lora": {"sync": "adapter"}}})
+    with pytest.raises(ConfigError, match=r"sync=adapter: with model\.lora\.rank=0 all weights are trained"):
         lora.check(config)
 
 

@@ -1,0 +1,68 @@
+"""Functions that run on a rank: a trainer's adapters go into vLLM, which applies them itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.launch import process
+from tests.ranks import leave_group
+from tests.rollout.families import PROMPTS
+from tests.rollout.tiny import CONTEXT
+
+
+def observe(
+    folder: Path, parallel: dict[str, int], engine_tensor: int, lora: dict[str, Any]
+) -> dict[str, Any]:
+    """Return generations of version 0, in which B is zero, of version 1, whose A and B are those of `values`,
+    and of version 1 again in an engine that was replaced. They are equal on the ranks of an engine."""
+    leave_group()
+    process.prepare()
+    from typing import get_args
+
+    import torch
+    from vllm.config.lora import MaxLoRARanks
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.learner import build_learner
+    from megatron_stppo.model import adapters, build
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.worker import build_engine, engine_sync
+
+    rollout = {"engine_tensor": engine_tensor, "max_context": CONTEXT, "max_sequences": 16}
+    given = {"model": {"path": folder, "lora": lora}, "parallel": parallel}
+    config = Config.model_validate(given | {"rollout": rollout | {"kv_cache_gib": 0.05}})
+    mesh, shape = process.start(config), read_shape(folder)
+    engine = build_engine(config, torch.float32, routes=False)
+    learner = build_learner(config, shape, mesh, torch.float32, training=False)
+    sync, seen = engine_sync(learner, engine), dict[str, Any]()
+    seen["vLLM's ranks"] = get_args(MaxLoRARanks)
+    parameters, of_version_1 = build.named_parameters(learner.policy), values(folder, lora)
+    for turn, version in enumerate((0, 1, 1)):
+        sync.sync(version)
+        engine.refresh()
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt, seed=number, max_tokens=24)
+        while engine.unfinished:
+            for done in engine.step():
+                seen[f"{turn} {done.request_id}"] = done.token_ids, done.logprobs
+        if turn == 1:
+            engine.rebuild()
+            sync = engine_sync(learner, engine)
+        for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
+            adapters.fill(parameters[name], spans, of_version_1.__getitem__)
+    return seen
+
+
+def values(folder: Path, lora: dict[str, Any]) -> dict[str, Any]:
+    """Return {checkpoint name: A or B} of version 1."""
+    from megatron_stppo.config import LoraConfig
+    from megatron_stppo.model.adapters import uniform
+    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.sharding.low_rank import adapter_shapes
+
+    given = LoraConfig.model_validate(lora)
+    return {
+        key: uniform(size, key)
+        for key, size in adapter_shapes(read_shape(folder), given.rank, given.names).items()
+    }
