@@ -52,9 +52,12 @@ def measured(cases: list[Any]) -> list[dict[str, int]]:
 
     from megatron.core import parallel_state
 
+    from tests.ops.memory import Peak
+
     found = []
     for case in cases:
-        found.append(_measure(*case))
+        with Peak() as memory:
+            found.append(run(settings(*case), _Bytes(memory).added))
         gc.collect()
         parallel_state.destroy_model_parallel()
     return found
@@ -97,7 +100,25 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
     return found
 
 
-def _measure(*case: Any) -> dict[str, int]:
+class _Bytes:
+    """Records what a call adds to the bytes of live tensors: what is left of a model, else the most."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def added(self, name: str, call: Any) -> tuple[Any, int]:
+        before = self._memory.peak = self._memory.alive
+        out = call()
+        held = self._memory.alive - before
+        return out, held if name in ("actor", "critic", "reference") else self._memory.peak - before
+
+
+def run(config: Any, measure: Any) -> dict[str, Any]:
+    """Build the models on this rank, score, and take a step of actor and critic.
+
+    Return {part: bytes of weights, gradients and states}, and {name: number} of the calls. `measure` gets the
+    name and the call, and returns (what the call returned, its number).
+    """
     from dataclasses import replace
 
     from megatron_stppo.data.packing import to_batch
@@ -111,9 +132,7 @@ def _measure(*case: Any) -> dict[str, int]:
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step
-    from tests.ops.memory import Peak
 
-    config = settings(*case)
     mesh, dtype = groups.initialize(config.parallel), process.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm
     one = trajectory(config, LENGTH)  # separate prompts, as the plan assumes: a shared one needs less
@@ -121,37 +140,33 @@ def _measure(*case: Any) -> dict[str, int]:
     batch, chosen = _scored(to_batch(played)), list(range(8))
     packer = Packer.of(config, shape, mesh)
     weight_T = minibatch_weights(batch, chosen, a)
-    found: dict[str, int] = {}
-    with Peak() as memory:
+    found: dict[str, Any] = {}
 
-        def added(name: str, call: Any) -> Any:
-            before = memory.peak = memory.alive
-            out = call()
-            held = memory.alive - before
-            found[name] = held if name in ("actor", "critic", "reference") else memory.peak - before
-            return out
+    def added(name: str, call: Any) -> Any:
+        out, found[name] = measure(name, call)
+        return out
 
-        actor = added("actor", lambda: build.trainer("actor", shape, config, mesh, dtype))
-        trunk = actor.chunks if config.model.lora.rank else None
-        critic = added("critic", lambda: build.trainer("critic", shape, config, mesh, dtype, trunk))
-        kept = added("reference", lambda: build.from_hf("reference", shape, config, mesh, dtype, trunk))
-        assert len(kept) == mesh.layout.virtual
-        shared = list(frozen(trunk or ()))
-        found |= {"trunk": _storages(shared)}
-        found |= {"reference weights": _storages(_parameters(kept), besides=shared)}
-        for role, model in (("actor", actor), ("critic", critic)):
-            weights = list(_parameters(model.chunks))
-            found |= {
-                f"{role} weights": _storages(weights, besides=shared),
-                f"{role} gradients": _storages(model.gradient_buffers()),
-                f"{role} optimizer": _storages(model.states(), besides=weights),
-            }
-        head = PolicyHead.of(actor.model, mesh, shape.vocab, 1.0, a.segments, config.update.logit_rows)
-        logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
-        added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
-        loss = ActorLoss(batch, weight_T, a, head)
-        added("actor step", lambda: actor_step(actor, loss, chosen, packer))
-        added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
+    actor = added("actor", lambda: build.trainer("actor", shape, config, mesh, dtype))
+    trunk = actor.chunks if config.model.lora.rank else None
+    critic = added("critic", lambda: build.trainer("critic", shape, config, mesh, dtype, trunk))
+    kept = added("reference", lambda: build.from_hf("reference", shape, config, mesh, dtype, trunk))
+    assert len(kept) == mesh.layout.virtual
+    shared = list(frozen(trunk or ()))
+    found |= {"trunk": _storages(shared)}
+    found |= {"reference weights": _storages(_parameters(kept), besides=shared)}
+    for role, model in (("actor", actor), ("critic", critic)):
+        weights = list(_parameters(model.chunks))
+        found |= {
+            f"{role} weights": _storages(weights, besides=shared),
+            f"{role} gradients": _storages(model.gradient_buffers()),
+            f"{role} optimizer": _storages(model.states(), besides=weights),
+        }
+    head = PolicyHead.of(actor.model, mesh, shape.vocab, 1.0, a.segments, config.update.logit_rows)
+    logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
+    added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
+    loss = ActorLoss(batch, weight_T, a, head)
+    added("actor step", lambda: actor_step(actor, loss, chosen, packer))
+    added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
     return found
 
 
@@ -184,11 +199,16 @@ def _scored(batch: Any) -> Any:
     )
 
 
-def write_model(folder: Path, family: str = "Qwen2") -> None:
-    """Write a Qwen2, or a Qwen3Moe in which every token uses all experts, so that they are evenly loaded."""
+def write_model(folder: Path, family: str = "Qwen2", **larger: int) -> None:
+    """Write a Qwen2, or a Qwen3Moe in which every token uses all experts, so that they are evenly loaded.
+
+    `larger` replaces fields of SHAPE.
+    """
     import torch
     import transformers
 
     torch.manual_seed(0)
-    shape = getattr(transformers, f"{family}Config")(**SHAPE, **(EXPERTS if family == "Qwen3Moe" else {}))
+    shape = getattr(transformers, f"{family}Config")(
+        **SHAPE | larger, **(EXPERTS if family == "Qwen3Moe" else {})
+    )
     getattr(transformers, f"{family}ForCausalLM")(shape).float().save_pretrained(folder)
