@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -141,7 +142,8 @@ def serve(model: Path, run: Path) -> dict[str, Any]:
         return collect(engine, engine.tokenizer, TASKS, Game, settings, SEED, engine.group)
 
     seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
-    seen["recompute"] = once(engine, given, run, "recompute", Dice)
+    with paced(engine):
+        seen["recompute"] = once(engine, given, run, "recompute", Dice)
     lines = list(journal.read(run, "recompute"))
     seen["repeat"] = once(engine, given, run / "again", "recompute", Dice, iter(lines))
     seen["drain"] = once(engine, draining, run, "drain", Dice)
@@ -152,6 +154,22 @@ def serve(model: Path, run: Path) -> dict[str, Any]:
     seen["refuse"] = once(engine, given, run, "refuse", Game)
     seen["alone"] = once(engine, given, run, "alone", Game)
     return seen
+
+
+@contextlib.contextmanager
+def paced(engine: Any) -> Iterator[None]:
+    """Every step takes 20 ms longer, so that turns are in progress when a slow trainer's update comes."""
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    engine.step = slow
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 def once(
