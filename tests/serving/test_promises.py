@@ -155,7 +155,7 @@ def test_with_complete_each_episode_is_exactly_as_old_as_the_bound_and_a_resumed
 ) -> None:
     """Tools are slow, so that with `recompute` most episodes would have two versions."""
     given = (*SERVED, "serving.update=complete", "serving.max_staleness=1", "run.iterations=3")
-    whole = run("complete", *given, LATE="0.2")
+    whole = run("complete", *given, LATE="0.5")
     for n in range(1, 4):
         turns = [turn for x in trajectories(whole, n).splitlines() for turn in json.loads(x)["turns"]]
         versions = {version for turn in turns for version, _ in turn["versions"]}
