@@ -24,6 +24,11 @@ STALE_PATTERN = "*cpushm*"
 STALE_AFTER_SECONDS = 60.0
 
 
+def padded_rank(rank: int) -> int:
+    """Return the rank to which vLLM's LoRA pads adapters of this rank. Example: 8 for 2."""
+    return min(size for size in LORA_RANKS if size >= rank)
+
+
 def prepare_environment() -> None:
     """Set vLLM's environment variables. On a CPU, also remove the shared memory that killed runs left behind.
 

@@ -20,7 +20,14 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.bounds import Bounds, bounds
 from megatron_stppo.plan.engine import EngineUse
-from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, merging_bytes, shard_bytes
+from megatron_stppo.plan.exchange import (
+    ReshardCost,
+    applied_bytes,
+    exchange,
+    layers_to_plan,
+    merging_bytes,
+    shard_bytes,
+)
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
@@ -31,6 +38,7 @@ from megatron_stppo.reshard.resharder import mismatch
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import Spans
+from megatron_stppo.sharding.transfers import served_adapters, transfers
 
 # Settings of megatron. Weights have no values here, so that no random values and no master weights on the
 # host are made.
@@ -108,10 +116,18 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     gpus = use.layout.world
     config, layout, size, widths = use.config, use.layout, use.dtype.itemsize, row_widths(shape)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
-    weights = max(shard_bytes(serving[rank], widths, size) for rank in range(config.engine_tensor))
+    adapters = served_adapters(config.model.lora, shape)
+    weights = max(
+        shard_bytes(serving[rank], widths, size) + applied_bytes(serving[rank], shape, adapters, size)
+        for rank in range(config.engine_tensor)
+    )
     engine = EngineUse.of(config, shape, weights, size, gpu)
     moves = exchange(use.spans, serving, widths, layers_to_plan(shape, layout), size, gpu)
-    moves = replace(moves, merging=merging_bytes(shape, config.model.lora.rank, config.model.lora.names))
+    if adapters is not None and adapters.alone:  # an engine that has slept gets all weights again, too
+        each = transfers(shape, use.spans, serving, adapters).each
+        moves = moves.then(exchange(*each, layers_to_plan(shape, layout), size, gpu))
+    elif adapters is not None:
+        moves = replace(moves, merging=merging_bytes(shape, adapters.rank, adapters.targets))
     times = bounds(config, layout, use.stages, engine, use.work, use.microbatch_tokens, moves.seconds, gpu)
     return Plan(
         config=config,

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
+from megatron_stppo.launch.vllm_environment import padded_rank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.merging import AT_ONCE
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, lower_bound, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import adapted
+from megatron_stppo.sharding.low_rank import adapted, adapter_shapes, serving_adapter_spans
+from megatron_stppo.sharding.spans import widths_of
 from megatron_stppo.sharding.tiles import PADDING, Spans
+from megatron_stppo.sharding.transfers import ServedAdapters
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class ReshardCost:
     busiest_node: int  # bytes that it sends to or receives from other nodes, whichever is more
     seconds: float  # a lower bound, by the busiest link
     merging: int = 0  # bytes that a rank needs to add adapters to rows
+
+    def then(self, other: ReshardCost) -> ReshardCost:
+        """Return the cost of this reshard and another one after it. The busiest rank of each counts."""
+        both = {
+            name: a + b for (name, a), b in zip(asdict(self).items(), asdict(other).values(), strict=True)
+        }
+        return ReshardCost(**both | {"merging": max(self.merging, other.merging)})
 
     @property
     def ratio(self) -> float:
@@ -99,6 +109,20 @@ def merging_bytes(shape: ModelShape, rank: int, targets: Collection[str]) -> int
         2 * min(rows * columns, max(AT_ONCE, columns)) + rank * (rows + columns) for rows, columns in sizes
     )
     return torch.float32.itemsize * max(blocks, default=0)
+
+
+def applied_bytes(spans: Spans, shape: ModelShape, adapters: ServedAdapters | None, size: int) -> int:
+    """Return the bytes of A and B that an engine's rank applies itself, in vLLM's padded tensors.
+
+    spans: serving_spans of the rank. size: bytes per element. Example: rank 4 takes as much as rank 8.
+    """
+    if adapters is None or not adapters.alone:
+        return 0
+    rank, names = adapters.rank, adapters.targets
+    widths = widths_of(adapter_shapes(shape, rank, names))
+    own = serving_adapter_spans(spans, rank, shape.hidden, names)
+    numbers = sum(span.size * widths[span.hf_key] for parts in own.values() for span in parts)
+    return numbers // rank * padded_rank(rank) * size
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:

@@ -10,7 +10,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.plan import asynchronous, colocated
 from megatron_stppo.plan.dry_run import TrainingUse, plan_of, planned_dtype, training_use
 from megatron_stppo.plan.engine import EngineUse
-from megatron_stppo.plan.exchange import shard_bytes
+from megatron_stppo.plan.exchange import applied_bytes, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import serving_limit, training_limits
 from megatron_stppo.plan.machine import engine_speed, trainer_speed, transfer_seconds
@@ -19,6 +19,7 @@ from megatron_stppo.plan.simulation.forecast import Forecast
 from megatron_stppo.plan.simulation.workload import Workload
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_spans
+from megatron_stppo.sharding.transfers import served_adapters
 
 ITERATIONS = 8  # simulated and measured
 SPARE = 0.25  # share of time: if replicas of the best split are idle for longer, fewer are tried
@@ -141,7 +142,9 @@ class Planner:
             update={"gpu_memory_utilization": self.given["replica_memory"]}
         )
         config = self.config.model_copy(update={"rollout": rollout})
-        return EngineUse.of(config, self.shape, shard_bytes(spans, widths, size), size, self.gpu)
+        weights = shard_bytes(spans, widths, size)
+        weights += applied_bytes(spans, self.shape, served_adapters(config.model.lora, self.shape), size)
+        return EngineUse.of(config, self.shape, weights, size, self.gpu)
 
     @property
     def concurrency(self) -> int:

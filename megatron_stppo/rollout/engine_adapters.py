@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.vllm_environment import LORA_RANKS
+from megatron_stppo.launch.vllm_environment import padded_rank
 from megatron_stppo.sharding.low_rank import A, B, adapter_key
 from megatron_stppo.sharding.transfers import ServedAdapters
 
@@ -39,7 +39,7 @@ def lora_arguments(adapters: ServedAdapters | None) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(size for size in LORA_RANKS if size >= adapters.rank),
+        "max_lora_rank": padded_rank(adapters.rank),
         "lora_target_modules": list(adapters.targets),
     }
 

@@ -3,11 +3,19 @@ from dataclasses import replace
 import pytest
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.exchange import _once, exchange, layers_alike, merging_bytes, shard_bytes
+from megatron_stppo.plan.exchange import (
+    _once,
+    applied_bytes,
+    exchange,
+    layers_alike,
+    merging_bytes,
+    shard_bytes,
+)
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.reshard.plan import PlanError, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.transfers import ServedAdapters
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
 ALIKE = layers_alike(Layout(tensor=2, pipeline=2), 4)
@@ -42,6 +50,20 @@ def test_a_sum_with_adapters_takes_a_block_of_the_weight_and_its_sum_in_float32(
     # up_proj [96, 64] is the largest: it and the sum, A [2, 64] and B [96, 2]
     assert merging_bytes(SHAPE, 2, ("q_proj", "up_proj")) == 4 * (2 * 96 * 64 + 2 * 64 + 96 * 2)
     assert merging_bytes(SHAPE, 0, ()) == 0
+
+
+def test_an_engine_holds_its_adapters_with_the_rank_to_which_vllm_pads_them() -> None:
+    # q: A [4, 64] whole, B [32, 4] of 64 rows; o: A [4, 32] of 64 columns, B [64, 4] whole. 4 becomes 8.
+    alone = ServedAdapters(4, ("q_proj", "o_proj"), alone=True)
+    assert applied_bytes(SIDES[1][0], SHAPE, alone, 2) == 4 * 2 * (256 + 128 + 128 + 256) * 2
+    assert applied_bytes(SIDES[1][0], SHAPE, replace(alone, alone=False), 2) == 0
+
+
+def test_two_reshards_take_the_bytes_of_both() -> None:
+    one = exchange(*SIDES, ALIKE, 2, H100)
+    both = one.then(one)
+    assert (both.moved, both.least, both.at_home) == (2 * one.moved, 2 * one.least, 2 * one.at_home)
+    assert both.ratio == 1
 
 
 def test_one_layer_of_a_stage_represents_all_its_layers() -> None:
