@@ -7,20 +7,14 @@ from model.lora.path again.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.sharding.hf_checkpoint import tensor_digests
-from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
 from megatron_stppo.sharding.peft_tensors import file_digest
+from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 
 def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
@@ -34,19 +28,6 @@ def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
     settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
     initial = None if found.path is None else file_digest(found.path)
     return settings | {"trunk": trunk_digest(found.folder, found.shape), "initial": initial}
-
-
-@functools.cache
-def trunk_digest(folder: Path, shape: ModelShape) -> str:
-    """Return 64 hexadecimal digits: a hash of names, types, shapes and bytes of a folder's tensors.
-
-    Collective. It depends neither on the division into files nor on the number of ranks. The result is kept,
-    because the weights are read only once.
-    """
-    keys = sorted(hf_shapes(shape))
-    own = tensor_digests(folder, shape, keys[dist.get_rank() :: dist.get_world_size()])
-    digests = sorted(digest for (of_rank,) in gather_records([own], list[str]) for digest in of_rank)
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def check_adaptation(

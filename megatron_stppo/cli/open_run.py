@@ -36,12 +36,14 @@ def open_config(
     if world is None:
         process.discover()
     config = load(path, overrides)
-    from megatron_stppo.validation import checks, model_layout, run_folder
+    from megatron_stppo.validation import checks, lora, model_layout, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command in ("convert", "audit"):
         config = model_layout.with_fitting_layout(config, ranks)
     checks.check(config, ranks, command)
+    if is_first_rank() and (note := lora.base_note(config)):
+        typer.echo(f"megatron-stppo: {note}", err=True)
     if command == "train" and resume:
         run_folder.check_resume(config)
     elif command == "train":

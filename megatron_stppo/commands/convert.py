@@ -118,9 +118,11 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, like: Path) -> None:
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, like: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write one file of tensors with the mode of the file `like`; safetensors would give it mode 0600."""
-    save_file(tensors, path, {"format": "pt"})
+    save_file(tensors, path, {"format": "pt"} | dict(metadata or {}))
     path.chmod(like.stat().st_mode & 0o777)
 
 

@@ -1,7 +1,8 @@
 """The command `convert to-peft`: write a checkpoint's adapters in the format of the package `peft`.
 
 The folder has two files. adapter_model.safetensors holds every A and B, and adapter_config.json their rank,
-alpha and targets, and the folder of the weights that they belong to.
+alpha and targets, and the folder of the weights that they belong to. The metadata of the first have a hash of
+these weights.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from megatron_stppo.checkpoint import saving as checkpoints
 from megatron_stppo.commands.convert import gather, on_first, publish, write_tensors
 from megatron_stppo.config import Config
 from megatron_stppo.config.model import LoraConfig
-from megatron_stppo.config.peft_folder import PREFIX, SETTINGS, TENSORS
+from megatron_stppo.config.peft_folder import DIGEST, PREFIX, SETTINGS, TENSORS
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapter_shapes
+from megatron_stppo.sharding.trunk_digest import trunk_digest
 from megatron_stppo.validation.checks import check_absent
 
 
@@ -62,8 +64,8 @@ def export_peft(
     layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     whole = gather(parameters, layouts, shapes, shapes)
-    settings = adapter_config(lora, config.model.path, whole)
-    on_first(None, lambda: _write(Path(folder), settings, whole, overwrite))
+    settings, digest = adapter_config(lora, config.model.path, whole), trunk_digest(config.model.path, shape)
+    on_first(None, lambda: _write(Path(folder), settings, whole, digest, overwrite))
     return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 
 
@@ -88,7 +90,9 @@ def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[
     }
 
 
-def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], overwrite: bool) -> None:
+def _write(
+    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], digest: str, overwrite: bool
+) -> None:
     if not overwrite:
         check_absent("output", folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -96,5 +100,5 @@ def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], o
     partial.mkdir(parents=True)
     (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     named = {PREFIX + key: tensor for key, tensor in tensors.items()}
-    write_tensors(named, partial / TENSORS, partial / SETTINGS)
+    write_tensors(named, partial / TENSORS, partial / SETTINGS, {DIGEST: digest})
     publish(partial, folder)

@@ -18,6 +18,7 @@ from megatron_stppo.config.section import ConfigError
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the name of every tensor
+DIGEST = "base_sha256"  # in the metadata of adapter_model.safetensors, where peft has "format" alone
 MAX_SETTINGS, MAX_HEADER = 1 << 20, 1 << 24  # bytes
 MAX_NUMBER, MAX_SHOWN = 1e9, 120  # largest r and lora_alpha; characters of a name or value in a message
 TYPES = ("BF16", "F16", "F32")
@@ -59,6 +60,7 @@ class PeftFolder:
     targets: tuple[str, ...]  # Hugging Face names, in the order of LINEAR
     shapes: dict[str, tuple[int, ...]]  # by checkpoint name, without PREFIX
     base: str  # name or folder of the model that it belongs to; "" if that is not recorded
+    digest: str  # sharding/trunk_digest.py of its weights; "" for adapters of other programs
 
 
 def read_folder(folder: Path) -> PeftFolder:
@@ -71,10 +73,13 @@ def read_folder(folder: Path) -> PeftFolder:
     if rank % 1:
         raise _wrong(folder, f"{SETTINGS} has r={rank}, not a whole number; write the adapter again")
     base = settings.get("base_model_name_or_path")
-    shapes = _matrices(folder, _header(folder))
+    header = _header(folder)
+    recorded = header.pop("__metadata__", None)
+    digest = recorded.get(DIGEST) if isinstance(recorded, dict) else None
+    shapes = _matrices(folder, header)
     held = {key.split(".")[-3] for key in shapes}
     targets = tuple(name for name in LINEAR if name in held)
-    return PeftFolder(int(rank), alpha, targets, shapes, base if isinstance(base, str) else "")
+    return PeftFolder(int(rank), alpha, targets, shapes, _text(base), _text(digest))
 
 
 def completed(lora: LoraConfig) -> LoraConfig:
@@ -121,7 +126,7 @@ def _check_options(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _header(folder: Path) -> dict[str, Any]:
-    """Return {name: {"dtype": .., "shape": ..}} of the tensors of adapter_model.safetensors."""
+    """Return {name: {"dtype": .., "shape": ..}} of adapter_model.safetensors, with its `__metadata__`."""
     path = folder / TENSORS
     try:
         with path.open("rb") as file:
@@ -142,7 +147,6 @@ def _header(folder: Path) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict):
         raise _wrong(folder, f"{TENSORS} is not a safetensors file; write the adapter again")
-    header.pop("__metadata__", None)
     return header
 
 
@@ -181,6 +185,10 @@ def _number(folder: Path, settings: dict[str, Any], name: str) -> float:
             "again",
         )
     return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _short(text: str) -> str:

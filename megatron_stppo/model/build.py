@@ -31,7 +31,7 @@ from megatron_stppo.sharding.low_rank import (
     low_rank_terms,
 )
 from megatron_stppo.sharding.mlp_spans import LayerSpec
-from megatron_stppo.sharding.peft_tensors import load_peft
+from megatron_stppo.sharding.peft_tensors import check_base, load_peft
 from megatron_stppo.sharding.spans import chunk_prefix, training_spans
 from megatron_stppo.sharding.tiles import Spans
 
@@ -281,6 +281,7 @@ def from_hf(
     model, lora = build(role, shape, config, mesh, dtype, trunk), config.model.lora
     own = adapters_of_rank(shape, config, mesh.layout, mesh.rank) if _has_adapters(role, lora) else {}
     if lora.path is not None:
+        check_base(lora.path, config.model.path, shape)
         load_peft(lora.path, own, named_parameters(model))
     if trunk is not None:
         return model

@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config.peft_folder import PREFIX, TENSORS
+from megatron_stppo.config.peft_folder import PREFIX, TENSORS, read_folder
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import PADDING, Spans
+from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 
 def load_peft(folder: Path, spans: Spans, parameters: Mapping[str, Tensor]) -> None:
@@ -37,6 +39,20 @@ def load_peft(folder: Path, spans: Spans, parameters: Mapping[str, Tensor]) -> N
     raise_together(
         problem, lambda found: ConfigError(f"model.lora.path={folder}: {next(iter(found.values()))}"), str
     )
+
+
+def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
+    """Raise ConfigError if an adapter records that it was trained on other weights than those of `model`.
+
+    The adapters of convert to-peft and of the cold start have a hash of these weights, others have none.
+    folder, model: of the adapter, of the weights. shape: that of the model. Collective.
+    """
+    recorded = read_folder(folder).digest
+    if recorded and recorded != trunk_digest(model, shape):
+        raise ConfigError(
+            f"model.lora.path={folder}: its adapter was trained on other weights than those in "
+            f"model.path={model}; give the model that it was trained on, or another adapter"
+        )
 
 
 @functools.cache

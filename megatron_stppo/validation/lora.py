@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
-from megatron_stppo.config.peft_folder import PeftFolder, read_folder
+from megatron_stppo.config.peft_folder import SETTINGS, PeftFolder, read_folder
 from megatron_stppo.launch.vllm_environment import LORA_RANKS
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapted, adapter_shapes
@@ -82,6 +82,21 @@ def check_imported(found: PeftFolder, lora: LoraConfig, shape: ModelShape, model
                 f"{field}: {key} has shape {list(found.shapes[key])}, here it must be {list(wanted[key])}; "
                 + remedy
             )
+
+
+def base_note(config: Config) -> str:
+    """Return a line if the adapter in model.lora.path names another model than model.path, and has no hash of
+    its weights, which would be compared. Return "" otherwise."""
+    path, model = config.model.lora.path, config.model.path
+    if path is None:
+        return ""
+    found = read_folder(path)
+    if found.digest or not found.base or Path(found.base).name == model.resolve().name:
+        return ""
+    return (
+        f"model.lora.path={path}: its {SETTINGS} names the model {found.base[:200]!r}, and model.path={model}"
+        "; only names and shapes of their weights were compared"
+    )
 
 
 def check_used(config: Config, command: str) -> None:

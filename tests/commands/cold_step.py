@@ -37,23 +37,26 @@ def losses(
 
 
 def adapted(
-    model: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], out: str
+    model: str, other: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], out: str
 ) -> tuple[list[float], float]:
-    """Train adapters for 4 steps on the same scripts, and write them to `out`.
+    """Train adapters for 4 steps on the same scripts, and write them to `out` after 3.
 
-    Return the losses of the steps, and that of the imported adapters. The frozen weights must not change.
+    other: a model of the same shape. Return the losses of the steps, and that of the imported adapters. The
+    frozen weights must not change.
     """
     process.prepare(engine=False)
+    import pytest
     import torch
 
     from megatron_stppo.commands.cold_start import as_batch, export, train_step
-    from megatron_stppo.config import Config
+    from megatron_stppo.config import Config, ConfigError
     from megatron_stppo.data.demonstrations import Demonstration
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.sharding.peft_tensors import check_base
 
     def start(path: str | None) -> Any:
         lora = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"], "path": path}
@@ -75,5 +78,9 @@ def adapted(
     assert said.startswith("the adapters (12 tensors, 0.0 M parameters) are "), said
     found.append(step(trainer, start(None)))
     assert all(map(torch.equal, frozen, before)), "only adapters are trained"
+    with pytest.raises(
+        ConfigError, match=r"trained on other weights than those in model\.path=.*other; give"
+    ):
+        check_base(Path(out), Path(other), shape)
     imported = build.trainer("actor", shape, start(out), mesh, torch.float32)
     return found, step(imported, start(out))

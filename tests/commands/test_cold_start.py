@@ -50,10 +50,10 @@ def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Pa
 
 def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Path) -> None:
     layouts.write_model(tmp_path / "hf", num_hidden_layers=2)
+    layouts.write_model(tmp_path / "other", num_hidden_layers=2, initializer_range=0.2)
     base = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    for losses, imported in run_ranks(
-        cold_step.adapted, 2, str(tmp_path / "hf"), SCRIPTS, str(tmp_path / "out")
-    ):
+    folders = [str(tmp_path / name) for name in ("hf", "other", "out")]
+    for losses, imported in run_ranks(cold_step.adapted, 2, *folders[:2], SCRIPTS, folders[2]):
         assert imported == losses[3] < losses[2] < losses[1] < losses[0]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "adapter_config.json",

@@ -129,3 +129,26 @@ def test_a_run_resumes_only_with_the_adapters_that_it_began_with(run: Path) -> N
 def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(run: Path) -> None:
     said = promises.start(["audit", str(run), "parallel.tensor=1"])
     assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
+
+
+def test_replicas_at_bound_0_begin_with_the_adapter_as_the_colocated_run(run: Path) -> None:
+    config, runs = run.parents[1] / "config.yaml", run.parent
+    given = (*RUN, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    for name, more in (("colocated", ()), ("served", (*promises.SERVED, "serving.max_staleness=0"))):
+        begun = f"model.lora.path={run.parents[1]}/adapters"
+        promises.start(["train", str(config), f"run.name={name}", begun, *given, *more])
+    assert promises.rows(runs / "served") == promises.rows(runs / "colocated")
+    assert all(
+        promises.trajectories(runs / "served", n) == promises.trajectories(runs / "colocated", n)
+        for n in (1, 2)
+    )
+    assert promises.weights(runs / "served", 2) == promises.weights(runs / "colocated", 2)
+
+
+def test_an_engine_that_applies_the_adapters_itself_begins_with_the_imported_ones(run: Path) -> None:
+    config, given = run.parents[1] / "config.yaml", (*RUN, "parallel.tensor=1", "model.lora.sync=adapter")
+    promises.start(
+        ["train", str(config), "run.name=alone", *given, f"model.lora.path={run.parents[1]}/adapters"]
+    )
+    for row in rows(run.parent / "alone")[1:]:
+        assert row["actor/first_kl_to_old"] == 0 and row["mismatch/mean_abs"] < 1e-6

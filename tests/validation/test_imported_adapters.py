@@ -78,6 +78,17 @@ def test_what_peft_records_about_training_and_dropout_changes_nothing(model: Pat
     assert config(model, adapter, targets="all-linear").model.lora.rank == 1
 
 
+def test_an_adapter_that_names_another_model_is_noted(model: Path) -> None:
+    for base, noted in (("Qwen/model", False), (str(model), False), (None, False), ("Qwen/other", True)):
+        adapter = model.with_name(f"of {base}".replace("/", " "))
+        write_adapter(adapter, model, r=1, base_model_name_or_path=base)
+        note = lora.base_note(config(model, adapter))
+        assert note == noted * (
+            f"model.lora.path={adapter}: its adapter_config.json names the model 'Qwen/other', and "
+            f"model.path={model}; only names and shapes of their weights were compared"
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
