@@ -6,7 +6,7 @@
 A run is a process on one core, or two processes on two cores if rollouts lag. All runs of a seed and an
 example share a build and a cold start. A finished run is skipped. An interrupted run (by the budget or
 Ctrl-C) continues from its checkpoint.
-docs/study/first-round.md has the protocol of the first round, docs/study.md that of the second, and
+docs/study/first-round.md has the protocol of the first round, docs/study/protocol.md that of the second, and
 docs/lora.md that of adapters. Their tables and figures, and the small files in docs/study/ from which they
 are made, are updated at the end, or by --report alone from existing results.
 """

@@ -81,7 +81,7 @@ def test_the_third_task_has_a_table_over_its_rates_and_lags() -> None:
     rows = [*curve("sums_3_lag_0", "ppo", 5, 0.75), *curve("sums_6_lag_4", "ppo", 5, 0.5)]
     for row in rows:
         row |= {"rollout/response_tokens": 60.0, "rollout/turns": 1.5 if row["iteration"] else 2.0}
-    lines = lag_report.sections(rows, Path(), Path())
+    _, lines = lag_report.sections(rows, Path(), Path())
     assert "Tokens per turn: 40 on average, 30 to 40 over the iterations." in lines
     assert "| arm | 0.0003, lag 0 | 0.0003, lag 4 | 0.0006, lag 0 | 0.0006, lag 4 |" in lines
     assert "| `ppo` | 0.75 (1) |  |  | 0.50 (1) |" in lines

@@ -1,6 +1,6 @@
 """Statistics of the second round: the endpoint of a run, the area over learning rates, declared contrasts.
 
-docs/study.md declares them. Functions of plain numbers, {arm: {rate: {seed: endpoint}}} as `Grid`.
+docs/study/protocol.md declares them. Functions of plain numbers, {arm: {rate: {seed: endpoint}}} as `Grid`.
 """
 
 from __future__ import annotations

@@ -35,23 +35,27 @@ CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"))
 TESTED, OVER = ("", "_behaviour"), (4, 8)
 
 
-def sections(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
-    """Return Markdown lines, none without runs, and write the figure. `shown`: the folder in the document."""
+def sections(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
+    """Return the lines of the results and those of the appendix, none without runs, and write the figure.
+
+    shown: the folder in the document.
+    """
     lagged = [row for row in rows if row["setting"] in LAGGED]
-    lines = _of_lags(lagged, folder, shown) if lagged else []
-    return lines + _of_sums([row for row in rows if row["setting"] in SUMMED])
+    lines, tables = _of_lags(lagged, folder, shown) if lagged else ([], [])
+    return lines, tables + _of_sums([row for row in rows if row["setting"] in SUMMED])
 
 
-def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
+def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
     runs = {(row["setting"], row["algorithm"], row["seed"]) for row in rows}
-    lines = ["", "#### Results at lags", "", f"{len(runs)} runs are finished. {lag_check(rows)}"]
     by_suffix = {suffix: ends(of_suffix(rows, suffix), _lag) for suffix in TITLES}
+    tables = []
     for suffix, found in by_suffix.items():
         if found:
             head = [TITLES[suffix], *(f"lag {lag}" for lag in LAGS)]
-            lines += ["", *table(head, [_cells(arm, found[arm], LAGS) for arm in found])]
+            tables += ["", *table(head, [_cells(arm, found[arm], LAGS) for arm in found])]
     draw(rows, folder / PICTURE)
-    return [*lines, "", f"![lags]({shown / PICTURE})", "", *contrast_table(by_suffix)]
+    lines = ["", "### Lag", "", f"{len(runs)} runs are finished. {lag_check(rows)}", ""]
+    return [*lines, f"![lags]({shown / PICTURE})", "", *contrast_table(by_suffix)], tables
 
 
 def _of_sums(rows: Sequence[Row]) -> list[str]:
@@ -60,7 +64,7 @@ def _of_sums(rows: Sequence[Row]) -> list[str]:
     found = ends(rows, lambda setting: SUMMED[setting])
     places = list(SUMMED.values())
     head = ["arm", *(f"{rate:g}, lag {lag}" for rate, lag in places)]
-    title = ["", "#### Results of the third task", "", f"{turn_tokens(rows)}", ""]
+    title = ["", "### Third task", "", f"{turn_tokens(rows)}", ""]
     return title + table(head, [_cells(arm, found[arm], places) for arm in found])
 
 

@@ -1,4 +1,4 @@
-"""The settings of the second stage of docs/study.md, as data: rollouts that lag, and the third task."""
+"""The settings of the second stage of docs/study/protocol.md as data: rollouts that lag, a third task."""
 
 from __future__ import annotations
 

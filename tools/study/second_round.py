@@ -44,18 +44,23 @@ def sections(folder: Path, shown: Path) -> list[str]:
     """Return Markdown lines and write the figure. `shown` is the folder's path in the document."""
     every = read_parquet(folder / "curves.parquet")
     rows = [row for row in every if row["setting"] in RATES]
-    lines = _of_rates(rows, folder, shown) if rows else []
-    return lines + lag_report.sections(every, folder, shown) or ["No run has finished yet."]
+    lines, tables = _of_rates(rows, folder, shown) if rows else ([], [])
+    of_lags, more = lag_report.sections(every, folder, shown)
+    lines, tables = lines + of_lags, tables + more
+    return lines + (["", "## Appendix: tables", *tables] if tables else []) or ["No run has finished yet."]
 
 
-def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> list[str]:
+def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
+    """Return the lines of the results and those of the appendix, and write the figure."""
     grid = grid_of(rows)
     runs = sum(len(cell) for arm in grid.values() for cell in arm.values())
     draw(grid, rows, folder / PICTURE)
-    lines = [f"{runs} runs are finished. Endpoints: mean over seeds ± half of the 95 % t interval (seeds)."]
-    lines += ["", *cell_table(grid), "", f"![rates]({shown / PICTURE})", ""]
-    lines += [*area_table(grid), "", *contrast_table(contrasts(grid))]
-    return lines + (["", *contrast_table(more)] if (more := contrasts(grid, SECOND_FAMILY)) else [])
+    lines = [f"{runs} runs of the first stage are finished.", "", f"![rates]({shown / PICTURE})"]
+    lines += ["", *contrast_table(contrasts(grid))]
+    if more := contrasts(grid, SECOND_FAMILY):
+        lines += ["", *contrast_table(more)]
+    tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
+    return lines, [*tables, "", *area_table(grid)]
 
 
 def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
