@@ -118,9 +118,9 @@ def every_case():
             dist.barrier()
 
 
-def one_column_of_a_joined_layer():
-    """Of qkv_proj, only the rows of q_proj are copied with each version."""
-    case = Case(Layout(2, 1, 2), 1, ("q_proj",), alone=False)
+def one_of_the_joined_layers(**sizes):
+    """Of qkv_proj, only the rows of q_proj are copied with each version; of experts, nothing is."""
+    case = Case(Layout(2, 1, 2), 1, ("q_proj",), alone=False, **sizes)
     case.sync.sync(0)
     case.change()
     report = case.sync.sync(1)
@@ -145,9 +145,10 @@ def an_engine_that_has_slept():
 
 def together():
     every_case()
-    return one_column_of_a_joined_layer(), an_engine_that_has_slept()
+    experts = one_of_the_joined_layers(family="qwen3_moe", experts=4, experts_per_token=2)
+    return one_of_the_joined_layers(), experts, an_engine_that_has_slept()
 
 
 def test_each_version_copies_the_rows_that_it_changes_and_no_others():
-    for numbers, slept in run_ranks(together, WORLD):
-        assert numbers == WEIGHTS["q_proj"] and slept
+    for dense, experts, slept in run_ranks(together, WORLD):
+        assert dense == experts == WEIGHTS["q_proj"] and slept
