@@ -22,18 +22,18 @@ from megatron_stppo.sharding.transfers import ServedAdapters
 REQUEST = LoRARequest("policy", 1, "in memory")  # name, id, and a path, which vLLM never reads
 
 
-def lora_arguments(adapters: ServedAdapters | None) -> dict[str, Any]:
+def lora_arguments(adapters: ServedAdapters | None, platform: Any = current_platform) -> dict[str, Any]:
     """Return vLLM's arguments for these adapters; {} for None.
 
-    Raises ConfigError if vLLM has no LoRA on this platform.
+    Raises ConfigError if vLLM has no LoRA on the platform.
     """
     if adapters is None:
         return {}
     try:
-        current_platform.get_punica_wrapper()
+        platform.get_punica_wrapper()
     except NotImplementedError as error:
         raise ConfigError(
-            f"model.lora.sync=adapter: vLLM has no LoRA on {current_platform.device_name}; set "
+            f"model.lora.sync=adapter: vLLM has no LoRA on {type(platform).__name__}; set "
             "model.lora.sync=merged"
         ) from error
     return {

@@ -22,11 +22,14 @@ def observe(
 
     import torch
     from vllm.config.lora import MaxLoRARanks
+    from vllm.platforms.interface import UnspecifiedPlatform
 
-    from megatron_stppo.config import Config
+    from megatron_stppo.config import Config, ConfigError
     from megatron_stppo.learner import build_learner
     from megatron_stppo.model import adapters, build
+    from megatron_stppo.rollout.engine_adapters import lora_arguments
     from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.sharding.transfers import ServedAdapters
     from megatron_stppo.worker import build_engine, engine_sync
 
     rollout = {"engine_tensor": engine_tensor, "max_context": CONTEXT, "max_sequences": 16}
@@ -37,6 +40,10 @@ def observe(
     learner = build_learner(config, shape, mesh, torch.float32, training=False)
     sync, seen = engine_sync(learner, engine), dict[str, Any]()
     seen["vLLM's ranks"] = get_args(MaxLoRARanks)
+    try:
+        lora_arguments(ServedAdapters(4, ("q_proj",), alone=True), UnspecifiedPlatform())
+    except ConfigError as error:
+        seen["no LoRA"] = str(error)
     parameters, of_version_1 = build.named_parameters(learner.policy), values(folder, lora)
     for turn, version in enumerate((0, 1, 1)):
         sync.sync(version)

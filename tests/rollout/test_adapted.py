@@ -44,6 +44,9 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
         if turn == 0:
             merge(model, values, scale)
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
+    assert ranks[0]["no LoRA"] == (
+        "model.lora.sync=adapter: vLLM has no LoRA on UnspecifiedPlatform; set model.lora.sync=merged"
+    )
 
 
 @torch.no_grad()
