@@ -14,6 +14,7 @@ from tools.study.judge import T
 def test_the_endpoint_is_the_mean_from_iteration_52_on_and_what_is_missing_is_0() -> None:
     assert contrasts.endpoint({i: 0.5 if i >= 52 else 0.9 for i in range(0, 101, 2)}) == 0.5
     assert contrasts.endpoint({i: 0.5 for i in range(0, 77, 2)}) == pytest.approx(0.5 * 13 / 25)
+    assert contrasts.endpoint({i: 0.5 for i in range(0, 101, 2) if i != 60}) == 0.5, "a gap is left out"
 
 
 def test_the_area_is_the_trapezoids_over_octaves() -> None:
@@ -58,6 +59,15 @@ def test_a_contrast_uses_the_rates_and_seeds_that_both_arms_have() -> None:
     assert found.mean == pytest.approx(0.25)
     assert found.p == pytest.approx(contrasts.paired_p([0.25, 0.5, 0.0]))
     assert found.holm == pytest.approx(4 * found.p) and not found.complete
+
+
+def test_only_declared_seeds_are_in_a_contrast() -> None:
+    cell = dict.fromkeys((*contrasts.SEEDS, 10, 100), 0.5)
+    grid = {arm: {float(2**x): cell for x in range(5)} for arm in ("s_ppo", "ppo")}
+    (found,) = contrasts.contrasts(grid)
+    assert found.seeds == (5, 6, 7, 8, 9) and found.complete
+    grid["ppo"][1.0] = dict.fromkeys((5, 6, 7, 8, 100), 0.5)
+    assert not contrasts.contrasts(grid)[0].complete
 
 
 def test_the_bootstrap_of_equal_values_has_no_width_and_of_two_values_reaches_both() -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 WINDOW = (52, 100)  # iterations whose evaluations are averaged, both included
-RATES, SEEDS = 5, 5  # of a complete grid
+RATES, SEEDS = 5, range(5, 10)  # of a complete grid: how many rates, and which seeds
 EVERY = 2  # iterations between two evaluations
 LEVEL = 0.05
 CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop"), ("s_ppo", "kl"))
@@ -39,16 +39,17 @@ class Contrast:
     @property
     def complete(self) -> bool:
         """Whether the declared rates and seeds have all been run."""
-        return len(self.seeds) >= SEEDS and len(self.rates) >= RATES
+        return len(self.seeds) == len(SEEDS) and len(self.rates) >= RATES
 
 
 def endpoint(exact_match: Mapping[int, float]) -> float:
     """Return the mean exact match over the evaluations of WINDOW, of {iteration: exact match}.
 
-    An evaluation that is missing, because the run ended before it, counts as 0. Example: 0.5 at iterations 52
-    to 76 and nothing later: 13 of 25 evaluations, 0.26.
+    An evaluation that is missing because the run ended before it counts as 0, and one that is missing before
+    others is left out. Example: 0.5 at iterations 52 to 76 and nothing later: 13 of 25 evaluations, 0.26.
     """
-    due = range(WINDOW[0], WINDOW[1] + 1, EVERY)
+    last = max(exact_match)
+    due = [i for i in range(WINDOW[0], WINDOW[1] + 1, EVERY) if i in exact_match or i > last]
     return sum(exact_match.get(i, 0.0) for i in due) / len(due)
 
 
@@ -84,14 +85,19 @@ def areas(grid: Grid, arms: Sequence[str]) -> tuple[tuple[float, ...], dict[str,
 
 
 def contrasts(grid: Grid, pairs: Iterable[tuple[str, str]] = CONTRASTS) -> list[Contrast]:
-    """Return the contrasts whose arms have runs, with Holm's adjustment over all that are declared."""
+    """Return the contrasts whose arms have runs, with Holm's adjustment over all that are declared.
+
+    Only the seeds of SEEDS count, which were declared.
+    """
     pairs = tuple(pairs)
     found = []
     for left, right in pairs:
         rates, of = areas(grid, (left, right)) if left in grid and right in grid else ((), {})
         if not of:
             continue
-        seeds = tuple(of[left])
+        seeds = tuple(seed for seed in of[left] if seed in SEEDS)
+        if not seeds:
+            continue
         apart = [of[left][s] - of[right][s] for s in seeds]
         found.append(Contrast(left, right, rates, seeds, statistics.fmean(apart), paired_p(apart), math.nan))
     tested = [c for c in found if not math.isnan(c.p)]

@@ -40,13 +40,17 @@ def sections(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str],
 
     shown: the folder in the document.
     """
-    lagged = [row for row in rows if row["setting"] in LAGGED]
+    wrong = other_ages(rows)
+    kept = [row for row in rows if _name(row) not in wrong]
+    lagged = [row for row in kept if row["setting"] in LAGGED]
     lines, tables = _of_lags(lagged, folder, shown) if lagged else ([], [])
-    return lines, tables + _of_sums([row for row in rows if row["setting"] in SUMMED])
+    if wrong:
+        lines += ["", f"Left out, because trajectories had other ages than declared: {', '.join(wrong)}."]
+    return lines, tables + _of_sums([row for row in kept if row["setting"] in SUMMED])
 
 
 def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
-    runs = {(row["setting"], row["algorithm"], row["seed"]) for row in rows}
+    runs = {_name(row) for row in rows}
     by_suffix = {suffix: ends(of_suffix(rows, suffix), _lag) for suffix in TITLES}
     tables = []
     for suffix, found in by_suffix.items():
@@ -54,7 +58,7 @@ def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str],
             head = [TITLES[suffix], *(f"lag {lag}" for lag in LAGS)]
             tables += ["", *table(head, [_cells(arm, found[arm], LAGS) for arm in found])]
     draw(rows, folder / PICTURE)
-    lines = ["", "### Lag", "", f"{len(runs)} runs are finished. {lag_check(rows)}", ""]
+    lines = ["", "### Lag", "", f"{len(runs)} runs are finished, with the declared ages.", ""]
     return [*lines, f"![lags]({shown / PICTURE})", "", *contrast_table(by_suffix)], tables
 
 
@@ -94,21 +98,26 @@ def _cells(arm: str, of: Mapping[Place, Mapping[int, float]], places: Sequence[P
     return [f"`{arm}`", *(interval(list(of.get(place, {}).values())) for place in places)]
 
 
-def lag_check(rows: Sequence[Row]) -> str:
-    """Return a sentence about the measured ages of the trajectories after the first iterations."""
-    aged = [
-        row
-        for row in rows
-        if row["iteration"] > _lag(row["setting"]) and row["rollout/staleness"] is not None
-    ]
-    other = {
-        f"{row['setting']}-{row['algorithm']}-{row['seed']}"
-        for row in aged
-        if {row["rollout/staleness"], row["rollout/staleness_max"]} != {_lag(row["setting"])}
-    }
-    if other:
-        return f"In {', '.join(sorted(other))} trajectories had other ages than the lag."
-    return f"In all {len(aged)} iterations after the first ones, every trajectory was as old as the lag."
+def other_ages(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the runs whose trajectories did not have the declared ages, or have none recorded.
+
+    Iteration k trains on trajectories that are min(k - 1, lag) versions old.
+    """
+    lags = {name: lag for name, (lag, _) in LAGGED.items()} | {name: lag for name, (_, lag) in SUMMED.items()}
+    return sorted(
+        {
+            _name(row)
+            for row in rows
+            if row["setting"] in lags
+            and row["iteration"] > 0
+            and {row["rollout/staleness"], row["rollout/staleness_max"]}
+            != {min(row["iteration"] - 1, lags[row["setting"]])}
+        }
+    )
+
+
+def _name(row: Row) -> str:
+    return f"{row['setting']}-{row['algorithm']}-{row['seed']}"
 
 
 def turn_tokens(rows: Sequence[Row]) -> str:
@@ -121,9 +130,10 @@ def turn_tokens(rows: Sequence[Row]) -> str:
 
 
 def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
-    """Return a table of the declared contrasts over the seeds that have all their runs.
+    """Return a table of the declared contrasts over the declared seeds that have all their runs.
 
-    Only complete ones have p values: others are descriptions.
+    Only complete ones have p values: others are descriptions. The last column has the same difference of the
+    changes since lag 0, of the setting lag_0 for both ways to see the lag.
     """
     found = {
         (suffix, left, right): apart
@@ -133,10 +143,17 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
     }
     if not found:
         return ["No declared contrast has runs of both arms at both lags yet."]
-    complete = {key: paired_p(apart) for key, apart in found.items() if len(apart) >= SEEDS}
+    complete = {key: paired_p(apart) for key, apart in found.items() if len(apart) == len(SEEDS)}
     adjusted = holm(list(complete.values()), len(TESTED) * len(CONTRASTS))
     tested = {key: [f"{p:.3f}", f"{q:.3f}"] for (key, p), q in zip(complete.items(), adjusted, strict=True)}
-    head = ["contrast", f"mean of lags {OVER[0]} and {OVER[1]}", "difference (seeds)", "p", "Holm"]
+    head = [
+        "contrast",
+        f"mean of lags {OVER[0]} and {OVER[1]}",
+        "difference (seeds)",
+        "p",
+        "Holm",
+        "change since lag 0",
+    ]
     return table(
         head,
         [
@@ -145,22 +162,27 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
                 TITLES[suffix],
                 interval(apart),
                 *tested.get((suffix, left, right), ["not complete", "not complete"]),
+                interval(differences(by_suffix[suffix], left, right, by_suffix[""])),
             ]
             for (suffix, left, right), apart in found.items()
         ],
     )
 
 
-def differences(of: Ends[int], left: str, right: str) -> list[float]:
+def differences(of: Ends[int], left: str, right: str, before: Ends[int] | None = None) -> list[float]:
     """Return the mean endpoint over the lags of `left` minus that of `right`, for each seed that has both.
 
-    Example: endpoints 0.6 and 0.4 at lags 4 and 8 against 0.5 and 0.1 give 0.2.
+    before: endpoints whose value at lag 0 is subtracted from each mean.
+    Example: endpoints 0.6 and 0.4 at lags 4 and 8 against 0.5 and 0.1 give 0.2; if they were 0.7 and 0.6 at
+    lag 0, the changes are -0.2 and -0.3, and their difference is 0.1.
     """
     cells = [of.get(arm, {}).get(lag, {}) for arm in (left, right) for lag in OVER]
-    shared = sorted(set.intersection(*(set(cell) for cell in cells)))
+    cells += [] if before is None else [before.get(arm, {}).get(0, {}) for arm in (left, right)]
+    shared = sorted(set.intersection(*(set(cell) for cell in cells)) & set(SEEDS))
 
     def mean(arm: str, seed: int) -> float:
-        return statistics.fmean(of[arm][lag][seed] for lag in OVER)
+        start = 0.0 if before is None else before[arm][0][seed]
+        return statistics.fmean(of[arm][lag][seed] for lag in OVER) - start
 
     return [mean(left, seed) - mean(right, seed) for seed in shared]
 
