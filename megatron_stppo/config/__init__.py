@@ -88,14 +88,15 @@ class Config(Section):
     @property
     def deadline_by_phase(self) -> dict[str, float]:
         """Seconds. Where tools are played with that can be away, waiting for them is added; an embedded index
-        cannot. With serving.update=complete, a reshard waits for episodes."""
+        cannot. With serving.update=complete, a reshard waits for the episodes of up to max_staleness
+        rollouts."""
         e = self.environment
         embedded = e.kind == "search" and e.retrieval.kind == "bm25" and e.reward is None
         wait = 0.0 if embedded else e.tool_wait
         plays = dict.fromkeys(("start_up", "rollout", "evaluate"), wait)
         limits = self.deadlines.model_dump()
         if self.serving.replicas is not None and self.serving.update == "complete":
-            plays["reshard"] = limits["rollout"] + wait
+            plays["reshard"] = max(1, self.serving.max_staleness) * limits["rollout"] + wait
         return {name: limit + plays.get(name, 0.0) for name, limit in limits.items()}
 
     @property

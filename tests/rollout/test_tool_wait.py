@@ -161,10 +161,15 @@ def test_tool_wait_is_added_to_deadlines_if_a_tool_can_be_unavailable() -> None:
     assert own.timeout.total_seconds() == 7200 + 600 + 60
 
 
-def test_a_reshard_that_waits_for_episodes_has_a_rollouts_time_too() -> None:
+@pytest.mark.parametrize(
+    "update, max_staleness, expected", [("recompute", 8, 30), ("complete", 1, 50), ("complete", 8, 190)]
+)
+def test_a_reshard_that_waits_for_the_episodes_of_rollouts_has_their_time_too(
+    update: str, max_staleness: int, expected: float
+) -> None:
+    """A rollout has 20 s, and a reshard that waits for nothing 30 s."""
     given = {"model": {"path": "m"}, "deadlines": {"rollout": 20, "reshard": 30}}
-    served = {"replicas": 1}, {"replicas": 1, "update": "complete"}
-    assert [Config.model_validate(given | {"serving": x}).deadline_by_phase["reshard"] for x in served] == [
-        30,
-        50,
-    ]
+    serving = {"replicas": 1, "update": update, "max_staleness": max_staleness}
+    config = Config.model_validate(given | {"serving": serving})
+    assert config.deadline_by_phase["reshard"] == expected
+    assert config.timeout.total_seconds() >= expected + 60
