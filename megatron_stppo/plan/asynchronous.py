@@ -81,7 +81,7 @@ class AsynchronousSimulation:
         self._replicas = [make() for _ in range(run.replicas)]
         self._version = -1
         self._asked_at: float | None = None  # while the trainer waits
-        self._is_trained = False  # the version is not published yet, because episodes are in progress
+        self._trained_at: float | None = None  # while the version waits for episodes before it is published
         self._waiting = self._training = 0.0
         self._in_flight = self.buffered = self._counted = 0.0
         self.batches: list[tuple[EpisodeInPlay, ...]] = []
@@ -144,7 +144,7 @@ class AsynchronousSimulation:
         self._clock.at(self._clock.now + seconds, self._trained)
 
     def _trained(self) -> None:
-        self._is_trained = True
+        self._trained_at = self._clock.now
         self._publish()
 
     def _publish(self) -> None:
@@ -152,9 +152,10 @@ class AsynchronousSimulation:
         must end first."""
         run, clock = self._run, self._clock
         completes = run.update == "complete" and any(replica.in_flight for replica in self._replicas)
-        if not self._is_trained or completes:
+        if self._trained_at is None or completes:
             return
-        self._is_trained = False
+        self._waiting += clock.now - self._trained_at
+        self._trained_at = None
 
         def published() -> None:
             clock.at(clock.now + run.publish, self._ask)

@@ -183,10 +183,11 @@ def test_draining_ends_running_turns_before_the_update_and_recomputes_nothing() 
 
 def test_episodes_that_are_completed_before_an_update_are_as_old_as_the_bound() -> None:
     """Two turns of 0.5 s with a call of 0.5 s in between: an episode takes 1.5 s, training 0.5 s, a transfer
-    0.25 s. With drain the transfer is at the end of the first turn."""
+    0.25 s. Training ends 1 s before the episodes. With drain the transfer is at the end of the first turn."""
     made = replace(run(two_turns(LogNormal(0.5, 0.5)), 1, 0.5), concurrency=8, transfer=0.25)
     found = simulate(replace(made, update="complete"))
     assert found.iteration_seconds == pytest.approx(1.75)
+    assert (found.waiting, found.training, found.publishing) == pytest.approx((1.0, 0.5, 0.25))
     assert found.staleness == {1: 1.0} and found.recomputed == 0
     assert simulate(replace(made, update="drain")).iteration_seconds < 1.75
 

@@ -17,9 +17,9 @@ class Forecast:
     iteration_seconds: float
     tokens_per_second: float  # tokens of the trajectories that are trained on, prompts included
     batch_tokens: float  # per iteration
-    waiting: float  # seconds that the trainer waits for a complete batch
+    waiting: float  # seconds that the trainer waits for a complete batch or, with `complete`, all episodes
     training: float  # seconds of score, advantage and update
-    publishing: float  # seconds from the last update of an iteration until all replicas have the weights
+    publishing: float  # the other seconds, from the last update until all replicas have the weights
     replica_idle: float  # share of time without a sequence to run, mean over replicas
     replica_paused: float  # share of time that replicas wait for weights, mean over replicas
     staleness: Mapping[int, float]  # {versions: share of the trajectories}
@@ -33,7 +33,7 @@ class Forecast:
 
     @property
     def trainer_idle(self) -> float:
-        """Share of time that the trainer waits for a batch."""
+        """Share of time that the trainer waits for episodes."""
         return self.waiting / self.iteration_seconds
 
     @property
