@@ -28,6 +28,11 @@ class Member:
     ready: int = -1  # the version it can be updated to
     counters: Counters = field(default_factory=Counters)
 
+    @property
+    def newest(self) -> int:
+        """The newest version that it may have received; -1 if none."""
+        return max(self.held, default=-1)
+
 
 class Crew:
     """See the module.
@@ -35,9 +40,14 @@ class Crew:
     Example: after crew.add(peer, hello).joined = True and crew.append(episodes), the replica plays them.
     """
 
-    def __init__(self, listener: Listener, journal: Mapping[int, str] | None) -> None:
-        """journal: {number of an episode: name of the replica that must play it}, to repeat a run."""
-        self._listener, self._journal = listener, journal
+    def __init__(
+        self, listener: Listener, journal: Mapping[int, str] | None, only_oldest: bool = False
+    ) -> None:
+        """journal: {number of an episode: name of the replica that must play it}, to repeat a run.
+
+        only_oldest: only replicas with the oldest version that is served get episodes.
+        """
+        self._listener, self._journal, self._only_oldest = listener, journal, only_oldest
         self._added = 0
         self._waiting: deque[Assignment] = deque()
         self._gone = Counters()  # of lost replicas
@@ -101,6 +111,9 @@ class Crew:
         if self._journal is not None:
             return self._assign_as_recorded(self._journal)
         serving = [member for member in self.by_name() if member.joined]
+        if self._only_oldest:
+            oldest = min((member.newest for member in serving), default=-1)
+            serving = [member for member in serving if member.newest == oldest]
         playing = [len(member.playing) for member in serving]
         capacity = [member.hello.capacity for member in serving]
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):

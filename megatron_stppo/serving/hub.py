@@ -46,16 +46,19 @@ class Hub:
         journal: Mapping[int, str] | None = None,
         tell_lost: Callable[[str, str], None] = lambda group, why: None,
         notice: Callable[[], str] = lambda: "",
+        completes: bool = False,
     ) -> None:
         """timeout: seconds of silence after which a replica is lost.
 
         local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
         must play it}, to repeat a run. tell_lost: called with the group for weights of a lost replica, and
         the reason, so that no rank waits for it (losses.py), in a thread for which no replica waits. notice:
-        returns why the run must end soon, for example the name of a signal, or "".
+        returns why the run must end soon, for example the name of a signal, or "". completes: admitted
+        episodes are completed before an update. A replica that joins meanwhile with the new version gets
+        none of them while one with the old version serves.
         """
         self._listener, self._ledger, self._local = listener, ledger, local
-        self._crew, self._notice = Crew(listener, journal), notice
+        self._crew, self._notice = Crew(listener, journal, completes), notice
         self._losses = LossNotices(tell_lost)
         self._reception = Reception(
             listener, ledger, self._crew, expected, timeout, local, self._losses.add, notice
@@ -191,17 +194,20 @@ class Hub:
         with self._changed:
             if (member := self._crew.members.get(group)) is not None:
                 member.joined = True
-                name, version = member.hello.name, max(member.held)
+                name, version = member.hello.name, member.newest
                 say(f"replica {name} has joined at version {version}; replicas: {self._crew.joined}")
                 self._crew.assign()
 
     def announce(self, version: int) -> None:
-        """Announce an update to all replicas that have joined. No evaluation may be in progress."""
+        """Announce an update to the replicas that have joined with another version.
+
+        No evaluation may be in progress.
+        """
         with self._changed:
             assert min(self._crew.playing(), default=0) >= 0, "an evaluation has one version"
-            joined = [member for member in self._crew.members.values() if member.joined]
-            self._updating = {member.group for member in joined}
-            for member in joined:
+            others = [m for m in self._crew.members.values() if m.joined and version not in m.held]
+            self._updating = {member.group for member in others}
+            for member in others:
                 self._listener.send(member.peer, Announce(version))
 
     def next_update(self, version: int) -> str:

@@ -93,8 +93,8 @@ class Served:
     def publish(self, version: int) -> None:
         """Send the weights to all replicas. At first, wait until as many as configured have joined.
 
-        With serving.update=complete, wait until all admitted episodes have finished. Those of a replica that
-        is lost meanwhile are played by another one, which may already have the new version.
+        With serving.update=complete, wait until all admitted episodes have finished. A replica that joins
+        meanwhile gets the new version, and episodes only if none with the old version is left.
         """
         if version == self._version:
             return

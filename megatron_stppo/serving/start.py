@@ -120,6 +120,7 @@ class _First:
             # a connection of its own, in which no other thread waits
             partial(tell_lost, store.clone()),  # type: ignore[attr-defined]  # missing in torch's stubs
             notice,
+            completes=self.config.serving.update == "complete",
         )
 
 

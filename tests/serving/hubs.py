@@ -76,12 +76,12 @@ class Trainer:
     listener: Listener
     told: list[tuple[str, str]]  # groups for weights that are lost, and why
 
-    def join(self, replica: ScriptedReplica, name: str, **changed: object) -> str:
-        """Let the replica join, and return its group."""
+    def join(self, replica: ScriptedReplica, name: str, version: int = 0, **changed: object) -> str:
+        """Let the replica join with this version, and return its group."""
         replica.dialer.send(hello(name, **changed))
         group = self.hub.wait(lambda: None)
         assert isinstance(group, str)
-        self.hub.offer(msgspec.structs.replace(OFFER, group=group))
+        self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
         replica.next(Offer)
         self.hub.joined_now(group)
         return group
@@ -96,6 +96,7 @@ def trainer(
     local: LocalReplicas | None = None,
     tell_lost: Callable[[str, str], object] = lambda group, why: None,
     resample: int = 0,
+    completes: bool = False,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
@@ -106,7 +107,7 @@ def trainer(
         tell_lost(group, why)
         told.append((group, why))
 
-    hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice)
+    hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice, completes=completes)
     dialers = []
 
     def connect() -> ScriptedReplica:

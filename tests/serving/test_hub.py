@@ -11,18 +11,15 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.serving.groups import Taken
 from megatron_stppo.serving.messages import (
-    Announce,
     Assignment,
-    Go,
     Leaving,
     NotAccepted,
     Play,
-    Ready,
     ReplicaFailed,
     Stop,
 )
 from megatron_stppo.types import Turn
-from tests.serving.hubs import TASKS, hello, played, trainer, until
+from tests.serving.hubs import TASKS, hello, trainer, until
 
 
 def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are() -> None:
@@ -63,20 +60,6 @@ def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_t
         assert [(s.group, s.index) for s in t.hub.dropped()] == [
             (place, task.index) for place, task in enumerate(TaskCursor(TASKS, 0).take(4))
         ]
-
-
-def test_the_hub_is_settled_when_all_admitted_episodes_have_finished() -> None:
-    with trainer(staleness=1) as (t, connect):
-        a = connect()
-        t.join(a, "a")
-        assert t.hub.settled() is True, "none is admitted"
-        t.hub.admit(0)
-        assert t.hub.settled() is None
-        for number in a.given():
-            a.finish(number)
-        assert t.hub.wait(t.hub.settled) is True
-        t.hub.wait(t.hub.batch)
-        assert t.hub.settled() is True, "the second batch has finished"
 
 
 def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:
@@ -219,44 +202,6 @@ def test_a_run_that_was_asked_to_end_does_not_wait_for_replicas_that_have_left()
         t.hub.admit(1)
         with pytest.raises(EngineLost, match=r"^SIGTERM, and no replica serves any more$"):
             t.hub.wait(t.hub.batch)
-
-
-def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:
-    with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        group = t.join(b, "b")
-        t.hub.announce(1)
-        assert (a.next(Announce).version, b.next(Announce).version) == (1, 1)
-        b.dialer.send(Ready(1))
-        assert t.hub.next_update(1) == group and b.next(Go).version == 1
-        a.dialer.close()
-        assert t.hub.next_update(1) == ""
-
-
-def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
-    with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
-        t.hub.announce(1)
-        a.dialer.send(ReplicaFailed("away", "tools did not answer"))
-        assert t.hub.next_update(1) == ""
-        with pytest.raises(ToolsStayAway, match="tools did not answer"):
-            t.hub.wait(t.hub.batch)
-
-
-def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_has_left_the_update() -> None:
-    with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
-        t.hub.admit(0)
-        a.given()
-        t.hub.announce(1)
-        a.dialer.send(Ready(1))
-        assert t.hub.next_update(1)
-        for number in (0, 1):
-            a.finish(number, turns=played(number, version=1).turns)
-        assert t.hub.wait(t.hub.batch) is not None and t.hub.lost == 0
 
 
 def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_its_name() -> None:
