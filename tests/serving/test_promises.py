@@ -26,10 +26,10 @@ COMMON = (
     "environment.kind=tests.serving.late_tools:factory",
 )
 SERVED = ("serving.replicas=1", "serving.timeout=30")
-# Two episodes at a time and long turns: the trainer waits for the replica, and every update interrupts turns.
+# One episode at a time and long turns: the trainer waits for the replica, and every update interrupts turns.
 BUSY = (
     "serving.max_staleness=2",
-    "serving.concurrency=2",
+    "serving.concurrency=1",
     "rollout.max_turn_tokens=48",
     "rollout.overlap_tools=true",
 )
