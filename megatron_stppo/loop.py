@@ -203,8 +203,9 @@ def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int
 def _check(config: Config, row: dict[str, Any]) -> None:
     """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
 
-    Only tokens of the version that was updated are compared: older versions have other log-probs. The row is
-    equal on all ranks, so all ranks raise together. A refused update has compared nothing.
+    Only tokens of the version that was updated are compared: older versions have other log-probs. Without
+    such tokens nothing is compared, which is usual in asynchronous training with max_staleness above 0. The
+    row is equal on all ranks, so all ranks raise together. A refused update has compared nothing.
     """
     difference, limit = row.get("mismatch/current_mean_abs", 0.0), config.rollout.max_mismatch
     if difference > limit:  # NaN passes: the update has skipped and counted it

@@ -146,7 +146,8 @@ class RolloutConfig(Section):
         0.1,
         gt=0,
         description="mean |trainer - engine| of the log-probs of tokens of the current policy version, in "
-        "nats, above which the run ends",
+        "nats, above which the run ends; iterations without such tokens are not checked, which with "
+        "serving.update=complete and max_staleness above 0 are all but the first",
     )
 
 

@@ -160,6 +160,8 @@ def test_with_complete_each_episode_is_exactly_as_old_as_the_bound_and_a_resumed
         turns = [turn for x in trajectories(whole, n).splitlines() for turn in json.loads(x)["turns"]]
         versions = {version for turn in turns for version, _ in turn["versions"]}
         assert versions == {max(0, n - 1 - 1)}, f"iteration {n} trains version {n - 1}"
+    compared = [row["staleness/tokens_0"] for row in rows(whole)[1:]]
+    assert compared == [1, 0, 0], "rollout.max_mismatch is checked in the first iteration alone"
     continued = shutil.copytree(whole, whole.with_name("continued"))
     shutil.rmtree(continued / "checkpoints" / "step_3")
     run("continued", *given, "--resume")
