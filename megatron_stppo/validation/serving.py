@@ -15,7 +15,8 @@ def check(config: Config) -> None:
     if config.replays_rollout and config.serving.update == "recompute":
         raise ConfigError(
             "serving.update=recompute with algorithm.routing_replay=rollout: the tokens of a turn would have "
-            "experts of several versions; set serving.update=drain, or algorithm.routing_replay=old_policy"
+            "experts of several versions; set serving.update=drain or complete, or "
+            "algorithm.routing_replay=old_policy"
         )
 
 
