@@ -15,7 +15,8 @@ from tests.forking import stand_in
 from tests.ranks import run_ranks
 from tests.rollout.tiny import build_model
 from tests.serving.scripted import Scripted
-from tests.serving.test_replica import SEED, TASKS, config, versions
+from tests.serving.scripts import SEED, TASKS
+from tests.serving.test_replica import config, versions
 
 
 def train_pair(model: Path, run: Path, python: str) -> dict[str, Any]:
