@@ -18,6 +18,8 @@ from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.peft_tensors import check_one_file
+from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 
 @dataclass
@@ -66,6 +68,10 @@ def build_learner(
         critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
+    every = [policy, *([critic.chunks] if critic else []), *([reference] if reference else [])]
+    check_one_file(config.model.lora.path, [of[0].adaptation.initial for of in every if of[0].adaptation])
+    if training and trunk is not None:  # kept: when a checkpoint is saved, the folder can be away
+        trunk_digest(config.model.path, shape)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)

@@ -2,7 +2,7 @@
 
 A checkpoint of adapters holds A and B, a critic's head and the optimizer states of these. It has a digest of
 the frozen weights, which are read from model.path again, and one of the reference's adapters, which are read
-from model.lora.path again.
+from model.lora.path again. Both are taken when a run builds its models: a save reads neither folder.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.sharding.peft_tensors import file_digest
 from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 
 def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
     """Return what a checkpoint records of a model's adapters, or None if all weights are trained.
 
-    Collective: the first call for a folder reads all of its tensors once, divided among the ranks.
+    Collective. The first call for a folder of frozen weights reads all of them, divided among the ranks; in a
+    run, learner.py has made it.
     """
     found = model[0].adaptation
     if found is None:
         return None
     settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
-    initial = None if found.path is None else file_digest(found.path)
-    return settings | {"trunk": trunk_digest(found.folder, found.shape), "initial": initial}
+    return settings | {"trunk": trunk_digest(found.folder, found.shape), "initial": found.initial}
 
 
 def check_adaptation(

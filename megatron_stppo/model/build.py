@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -187,7 +188,7 @@ def _attach_adapters(
     own = {name.removeprefix(prefix): of for name, of in spans.items() if name.startswith(prefix)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     adapters.attach(chunk, own, lora.rank, lora.scale)
-    chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape, lora.path)
+    chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape)
     for name, adapter in adapters.adapters(chunk):
         adapters.fill(adapter.a, own[f"{name}.a"], lambda key: adapters.uniform(shapes[key], f"{seed} {key}"))
 
@@ -282,17 +283,14 @@ def from_hf(
     own = adapters_of_rank(shape, config, mesh.layout, mesh.rank) if _has_adapters(role, lora) else {}
     if lora.path is not None:
         check_base(lora.path, config.model.path, shape)
-        load_peft(lora.path, own, named_parameters(model))
+        digest = load_peft(lora.path, own, named_parameters(model))
+        for chunk in model:
+            chunk.adaptation = replace(chunk.adaptation, initial=digest) if chunk.adaptation else None
     if trunk is not None:
         return model
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
     spans = training_spans(
-        shape,
-        mesh.layout,
-        mesh.rank,
-        spec=layer_spec(config),
-        head=role != "critic",
-        tied_copy=True,
+        shape, mesh.layout, mesh.rank, spec=layer_spec(config), head=role != "critic", tied_copy=True
     )
     last = chunk_prefix(len(model), len(model) - 1)
     keep = [last + name for name in VALUE_HEAD] if role == "critic" else []

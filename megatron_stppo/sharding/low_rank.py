@@ -39,7 +39,7 @@ class Adaptation:
     targets: tuple[str, ...]  # Hugging Face names, without all-linear
     folder: Path  # with the frozen weights
     shape: ModelShape
-    path: Path | None = None  # the folder of the initial adapters; None: they add 0
+    initial: str | None = None  # SHA-256 of the file of the initial adapters; None: they add 0
 
 
 class LowRank(NamedTuple):

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
+from io import BufferedReader
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.peft_folder import PREFIX, TENSORS, read_folder
-from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import PADDING, Spans
 from megatron_stppo.sharding.trunk_digest import trunk_digest
 
+CHANGED = "changed while the models were built; start again when it is complete"
 
-def load_peft(folder: Path, spans: Spans, parameters: Mapping[str, Tensor]) -> None:
+
+def load_peft(folder: Path, spans: Spans, parameters: Mapping[str, Tensor]) -> str:
     """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's type. Padding
     rows stay as they are.
 
-    spans: of a rank's adapters (sharding/low_rank.py). Collective: raises ConfigError on all ranks if a file
-    cannot be read, or if a number of a matrix is not finite in the parameter's type. validation/lora.py has
-    compared names and shapes.
+    spans: of a rank's adapters (sharding/low_rank.py). Return 64 hexadecimal digits: the SHA-256 of the
+    adapter_model.safetensors that was read. Collective: raises ConfigError on all ranks if a file cannot be
+    read, if the ranks read different ones, or if a number of a matrix is not finite in the parameter's type.
+    validation/lora.py has compared names and shapes.
     """
-    problem = None
+    digest, problem = "", None
     try:
-        with safe_open(Path(folder) / TENSORS, framework="pt") as file:
-            for name, of_parameter in spans.items():
-                problem = problem or _fill(file, of_parameter, parameters[name])
+        # One open file, hashed and read: another file can get its name meanwhile.
+        with (Path(folder) / TENSORS).open("rb") as opened:
+            digest, problem = _copy(opened, spans, parameters)
     except (OSError, SafetensorError) as error:
         problem = f"{TENSORS} cannot be read ({error}); write the adapter again"
     raise_together(
         problem, lambda found: ConfigError(f"model.lora.path={folder}: {next(iter(found.values()))}"), str
     )
+    if len({found for (found,) in gather_records([digest], str)}) > 1:
+        raise ConfigError(f"model.lora.path={folder}: {TENSORS} {CHANGED}")
+    return digest
+
+
+def check_one_file(folder: Path | None, digests: Collection[str | None]) -> None:
+    """Raise ConfigError unless models have begun with one file. digests: what load_peft returned for each."""
+    if len(set(digests)) > 1:
+        raise ConfigError(f"model.lora.path={folder}: {TENSORS} {CHANGED}")
 
 
 def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
@@ -55,23 +67,16 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
         )
 
 
-@functools.cache
-def file_digest(folder: Path) -> str:
-    """Return 64 hexadecimal digits: the SHA-256 of a folder's adapter_model.safetensors.
-
-    Collective: the first rank reads the file, once for a folder. Raises ConfigError on all ranks.
-    """
-    digest, problem = "", None
-    if dist.get_rank() == 0:
-        try:
-            with (Path(folder) / TENSORS).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            problem = (
-                f"model.lora.path={folder}: {TENSORS} cannot be read ({error.strerror}); restore the file"
-            )
-    raise_together(problem, lambda found: ConfigError(found[0]), str)
-    return broadcast_bytes(digest.encode(), source=0).decode()
+def _copy(opened: BufferedReader, spans: Spans, parameters: Mapping[str, Tensor]) -> tuple[str, str | None]:
+    """Fill the parameters. Return the digest of the file, and what is wrong with it or None."""
+    digest, written = hashlib.file_digest(opened, "sha256").hexdigest(), os.fstat(opened.fileno()).st_mtime_ns
+    problem = None
+    with safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
+        for name, of_parameter in spans.items():
+            problem = problem or _fill(file, of_parameter, parameters[name])
+    if os.fstat(opened.fileno()).st_mtime_ns != written:
+        problem = f"{TENSORS} {CHANGED}"
+    return digest, problem
 
 
 @torch.no_grad()

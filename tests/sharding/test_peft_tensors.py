@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_stppo.config import ConfigError
+from megatron_stppo.sharding.peft_tensors import check_one_file
 from tests.ranks import run_ranks
 from tests.sharding.importing import import_matrices
 
@@ -24,14 +27,25 @@ def test_all_ranks_refuse_a_matrix_of_one_rank_that_is_not_finite(tmp_path: Path
     (tmp_path / "cut").mkdir()
     whole = (tmp_path / "good" / FILE).read_bytes()
     (tmp_path / "cut" / FILE).write_bytes(whole[:-1])
+    for rank, good in enumerate((whole, whole[:-1] + b"?")):  # the last byte is one of a number
+        (tmp_path / f"of rank {rank}").mkdir()
+        (tmp_path / f"of rank {rank}" / FILE).write_bytes(good)
     said = run_ranks(import_matrices, 2, tmp_path)
     assert said[0] == said[1]
-    rounded, not_finite, cut, nowhere, digest = (
+    rounded, not_finite, cut, nowhere, two, digest = (
         text.removeprefix(f"model.lora.path={tmp_path}/") for text in said[0]
     )
     wrong = "has numbers that are not finite in"
     assert rounded == f"good: {KEY.format(0)} {wrong} float16; write the adapter again"
     assert not_finite == f"bad: {KEY.format(1)} {wrong} float32; write the adapter again"
     assert cut.startswith(f"cut: {FILE} cannot be read (") and cut.endswith("); write the adapter again")
-    assert nowhere == f"nowhere: {FILE} cannot be read (No such file or directory); restore the file"
+    assert nowhere.startswith(f"nowhere: {FILE} cannot be read ([Errno 2] No such file or directory: ")
+    assert two == f"two: {FILE} changed while the models were built; start again when it is complete"
     assert digest == hashlib.sha256(whole).hexdigest()
+
+
+def test_actor_and_reference_must_begin_with_one_file() -> None:
+    check_one_file(None, [None, None])
+    check_one_file(Path("given"), ["ab", "ab"])
+    with pytest.raises(ConfigError, match=r"path=given: adapter_model\.safetensors changed while the models"):
+        check_one_file(Path("given"), ["ab", "ab", "cd"])

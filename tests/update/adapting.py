@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def steps(
     actor, critic, reference = learner.actor, learner.critic, learner.reference
     assert actor is not None and critic is not None and reference is not None
     models = {"actor": actor.chunks, "critic": critic.chunks}
+    if path is not None:
+        _check_digest_without_folder(Path(path), [actor.chunks, critic.chunks, reference])
     bytes_of = {"actor": _bytes(actor.chunks), "all": _bytes(actor.chunks, critic.chunks, reference)}
     own = {id(x): x.nbytes for name, x in build.named_parameters(reference).items() if ".adapter." in name}
     bytes_of["reference, own"] = sum(own.values())
@@ -102,6 +105,20 @@ def steps(
         "fresh": float((fresh_T - reference_T).abs().max()),
         "bytes": bytes_of,
     }
+
+
+def _check_digest_without_folder(folder: Path, models: list[Any]) -> None:
+    """Check that a checkpoint can be saved without the folder of the initial adapters. Collective."""
+    import torch.distributed as dist
+
+    from megatron_stppo.checkpoint.trunk import adaptation_of
+
+    expected = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder.rename(folder.with_name("moved"))
+    dist.barrier()
+    assert [adaptation_of(model)["initial"] for model in models] == [expected] * 3
 
 
 def _bytes(*models: Any) -> int:
