@@ -115,7 +115,7 @@ def _interval(cell: Mapping[int, float], sign: str = "") -> str:
     if not cell:
         return ""
     middle, half = mean_interval(list(cell.values()))
-    return f"{middle:{sign}.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}") + f" ({len(cell)})"
+    return f"{middle:{sign}z.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}") + f" ({len(cell)})"
 
 
 def _line(values: Sequence[str]) -> str:
