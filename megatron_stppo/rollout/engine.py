@@ -149,7 +149,8 @@ class Engine:
         self._running.clear()
         self.published, self._version = _never_published, None
         tear_down(self._llm)
-        del self._llm, self._core, self._routes
+        # everything that refers to the old model, or both models would be in memory at once
+        del self._llm, self._core, self._routes, self._adapters
         gc.collect()  # reference cycles hold the weights and the key-value cache
         torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,24 @@ def observe(
             for done in engine.step():
                 seen[f"{turn} {done.request_id}"] = done.token_ids, done.logprobs
         if turn == 1:
+            watch_for_the_old_model(engine, seen)
             engine.rebuild()
             sync = engine_sync(learner, engine)
         for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
             adapters.fill(parameters[name], spans, of_version_1.__getitem__)
     return seen
+
+
+def watch_for_the_old_model(engine: Any, seen: dict[str, Any]) -> None:
+    """Have the next build of vLLM note first whether the model that the engine has now is freed."""
+    old = weakref.ref(engine._llm.model_executor.driver_worker.worker.get_model())
+    make = engine._build
+
+    def noted() -> Any:
+        seen["old model is freed"] = old() is None
+        return make()
+
+    engine._build = noted
 
 
 def values(folder: Path, lora: dict[str, Any]) -> dict[str, Any]:

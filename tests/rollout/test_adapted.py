@@ -43,6 +43,7 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
             torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=2e-5, rtol=1e-5)
         if turn == 0:
             merge(model, values, scale)
+    assert all(rank["old model is freed"] for rank in ranks), "before the new engine is built"
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
     assert ranks[0]["no LoRA"] == (
         "model.lora.sync=adapter: vLLM has no LoRA on UnspecifiedPlatform; set model.lora.sync=merged"
