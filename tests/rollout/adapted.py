@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_stppo.launch import process
 from tests.ranks import leave_group
@@ -16,7 +17,8 @@ def observe(
     folder: Path, parallel: dict[str, int], engine_tensor: int, lora: dict[str, Any]
 ) -> dict[str, Any]:
     """Return generations of version 0, in which B is zero, of version 1, whose A and B are those of `values`,
-    and of version 1 again in an engine that was replaced. They are equal on the ranks of an engine."""
+    of version 1 again in an engine that was replaced, and once more after this engine has lost the content of
+    its memory. They are equal on the ranks of an engine."""
     leave_group()
     process.prepare()
     from typing import get_args
@@ -46,9 +48,12 @@ def observe(
     except ConfigError as error:
         seen["no LoRA"] = str(error)
     parameters, of_version_1 = build.named_parameters(learner.policy), values(folder, lora)
-    for turn, version in enumerate((0, 1, 1)):
+    for turn, version in enumerate((0, 1, 1, 1)):
         sync.sync(version)
+        engine.wake()
         engine.refresh()
+        if turn == 3:
+            seen["slots"] = slots_of_a_step(engine)
         for number, prompt in enumerate(PROMPTS):
             engine.add(str(number), prompt, seed=number, max_tokens=24)
         while engine.unfinished:
@@ -58,6 +63,9 @@ def observe(
             watch_for_the_old_model(engine, seen)
             engine.rebuild()
             sync = engine_sync(learner, engine)
+        if turn == 2:
+            lose_memory(engine)
+            sync.forget()
         for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
             adapters.fill(parameters[name], spans, of_version_1.__getitem__)
     return seen
@@ -73,6 +81,50 @@ def watch_for_the_old_model(engine: Any, seen: dict[str, Any]) -> None:
         return make()
 
     engine._build = noted
+
+
+def lose_memory(engine: Any) -> None:
+    """Have the engine sleep, and wake its weights with undefined content, as on a GPU.
+
+    No GPU is here: two functions stand in for its memory, and all tensors that vLLM makes while it loads a
+    model get other content.
+    """
+    from megatron_stppo.rollout import engine as module
+
+    slots_of_a_step(engine)
+    engine.sleep()
+    manager = engine._adapters._manager
+    for holder in (*manager.modules.values(), *manager.punica_wrapper_mapping.values()):
+        for held in vars(holder).values():
+            for tensor in held if isinstance(held, tuple) else (held,):
+                spoil(tensor)
+    for weight in engine.parameters().values():
+        spoil(weight)
+    with (
+        mock.patch.object(module, "on_cpu", lambda: False),
+        mock.patch.object(engine._core, "wake_up", lambda parts: None),
+    ):
+        assert engine.wake_weights(), "the content is undefined"
+
+
+def slots_of_a_step(engine: Any) -> list[int]:
+    """Compute one token for the first prompt. Return the adapter's slot for each token of the prompt.
+
+    vLLM's kernels for a GPU read the slots. They are written only if they differ from those of the last step.
+    """
+    engine.add("one", PROMPTS[0], seed=0, max_tokens=1)
+    while engine.unfinished:
+        engine.step()
+    (wrapper,) = engine._adapters._manager.punica_wrapper_mapping.values()
+    return list(wrapper.token_lora_indices.tolist())
+
+
+def spoil(tensor: Any) -> None:
+    """Fill a tensor with NaN, or with -1 if it has integers. Anything else is left as it is."""
+    import torch
+
+    if isinstance(tensor, torch.Tensor):
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def values(folder: Path, lora: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
     ranks = run_ranks(adapted.observe, world, tmp_path, parallel, engine_tensor, lora)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     values, scale = adapted.values(tmp_path, lora), LoraConfig.model_validate(lora).scale
-    for turn in range(3):
+    for turn in range(4):
         for number, prompt in enumerate(families.PROMPTS):
             ids, logprobs = ranks[0][f"{turn} {number}"]
             assert all(other[f"{turn} {number}"] == (ids, logprobs) for other in ranks)
@@ -43,6 +43,9 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
             torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=2e-5, rtol=1e-5)
         if turn == 0:
             merge(model, values, scale)
+    for number in range(len(families.PROMPTS)):
+        assert ranks[0][f"3 {number}"] == ranks[0][f"2 {number}"], "before and after the engine's sleep"
+    assert ranks[0]["slots"] == [0] * len(families.PROMPTS[0])
     assert all(rank["old model is freed"] for rank in ranks), "before the new engine is built"
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
     assert ranks[0]["no LoRA"] == (
