@@ -19,7 +19,7 @@ from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.merging import AT_ONCE
 from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, lower_bound, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import adapted, adapter_shapes, serving_adapter_spans
+from megatron_stppo.sharding.low_rank import adapted, adapter_shapes, serving_adapter_spans, with_joined
 from megatron_stppo.sharding.spans import widths_of
 from megatron_stppo.sharding.tiles import PADDING, Spans
 from megatron_stppo.sharding.transfers import ServedAdapters
@@ -114,11 +114,13 @@ def merging_bytes(shape: ModelShape, rank: int, targets: Collection[str]) -> int
 def applied_bytes(spans: Spans, shape: ModelShape, adapters: ServedAdapters | None, size: int) -> int:
     """Return the bytes of A and B that an engine's rank applies itself, in vLLM's padded tensors.
 
-    spans: serving_spans of the rank. size: bytes per element. Example: rank 4 takes as much as rank 8.
+    vLLM joins q, k and v, and gate and up. If one of them is a target, all of them have tensors.
+    spans: serving_spans of the rank. size: bytes per element.
+    Example: rank 4 takes as much as rank 8, and q_proj as much as q_proj, k_proj and v_proj.
     """
     if adapters is None or not adapters.alone:
         return 0
-    rank, names = adapters.rank, adapters.targets
+    rank, names = adapters.rank, with_joined(adapters.targets)
     widths = widths_of(adapter_shapes(shape, rank, names))
     own = serving_adapter_spans(spans, rank, shape.hidden, names)
     numbers = sum(span.size * widths[span.hf_key] for parts in own.values() for span in parts)

@@ -18,7 +18,8 @@ from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans, tile, whole
 
 A, B = "lora_A", "lora_B"
-# {megatron's layer: the Hugging Face layers that it joins}; the layers of experts have other names
+# {megatron's layer: the Hugging Face layers that it joins}; the layers of experts have other names. vLLM's
+# qkv_proj and gate_up_proj join the same ones.
 JOINED = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
@@ -119,6 +120,14 @@ def held_targets(linear: str, of_weight: tuple[Span, ...], targets: Collection[s
     or not this rank has rows of them."""
     prefix = of_weight[0].hf_key.rsplit(".", 2)[0]
     return tuple(f"{prefix}.{name}.weight" for name in JOINED[_kind(linear)] if name in targets)
+
+
+def with_joined(targets: Collection[str]) -> tuple[str, ...]:
+    """Return all Hugging Face layers of the joined layers that have a target.
+
+    Example: with_joined(["k_proj", "down_proj"]) is ("q_proj", "k_proj", "v_proj", "down_proj").
+    """
+    return tuple(name for joined in JOINED.values() if not set(joined).isdisjoint(targets) for name in joined)
 
 
 def low_rank_terms(

@@ -53,10 +53,20 @@ def test_a_sum_with_adapters_takes_a_block_of_the_weight_and_its_sum_in_float32(
 
 
 def test_an_engine_holds_its_adapters_with_the_rank_to_which_vllm_pads_them() -> None:
-    # q: A [4, 64] whole, B [32, 4] of 64 rows; o: A [4, 32] of 64 columns, B [64, 4] whole. 4 becomes 8.
-    alone = ServedAdapters(4, ("q_proj", "o_proj"), alone=True)
-    assert applied_bytes(SIDES[1][0], SHAPE, alone, 2) == 4 * 2 * (256 + 128 + 128 + 256) * 2
+    # o: A [4, 32] of 64 columns, B [64, 4] whole; down: A [4, 48] of 96 columns, B as o. 4 becomes 8.
+    alone = ServedAdapters(4, ("o_proj", "down_proj"), alone=True)
+    assert applied_bytes(SIDES[1][0], SHAPE, alone, 2) == 4 * 2 * (128 + 256 + 192 + 256) * 2
     assert applied_bytes(SIDES[1][0], SHAPE, replace(alone, alone=False), 2) == 0
+
+
+def test_an_engine_holds_adapters_of_all_layers_that_vllm_joins_with_a_target() -> None:
+    # q: A [4, 64] whole, B [32, 4] of 64 rows; k and v: A as q, B [16, 4] of 32 rows. 4 becomes 8.
+    bytes_of = {
+        target: applied_bytes(SIDES[1][0], SHAPE, ServedAdapters(4, (target,), alone=True), 2)
+        for target in ("q_proj", "k_proj", "gate_proj")
+    }
+    assert bytes_of["q_proj"] == bytes_of["k_proj"] == 4 * 2 * (256 + 128 + 2 * (256 + 64)) * 2
+    assert bytes_of["gate_proj"] == 4 * 2 * 2 * (256 + 192) * 2  # A as q, B [48, 4] of 96 rows
 
 
 def test_two_reshards_take_the_bytes_of_both() -> None:

@@ -47,6 +47,7 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
         assert ranks[0][f"3 {number}"] == ranks[0][f"2 {number}"], "before and after the engine's sleep"
     assert ranks[0]["slots"] == [0] * len(families.PROMPTS[0])
     assert all(rank["old model is freed"] for rank in ranks), "before the new engine is built"
+    assert all(planned == held for planned, held in (rank["bytes"] for rank in ranks))
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
     assert ranks[0]["no LoRA"] == (
         "model.lora.sync=adapter: vLLM has no LoRA on UnspecifiedPlatform; set model.lora.sync=merged"
