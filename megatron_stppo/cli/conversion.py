@@ -28,7 +28,7 @@ def to_hf(
     sets: Sets = None,
 ) -> None:
     """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
-    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 
@@ -56,7 +56,7 @@ def to_peft(
     sets: Sets = None,
 ) -> None:
     """Write the adapters of a checkpoint's actor in PEFT's format, on any number of ranks."""
-    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks, lora
 

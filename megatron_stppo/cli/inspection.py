@@ -161,7 +161,7 @@ def audit(
     """Check that each recorded log-prob is that of the policy version its token names; exit 1 if not."""
     from megatron_stppo.validation import sources
 
-    settings = open_config(sources.config_of(run), overrides, "audit")
+    settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
     sources.check_audit(settings, run)
     from megatron_stppo.launch import process
 

@@ -24,10 +24,13 @@ def open_config(
     resume: bool = False,
     world: int | None = None,
     remedy: str = "give --resume to continue that run, or another run.name",
+    checkpoint: bool = False,
 ) -> Config:
     """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
 
     `world`: number of ranks; default: the launcher's. remedy: for a new training whose folder holds a run.
+    checkpoint: whether the command loads a checkpoint and trains nothing, so that it needs no
+    model.lora.path.
     Raises ConfigError.
     """
     from megatron_stppo.config_file import load
@@ -41,8 +44,9 @@ def open_config(
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command in ("convert", "audit"):
         config = model_layout.with_fitting_layout(config, ranks)
-    checks.check(config, ranks, command)
-    if is_first_rank() and (note := lora.base_note(config)):
+    checked = lora.of_checkpoint(config) if checkpoint else config
+    checks.check(checked, ranks, command)
+    if is_first_rank() and (note := lora.base_note(checked)):
         typer.echo(f"megatron-stppo: {note}", err=True)
     if command == "train" and resume:
         run_folder.check_resume(config)

@@ -185,7 +185,7 @@ def rollout(
     start: Annotated[str, typer.Option(help="checkpoint of that run, step_N or latest")] = "latest",
 ) -> None:
     """Play training episodes and write them to trajectories/, without training."""
-    settings = open_config(config, overrides, "rollout")
+    settings = open_config(config, overrides, "rollout", checkpoint=source is not None)
     from megatron_stppo.launch import process
     from megatron_stppo.validation import run_folder, sources
 
@@ -216,7 +216,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
-    settings = open_config(config, overrides, "evaluate")
+    settings = open_config(config, overrides, "evaluate", checkpoint=checkpoint is not None)
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 

@@ -27,6 +27,8 @@ from megatron_stppo.telemetry import trajectory_files, trajectory_log
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import progress
 from megatron_stppo.types import Batch, Trajectory
+from megatron_stppo.validation.lora import of_checkpoint
+from megatron_stppo.validation.sources import has_start
 
 # Nats. Engine and trainer differ by rounding only. One unit in the last place of a log-prob between -8 and -4
 # is 4.8e-7 in float32. Measured without a fault: at most 2.8e-6. With planted faults: 0.2 to 2.
@@ -70,14 +72,17 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
     named = sorted(
         {v for some in played.values() for t in some for turn in t.turns for v, _ in turn.versions}
     )
-    saved = [version for version in named if _is_saved(run, version)]
+    start = has_start(config)
+    saved = [version for version in named if (_is_saved(run, version) if version else start)]
     if not saved:
         raise ConfigError(
             f"RUN_DIR={run}: no version that its trajectories name is saved ({named or 'none named'}); train "
             "with run.checkpoint_every=1 run.keep_every=1, which keeps all"
+            + ("" if start else f", or restore the folder model.lora.path={config.model.lora.path}")
         )
     with timed("models", mesh.rank == 0):
-        learner = build_learner(config, read_shape(config.model.path), mesh, dtype, training=False)
+        begins = config if 0 in saved else of_checkpoint(config)
+        learner = build_learner(begins, read_shape(config.model.path), mesh, dtype, training=False)
     findings = []
     for version in progress(saved, "versions", mesh.rank == 0, every=None):
         if version:
@@ -90,6 +95,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
         _print(findings, passed)
         left = sorted(set(named) - set(saved))
         say(f"not audited, because they are not saved: versions {left}", bool(left))
+        say(f"version 0 needs the folder model.lora.path={config.model.lora.path}", 0 in left)
         said = f"each token within {limit:g} nats" if limit is not None else "the mean within max_mismatch"
         say(f"{'passed' if all(passed) else 'FAILED'}: {said}, {sum(f.tokens for f in findings)} tokens")
     process.stop()
@@ -97,7 +103,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
 
 
 def _is_saved(run: Path, version: int) -> bool:
-    return version == 0 or (run / "checkpoints" / f"step_{version}").is_dir()
+    return (run / "checkpoints" / f"step_{version}").is_dir()
 
 
 def _is_within(finding: VersionFinding, limit: float | None, mean: float) -> bool:

@@ -32,6 +32,7 @@ from megatron_stppo.sharding.low_rank import LowRank
 from megatron_stppo.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.sharding.tiles import Spans
 from megatron_stppo.validation.checks import check_absent
+from megatron_stppo.validation.lora import of_checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
@@ -159,6 +160,7 @@ def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None
 def to_hf(config: Config, checkpoint: str, output: Path) -> None:
     """Write the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder, and print one
     line that says what was written. Collective. Raises ConfigError and CheckpointError."""
+    config = of_checkpoint(config)
     mesh, shape = process.start(config), read_shape(config.model.path)
     # with adapters, a checkpoint holds only these
     actor = build.from_hf if config.model.lora.rank else build.build

@@ -15,6 +15,7 @@ from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.telemetry.trajectory_files import new_folder
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
+from megatron_stppo.validation.lora import of_checkpoint
 from megatron_stppo.worker import assemble
 
 
@@ -25,7 +26,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`: another JSON file for the
     numbers. Raises ConfigError.
     """
-    worker = assemble(config, training=False)
+    worker = assemble(config if checkpoint is None else of_checkpoint(config), training=False)
     rank, iteration = worker.learner.mesh.rank, 0
     if checkpoint is not None:
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)

@@ -27,6 +27,7 @@ from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapter_shapes
 from megatron_stppo.sharding.trunk_digest import trunk_digest
 from megatron_stppo.validation.checks import check_absent
+from megatron_stppo.validation.lora import of_checkpoint
 
 
 def to_peft(config: Config, checkpoint: str, output: Path) -> None:
@@ -34,6 +35,7 @@ def to_peft(config: Config, checkpoint: str, output: Path) -> None:
 
     Prints one line that says what was written. Collective. Raises ConfigError and CheckpointError.
     """
+    config = of_checkpoint(config)
     mesh, shape = process.start(config), read_shape(config.model.path)
     model = build.from_hf("actor", shape, config, mesh, process.dtype(config))
     folder = config.run.folder / "checkpoints"

@@ -13,6 +13,7 @@ from megatron_stppo.telemetry.console import RowLines, say, timed
 from megatron_stppo.telemetry.metrics import Metrics, progress
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.validation import attempts
+from megatron_stppo.validation.lora import of_checkpoint
 from megatron_stppo.worker import assemble
 
 
@@ -23,7 +24,8 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     those of a training run, so that the first iteration is the one that training would play next. Builds
     neither optimizer nor critic. Collective. Raises ConfigError.
     """
-    run, worker, version = config.run, assemble(config, training=False), 0
+    run, version = config.run, 0
+    worker = assemble(config if source is None else of_checkpoint(config), training=False)
     if source is not None:
         folder, step = source / "checkpoints", saving.step_of(start)
         state = saving.load_weights(folder, "actor", worker.learner.policy, step)

@@ -40,6 +40,16 @@ def check(config: Config) -> None:
         check_alone(shape, lora.rank)
 
 
+def of_checkpoint(config: Config) -> Config:
+    """Return the configuration for models that get a checkpoint's weights and are not trained.
+
+    It has no model.lora.path: the checkpoint has all adapters, so that the folder need not exist. Rank, alpha
+    and targets are those of the section; config_file.py has completed them.
+    """
+    lora = config.model.lora.model_copy(update={"path": None})
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+
+
 def check_alone(shape: ModelShape, rank: int) -> None:
     """Raise ConfigError unless vLLM can apply adapters of this rank to the model itself."""
     remedy = "set model.lora.sync=merged"

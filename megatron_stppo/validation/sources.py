@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.validation import lora
 from megatron_stppo.validation.attempts import CONFIG
 from megatron_stppo.validation.checks import check_step
 from megatron_stppo.validation.run_folder import check_new
@@ -37,7 +38,10 @@ def check_replay(config: Config, records: str, run: Path, start: str | None) -> 
 
 
 def check_audit(config: Config, run: Path) -> None:
-    """Raise ConfigError unless the trainer can compute the log-probs that the run's engine reported."""
+    """Raise ConfigError unless the trainer can compute the log-probs that the run's engine reported.
+
+    The folder of model.lora.path is checked if it exists. Only version 0 needs it.
+    """
     if config.rollout.top_p < 1:
         raise ConfigError(
             f"rollout.top_p={config.rollout.top_p}: the engine's log-probs are of the tokens that nucleus "
@@ -45,6 +49,13 @@ def check_audit(config: Config, run: Path) -> None:
         )
     if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
         raise ConfigError(f"RUN_DIR={run}: trajectories/ holds no iteration to audit; choose another run")
+    if has_start(config):
+        lora.check(config)
+
+
+def has_start(config: Config) -> bool:
+    """Return whether the weights with which a run began can be read."""
+    return config.model.lora.path is None or config.model.lora.path.is_dir()
 
 
 def check_left(config: Config, source: Path, start: str) -> None:

@@ -131,6 +131,25 @@ def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(run: Path) 
     assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
 
 
+def test_what_reads_a_checkpoint_does_not_need_the_folder_of_the_adapter(run: Path) -> None:
+    root, saved = run.parents[1], str(run / "config.yaml")
+    adapters, given = root / "adapters", ("parallel.tensor=1", "evaluate.tasks=3")
+    adapters.rename(root / "away")
+    try:
+        for kind, file in (("to-peft", ADAPTER[1]), ("to-hf", "model.safetensors")):
+            promises.start(["convert", kind, saved, "step_2", str(root / f"{kind} alone"), given[0]])
+            assert load_file(root / f"{kind} alone" / file)
+        promises.start(["evaluate", saved, "--checkpoint", "step_1", *given])
+        said = promises.start(["audit", str(run), given[0]])
+        assert "not audited, because they are not saved: versions [0]" in said
+        assert f"version 0 needs the folder model.lora.path={adapters}" in said
+        assert "passed: each token within 1e-05 nats" in said
+        refused = promises.start(["evaluate", saved, *given], status=2)
+        assert f"model.lora.path={adapters}: no such folder" in refused
+    finally:
+        (root / "away").rename(adapters)
+
+
 def test_replicas_at_bound_0_begin_with_the_adapter_as_the_colocated_run(run: Path) -> None:
     config, runs = run.parents[1] / "config.yaml", run.parent
     given = (*RUN, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")

@@ -66,6 +66,20 @@ def test_rank_alpha_and_targets_are_read_from_the_folder_and_saved_with_the_run(
     assert validate({"model": {"path": "m"}}).model.lora.path is None
 
 
+def test_what_reads_a_checkpoint_is_checked_without_the_folder(model: Path) -> None:
+    adapter = model.with_name("adapter")
+    write_adapter(adapter, model, r=2)
+    begins = config(model, adapter)
+    (adapter / SETTINGS).unlink()
+    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+        lora.check(begins)
+    follows = lora.of_checkpoint(begins)
+    lora.check(follows)
+    section = follows.model.lora
+    assert (section.rank, section.alpha, section.path) == (2, begins.model.lora.alpha, None)
+    assert section.targets == begins.model.lora.targets
+
+
 def test_what_peft_records_about_training_and_dropout_changes_nothing(model: Path) -> None:
     adapter = model.with_name("adapter")
     trained = {
