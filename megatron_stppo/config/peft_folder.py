@@ -21,6 +21,7 @@ PREFIX = "base_model.model."  # of the name of every tensor
 DIGEST = "base_sha256"  # in the metadata of adapter_model.safetensors, where peft has "format" alone
 MAX_SETTINGS, MAX_HEADER = 1 << 20, 1 << 24  # bytes
 MAX_NUMBER, MAX_SHOWN = 1e9, 120  # largest r and lora_alpha; characters of a name or value in a message
+MAX_NAME = 200  # characters of a tensor's name; those of the supported models have less than 100
 TYPES = ("BF16", "F16", "F32")
 MATRIX = re.compile(re.escape(PREFIX) + r"(?P<layer>[\w.]+)\.lora_(?P<matrix>[AB])\.weight")
 REMEDY = "merge the adapter into its model with peft (merge_and_unload), and give that folder as model.path"
@@ -121,7 +122,8 @@ def _check_options(folder: Path, settings: dict[str, Any]) -> None:
     for name, value in sorted(settings.items()):
         if name in ANY or not value or value in ALLOWED.get(name, ()):
             continue
-        shown = f"{name if name.isidentifier() else repr(name)}={_short(json.dumps(value))}"
+        named = _short(name if name.isidentifier() else repr(name))
+        shown = f"{named}={_short(json.dumps(value))}"
         raise _wrong(folder, f"{SETTINGS} has {shown}, which is not supported; {REMEDY}")
 
 
@@ -151,9 +153,11 @@ def _header(folder: Path) -> dict[str, Any]:
 
 
 def _matrices(folder: Path, header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in sorted(header.items()):
         shown = _short(name)
+        if len(name) > MAX_NAME:
+            raise _wrong(folder, f"tensor {shown!r} has a name of {len(name)} characters; {REMEDY}")
         match = MATRIX.fullmatch(name)
         layer = match["layer"].rpartition(".")[2] if match else ""
         if layer not in LINEAR or ".experts." in name:
@@ -170,6 +174,8 @@ def _matrices(folder: Path, header: dict[str, Any]) -> dict[str, tuple[int, ...]
             raise _wrong(
                 folder, f"tensor {shown!r} has type {_short(dtype)}; save it as one of {', '.join(TYPES)}"
             )
+        if len(shape) != 2:
+            raise _wrong(folder, f"tensor {shown!r} has {len(shape)} dimensions, not 2; {REMEDY}")
         shapes[name.removeprefix(PREFIX)] = shape
     if not shapes:
         raise _wrong(folder, f"{TENSORS} holds no tensor; write the adapter again")

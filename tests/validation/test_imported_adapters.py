@@ -123,12 +123,16 @@ def test_an_adapter_that_names_another_model_is_noted(model: Path) -> None:
         ("task_type", "SEQ_CLS"),
         ("peft_type", "LOHA"),
         ("an_option_of_the_future", 3),
+        ("a" * 900_000, True),
+        ("\n" * 400_000, True),
     ],
 )
 def test_an_option_that_changes_the_result_is_refused(model: Path, name: str, value: Any) -> None:
     adapter = model.with_name("adapter")
     write_adapter(adapter, model, r=1, **{name: value})
     shown = f"{name}={json.dumps(value)}"
+    if len(name) > 120:  # the quotation mark and 119 characters of backslashes and n
+        shown = f"{name[:120] if name.isidentifier() else repr(name)[:120]}..=true"
     line = f"model.lora.path=ADAPTER: adapter_config.json has {shown}, which is not supported; "
     assert refused(model, adapter) == (
         line
@@ -188,6 +192,14 @@ def tensors_of(model: Path) -> dict[str, torch.Tensor]:
         (
             {"model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.zeros(8)},
             "tensor 'base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector' does not belong",
+        ),
+        (
+            {QUERY: torch.zeros([1] * 50)},
+            f"tensor 'base_model.model.{QUERY}' has 50 dimensions, not 2; merge",
+        ),
+        (
+            {f"model.layers.0.{'x' * 1_000_000}.q_proj.lora_A.weight": torch.zeros(2, 8)},
+            f"tensor 'base_model.model.model.layers.0.{'x' * 88}..' has a name of 1000053 characters; merge",
         ),
     ],
 )
