@@ -101,12 +101,22 @@ def base_note(config: Config) -> str:
     if path is None:
         return ""
     found = read_folder(path)
-    if found.digest or not found.base or Path(found.base).name == model.resolve().name:
+    if found.digest or not found.base or _is_named(model, found.base):
         return ""
     return (
         f"model.lora.path={path}: its {SETTINGS} names the model {found.base[:200]!r}, and model.path={model}"
         "; only names and shapes of their weights were compared"
     )
+
+
+def _is_named(model: Path, base: str) -> bool:
+    """Return whether a model's folder has the name `base`, as a folder or in Hugging Face's cache.
+
+    Example: "Qwen/Qwen3-8B" names models/Qwen3-8B and hub/models--Qwen--Qwen3-8B/snapshots/9c925d64.
+    """
+    folder = model.resolve()
+    cached = f"models--{base.replace('/', '--')}"
+    return Path(base).name == folder.name or cached in (*model.parts, *folder.parts)
 
 
 def check_used(config: Config, command: str) -> None:

@@ -15,8 +15,7 @@ from megatron_stppo import __main__ as command_line
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.peft_folder import SETTINGS, TENSORS
 from megatron_stppo.config_file import load, validate
-from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.validation import checks, lora
+from megatron_stppo.validation import lora
 from tests.update.imported import WRITTEN, save, write_adapter
 
 SHAPE = {
@@ -78,6 +77,17 @@ def test_what_reads_a_checkpoint_is_checked_without_the_folder(model: Path) -> N
     section = follows.model.lora
     assert (section.rank, section.alpha, section.path) == (2, begins.model.lora.alpha, None)
     assert section.targets == begins.model.lora.targets
+
+
+def test_the_folders_of_a_model_in_the_cache_of_hugging_face_have_its_name(model: Path) -> None:
+    snapshot = model.parent / "models--Qwen--Qwen3-8B" / "snapshots" / "9c925d64"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    (link := model.with_name("link")).symlink_to(snapshot)
+    for base, noted in (("Qwen/Qwen3-8B", False), ("Qwen/Qwen3", True), ("Other/Qwen3-8B", True)):
+        adapter = model.with_name(base.replace("/", " "))
+        write_adapter(adapter, snapshot, r=1, base_model_name_or_path=base)
+        assert [bool(lora.base_note(config(path, adapter))) for path in (snapshot, link)] == [noted] * 2
 
 
 def test_what_peft_records_about_training_and_dropout_changes_nothing(model: Path) -> None:
@@ -285,27 +295,3 @@ def test_a_folder_that_is_not_there_is_one_line_of_the_command_line(
         "megatron-stppo: model.lora.path=nowhere: no such folder; give one with adapter_config.json and "
         "adapter_model.safetensors\n"
     )
-
-
-def test_a_cold_start_of_adapters_replaces_only_a_folder_of_adapters(model: Path) -> None:
-    adapter = model.with_name("adapter")
-    write_adapter(adapter, model, r=1)
-
-    def output(folder: Path, **section: Any) -> None:
-        sections = {"model": {"path": model, "lora": section}, "cold_start": {"output": folder}}
-        checks.check_output(Config.model_validate(sections))
-
-    output(adapter, rank=1)
-    with pytest.raises(ConfigError, match=r"output=.*adapter: is model\.lora\.path; name another folder"):
-        output(adapter, rank=1, path=adapter)
-    with pytest.raises(
-        ConfigError, match="adapter: is not a model folder, and would be replaced; name another"
-    ):
-        output(adapter)
-    (copy := model.with_name("copy")).mkdir()
-    (copy / "config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match="copy: is not an adapter folder, and would be replaced; name another"
-    ):
-        output(copy, rank=1)
-    assert read_shape(model).layers == 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
+from megatron_stppo.config.peft_folder import SETTINGS
 from megatron_stppo.config_file import validate
-from megatron_stppo.validation import lora
+from megatron_stppo.validation import checks, lora
 from megatron_stppo.validation.lora import check_alone, check_targets
 from tests.reshard.pieces import model_shape
 
@@ -76,3 +80,28 @@ def test_a_target_may_be_a_word_and_an_unknown_one_is_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"lora\.targets\.1='w1': Input should be 'all-linear', ") as error:
         validate({"model": {"path": "m", "lora": {"rank": 4, "targets": ["q_proj", "w1"]}}})
     assert "\n" not in str(error.value)
+
+
+def test_a_cold_start_of_adapters_replaces_only_a_folder_of_adapters(tmp_path: Path) -> None:
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    for folder, file in ((model, "config.json"), (adapter, SETTINGS)):
+        folder.mkdir()
+        (folder / file).write_text("{}")
+
+    def output(folder: Path, **section: Any) -> None:
+        sections = {"model": {"path": model, "lora": section}, "cold_start": {"output": folder}}
+        checks.check_output(Config.model_validate(sections))
+
+    output(adapter, rank=1)
+    with pytest.raises(ConfigError, match=r"output=.*adapter: is model\.lora\.path; name another folder"):
+        output(adapter, rank=1, path=adapter)
+    with pytest.raises(
+        ConfigError, match="adapter: is not a model folder, and would be replaced; name another"
+    ):
+        output(adapter)
+    (copy := model.with_name("copy")).mkdir()
+    (copy / "config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match="copy: is not an adapter folder, and would be replaced; name another"
+    ):
+        output(copy, rank=1)
