@@ -40,8 +40,8 @@ FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 PLATFORM = {
     "parallel/cpu_platform.py",
     "rollout/cpu_experts.py",
+    "rollout/cpu_linears.py",
     "rollout/cpu_lora.py",
-    "rollout/vllm_setup.py",
 }
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"cli", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}

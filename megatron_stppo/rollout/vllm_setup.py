@@ -34,8 +34,6 @@ import vllm  # noqa: E402
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
@@ -46,7 +44,7 @@ from megatron_stppo.sharding.transfers import ServedAdapters  # noqa: E402
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from megatron_stppo.rollout import cpu_experts, cpu_lora
+    from megatron_stppo.rollout import cpu_experts, cpu_linears, cpu_lora
     from megatron_stppo.rollout.cpu_worker import ROUTES, TOKEN
 
 
@@ -268,18 +266,11 @@ def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
 def _keep_weights_plain() -> None:
     """Keep vLLM's CPU weights in their plain layout, so that writing into a parameter takes effect.
 
-    At load, vLLM copies linear weights into a layout for oneDNN and drops the plain ones. Two private
-    switches prevent this; the second one is for the language-model head, which is an embedding. They stay
-    set, because later engines of the process need them too. cpu_experts.py does the same for experts.
+    They stay plain, because later engines of the process need them too.
     """
-    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
-    setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
+    cpu_linears.keep_plain()
     cpu_experts.keep_plain()
     cpu_lora.one_adapter()
-
-
-def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
 
 
 def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:
