@@ -30,9 +30,10 @@ from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.serving import kept_episodes, keys, recorded
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.link_errors import ReplicaLost
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
-from megatron_stppo.serving.weights import Link, ReplicaLost
+from megatron_stppo.serving.weights import Link
 from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.types import Summary, Task
 

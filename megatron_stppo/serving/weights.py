@@ -21,17 +21,16 @@ from torch import Tensor
 
 from megatron_stppo.launch.rendezvous import address_towards, check_nccl_interface, connect_store
 from megatron_stppo.learner import Learner
-from megatron_stppo.messages import printable
 from megatron_stppo.model import build
 from megatron_stppo.model.served import served_terms
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.engine_sync import EngineSync
 from megatron_stppo.reshard.merging import Term
 from megatron_stppo.reshard.resharder import SyncReport, nothing
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.serving.link_errors import raise_on_all, raise_own
 from megatron_stppo.serving.losses import tell_lost, why_lost
 from megatron_stppo.serving.messages import Offer
 from megatron_stppo.sharding.hf_names import ModelShape
@@ -45,13 +44,6 @@ if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
 Result = TypeVar("Result")
 # Errors of this rank's own GPU, which are RuntimeErrors like those of a connection.
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-
-
-class ReplicaLost(RuntimeError):
-    """Weights could not be sent to a replica: it died, did not arrive in time, or its rows are wrong.
-
-    All ranks of the trainer raise it together. The trainer's own groups and its other links still work.
-    """
 
 
 class Link:
@@ -155,7 +147,9 @@ class Link:
     ) -> Self:
         """Connect to a replica as from_trainer does, and send this rank's tensors of the trainer's layout."""
         layouts = link_layouts(shape, offer, tensor)
-        return cls(source, {}, layouts, shape, adapters, offer, store, timeout, terms, first=0, settle=_agree)
+        return cls(
+            source, {}, layouts, shape, adapters, offer, store, timeout, terms, first=0, settle=raise_on_all
+        )
 
     @classmethod
     def from_replica(
@@ -200,7 +194,7 @@ class Link:
             store,
             timeout,
             first=first,
-            settle=_raise_own,
+            settle=raise_own,
             on_bucket=on_bucket,
         )
 
@@ -281,22 +275,3 @@ def link_layouts(shape: ModelShape, offer: Offer, tensor: int) -> tuple[dict[int
         training_layouts(shape, offer.layout, spec=offer.spec),
         {first + rank: spans for rank, spans in replica.items()},
     )
-
-
-def _raise_own(name: str, error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _agree(name: str, error: Exception | None) -> None:
-    """Raise the same ReplicaLost on all ranks of the trainer if any of them has an error. Collective."""
-    own = None
-    if error is not None:
-        own = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
-    raise_together(own, lambda found: _lost(name, found), str)
-
-
-def _lost(name: str, found: Mapping[int, str]) -> ReplicaLost:
-    """Return the exception for ranks that failed with these texts. The first of them stands for all."""
-    rank, text = next(iter(found.items()))
-    return ReplicaLost(f"weights could not be sent to the replica of group {name}: rank {rank}: {text}")

@@ -17,9 +17,10 @@ from megatron_stppo.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.verify import ReshardError
+from megatron_stppo.serving.link_errors import ReplicaLost
 from megatron_stppo.serving.losses import tell_lost
 from megatron_stppo.serving.messages import Offer
-from megatron_stppo.serving.weights import Link, ReplicaLost, link_layouts
+from megatron_stppo.serving.weights import Link, link_layouts
 from megatron_stppo.sharding.spans import row_widths
 from tests.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
 from tests.serving.two_programs import await_note, post

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron_stppo.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import lower_bound
+from megatron_stppo.serving.link_errors import ReplicaLost
 from megatron_stppo.serving.losses import why_lost
-from megatron_stppo.serving.weights import Link, ReplicaLost, link_layouts
+from megatron_stppo.serving.weights import Link, link_layouts
 from megatron_stppo.sharding.spans import row_widths
 from tests.ranks import RankError
 from tests.rollout.tiny import build_model
