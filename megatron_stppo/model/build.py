@@ -283,7 +283,8 @@ def from_hf(
     own = adapters_of_rank(shape, config, mesh.layout, mesh.rank) if _has_adapters(role, lora) else {}
     if lora.path is not None:
         check_base(lora.path, config.model.path, shape)
-        digest = load_peft(lora.path, own, named_parameters(model))
+        shapes = adapter_shapes(shape, lora.rank, lora.names)
+        digest = load_peft(lora.path, own, shapes, named_parameters(model))
         for chunk in model:
             chunk.adaptation = replace(chunk.adaptation, initial=digest) if chunk.adaptation else None
     if trunk is not None:

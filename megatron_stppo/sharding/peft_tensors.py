@@ -17,26 +17,29 @@ from megatron_stppo.config.peft_folder import PREFIX, TENSORS, read_folder
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.tiles import PADDING, Spans
+from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 CHANGED = "changed while the models were built; start again when it is complete"
 
 
-def load_peft(folder: Path, spans: Spans, parameters: Mapping[str, Tensor]) -> str:
+def load_peft(
+    folder: Path, spans: Spans, shapes: Mapping[str, tuple[int, int]], parameters: Mapping[str, Tensor]
+) -> str:
     """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's type. Padding
     rows stay as they are.
 
-    spans: of a rank's adapters (sharding/low_rank.py). Return 64 hexadecimal digits: the SHA-256 of the
-    adapter_model.safetensors that was read. Collective: raises ConfigError on all ranks if a file cannot be
-    read, if the ranks read different ones, or if a number of a matrix is not finite in the parameter's type.
-    validation/lora.py has compared names and shapes.
+    spans, shapes: adapter_spans of this rank, and adapter_shapes (sharding/low_rank.py). validation/lora.py
+    has compared names and shapes, perhaps of an earlier file. Return 64 hexadecimal digits: the SHA-256 of
+    the adapter_model.safetensors that was read. Collective: raises ConfigError on all ranks if a file cannot
+    be read, if the ranks read different ones, if a matrix has another shape, or if a number of it is not
+    finite in the parameter's type.
     """
     digest, problem = "", None
     try:
         # One open file, hashed and read: another file can get its name meanwhile.
         with (Path(folder) / TENSORS).open("rb") as opened:
-            digest, problem = _copy(opened, spans, parameters)
+            digest, problem = _copy(opened, spans, shapes, parameters)
     except (OSError, SafetensorError) as error:
         problem = f"{TENSORS} cannot be read ({error}); write the adapter again"
     raise_together(
@@ -67,24 +70,34 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
         )
 
 
-def _copy(opened: BufferedReader, spans: Spans, parameters: Mapping[str, Tensor]) -> tuple[str, str | None]:
+def _copy(
+    opened: BufferedReader,
+    spans: Spans,
+    shapes: Mapping[str, tuple[int, int]],
+    parameters: Mapping[str, Tensor],
+) -> tuple[str, str | None]:
     """Fill the parameters. Return the digest of the file, and what is wrong with it or None."""
     digest, written = hashlib.file_digest(opened, "sha256").hexdigest(), os.fstat(opened.fileno()).st_mtime_ns
     problem = None
     with safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
         for name, of_parameter in spans.items():
-            problem = problem or _fill(file, of_parameter, parameters[name])
+            problem = problem or _fill(file, of_parameter, shapes, parameters[name])
     if os.fstat(opened.fileno()).st_mtime_ns != written:
         problem = f"{TENSORS} {CHANGED}"
     return digest, problem
 
 
 @torch.no_grad()
-def _fill(file: safe_open, spans: tuple, parameter: Tensor) -> str | None:
+def _fill(
+    file: safe_open, spans: tuple[Span, ...], shapes: Mapping[str, tuple[int, int]], parameter: Tensor
+) -> str | None:
     """Write this rank's rows of one A or B into a parameter, and return what is wrong with them, or None."""
     for span in spans:
         if span.hf_key == PADDING:
             continue
+        held, wanted = file.get_slice(PREFIX + span.hf_key).get_shape(), list(shapes[span.hf_key])
+        if held != wanted:
+            return f"{span.hf_key} has shape {held[:8]}, here it must be {wanted}; start again with one file"
         whole: Tensor = file.get_tensor(PREFIX + span.hf_key).to(parameter.dtype)
         if not whole.isfinite().all():
             kind = str(parameter.dtype).removeprefix("torch.")

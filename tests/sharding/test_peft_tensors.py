@@ -24,6 +24,14 @@ def test_all_ranks_refuse_a_matrix_of_one_rank_that_is_not_finite(tmp_path: Path
         (tmp_path / folder).mkdir()
         named = {f"base_model.model.{KEY.format(n)}": x for n, x in enumerate((matrices[0], last))}
         save_file(named, tmp_path / folder / FILE)
+    for folder, rows, columns in (
+        ("smaller", 1, 2),
+        ("larger", 2, 3),
+    ):  # replaced after its shapes are checked
+        (tmp_path / folder).mkdir()
+        shapes = ((1, 3), (rows, columns))  # of ranks 0 and 1
+        named = {f"base_model.model.{KEY.format(n)}": torch.ones(*size) for n, size in enumerate(shapes)}
+        save_file(named, tmp_path / folder / FILE)
     (tmp_path / "cut").mkdir()
     whole = (tmp_path / "good" / FILE).read_bytes()
     (tmp_path / "cut" / FILE).write_bytes(whole[:-1])
@@ -32,13 +40,16 @@ def test_all_ranks_refuse_a_matrix_of_one_rank_that_is_not_finite(tmp_path: Path
         (tmp_path / f"of rank {rank}" / FILE).write_bytes(good)
     said = run_ranks(import_matrices, 2, tmp_path)
     assert said[0] == said[1]
-    rounded, not_finite, cut, nowhere, two, digest = (
+    rounded, not_finite, cut, smaller, larger, nowhere, two, digest = (
         text.removeprefix(f"model.lora.path={tmp_path}/") for text in said[0]
     )
     wrong = "has numbers that are not finite in"
     assert rounded == f"good: {KEY.format(0)} {wrong} float16; write the adapter again"
     assert not_finite == f"bad: {KEY.format(1)} {wrong} float32; write the adapter again"
     assert cut.startswith(f"cut: {FILE} cannot be read (") and cut.endswith("); write the adapter again")
+    for folder, message, held in (("smaller", smaller, [1, 2]), ("larger", larger, [2, 3])):
+        line = f"{KEY.format(1)} has shape {held}, here it must be [1, 3]; start again with one file"
+        assert message == f"{folder}: {line}"
     assert nowhere.startswith(f"nowhere: {FILE} cannot be read ([Errno 2] No such file or directory: ")
     assert two == f"two: {FILE} changed while the models were built; start again when it is complete"
     assert digest == hashlib.sha256(whole).hexdigest()
