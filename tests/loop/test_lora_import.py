@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,30 @@ def test_exported_adapters_that_are_imported_again_evaluate_as_their_checkpoint(
     of_step = evaluated(run, "trained/evaluate/step_2", begun, "--checkpoint", "step_2")
     assert evaluated(run, "after/evaluate/model", f"model.lora.path={output}") == of_step
     assert evaluated(run, "before/evaluate/model", begun) != of_step
+
+
+def training_rows(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of the first 2 iterations, without the numbers of evaluations."""
+    return [{k: v for k, v in row.items() if not k.startswith("evaluate/")} for row in rows(run)[1:3]]
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_bits_of_a_whole_one(run: Path) -> None:
+    config, killed = run.parents[1] / "config.yaml", run.with_name("killed")
+    given = (*RUN, f"model.lora.path={run.parents[1]}/adapters", "run.name=killed")
+    small_run.train_until(killed / "checkpoints" / "LATEST", config, *given)
+    done = small_run.run("train", config, *given, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "megatron-stppo: resumed from step_1" in done.stderr
+    assert training_rows(killed) == training_rows(run) and len(training_rows(run)) == 2
+    assert promises.weights(killed, 2) == promises.weights(run, 2) != promises.weights(run, 1)
+
+
+def test_replayed_rollouts_give_the_same_adapters_bitwise(run: Path) -> None:
+    done = small_run.run("replay", run, "run.name=replayed", "run.iterations=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    replayed = run.with_name("replayed")
+    assert rows(replayed) == training_rows(run)
+    assert promises.weights(replayed, 2) == promises.weights(run, 2)
 
 
 def test_a_run_resumes_only_with_the_adapters_that_it_began_with(run: Path) -> None:
