@@ -49,10 +49,14 @@ def test_a_wrong_field_is_found_before_a_process_is_started(tmp_path: Path) -> N
 def test_an_interrupt_reaches_the_command_which_ends_before_the_caller_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        commands._forward([sys.executable, "-c", WAITS], dict(os.environ))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            commands._forward([sys.executable, "-c", WAITS], dict(os.environ))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().out == "begun\ncheckpoint\n"
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.update import layouts, relayout
-from tests.update.imported import write_adapter
 
 # model, the layout that saves, the layout that loads, rank of the adapters or 0; two ranks
 MOVES = [
@@ -34,7 +33,6 @@ def test_weights_are_bitwise_equal_and_the_next_step_is_equal_up_to_rounding(
     for family in ("qwen3", "qwen3_moe"):
         layouts.write_model(tmp_path / family, family)
     layouts.write_model(tmp_path / "other", "qwen3", initializer_range=0.2)
-    write_adapter(tmp_path / "adapter", tmp_path / "other")
     counted = run_ranks(relayout.three_steps, 2, str(tmp_path), moves, timeout=280)
     assert counted == [[2] * len(moves)] * 2
     for number, move in enumerate(moves):
