@@ -39,7 +39,6 @@ class LoraConfig(Section):
         description="folder of an adapter in the format of the package peft, with which actor, critic and "
         "reference begin: adapter_config.json, adapter_model.safetensors; default: adapters that add 0",
     )
-
     sync: Literal["merged", "adapter"] = Field(
         "merged",
         description="what the engine gets of each version. merged: W + alpha / rank * B A of the layers with "
