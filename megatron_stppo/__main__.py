@@ -6,16 +6,15 @@ else a crash.
 
 from __future__ import annotations
 
-import gc
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from megatron_stppo import __version__
 from megatron_stppo.cli import conversion, environments, inspection, serving, training
 from megatron_stppo.cli.options import command_group, examples
-from megatron_stppo.exits import exit_code, report_to_torchrun, say
+from megatron_stppo.exits import exit_code, leave, report_to_torchrun, say
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
@@ -51,23 +50,27 @@ def _options(
     """The options of the program itself."""
 
 
-def main() -> None:
-    """Run the command line. An error that the user can fix becomes one line and an exit code."""
+def run() -> int:
+    """Run the command line and return its exit code. An error that the user can fix becomes one line."""
     try:
         app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
+    except SystemExit as end:  # so ends every command that does not fail
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         code = exit_code(error)
         if code is None:
             report_to_torchrun(f"{type(error).__name__}: {error}", 1)
-        else:
-            report_to_torchrun(f"megatron-stppo: {error}", code)
-        if code is None:
-            raise
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+        report_to_torchrun(f"megatron-stppo: {error}", code)
         say(error)
-        sys.exit(code)
-    finally:
-        # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.
-        gc.freeze()
+        return code
+    return 0
+
+
+def main() -> NoReturn:
+    """Run the command line and end the process."""
+    leave(run())
 
 
 if __name__ == "__main__":

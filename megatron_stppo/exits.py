@@ -5,17 +5,21 @@ Modules of the package are imported inside functions, as in `__main__`.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
+
+CANNOT_WRITE = 120  # the exit code that Python has for output that cannot be written
 
 
 @contextmanager
@@ -102,6 +106,23 @@ def report_to_torchrun(message: str, exit_code: int) -> None:
                 json.dumps({"message": message, "timestamp": str(int(time.time())), "exit_code": exit_code}),
                 encoding="utf-8",
             )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code: wait for its threads, run its exit handlers, flush its output.
+
+    Python's own end would take the interpreter apart after that. With torch and vLLM this takes seconds, and
+    it can replace the exit code by SIGABRT: a run that failed still has process groups, and if one of gloo's
+    threads releases a tensor at that moment, the process aborts (torch 2.13; PyTorch issue 190489).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the reader has gone, or the disk is full
+            code = code or CANNOT_WRITE
+    os._exit(code)
 
 
 def is_first_rank() -> bool:

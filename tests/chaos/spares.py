@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
-from megatron_stppo.__main__ import main
+from megatron_stppo.__main__ import run as run_command_line
 from megatron_stppo.launch import process
 from tests.chaos.moments import Orders
 
@@ -84,7 +84,7 @@ class Fork:
 
 def run(arguments: Sequence[str], output: int) -> NoReturn:
     """Run the program with its output in the file descriptor, and end this process."""
-    code: object = 255
+    code = 255
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -92,16 +92,14 @@ def run(arguments: Sequence[str], output: int) -> NoReturn:
         logging.getLogger().handlers.clear()
         process.prepare = lambda **_: None  # type: ignore[assignment]  # done before the fork
         sys.argv = ["megatron-stppo", *arguments]
-        main()
-    except SystemExit as end:
-        code = end.code
+        code = run_command_line()
     except BaseException:
         traceback.print_exc()
         code = 1
     finally:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0)
+        os._exit(code)
 
 
 def _wait(trainer: socket.socket, log: Path, orders: Orders) -> NoReturn:
