@@ -76,10 +76,8 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", ["megatron-stppo", *map(str, arguments)])
         for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
             monkeypatch.delenv(name, raising=False)
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-        message = capsys.readouterr().err
-        assert left.value.code == 2, message
+        code, message = command_line.run(), capsys.readouterr().err
+        assert code == 2, message
         assert len(message.splitlines()) == 1 and message.startswith("megatron-stppo: "), message
         return message.removeprefix("megatron-stppo: ").rstrip("\n")
 
@@ -316,9 +314,7 @@ def test_a_finished_run_is_resumed_without_starting_anything(
     left_by_a_killed_trainer.touch()
     arguments = ("train", str(root / "run.yaml"), "--resume", "run.iterations=4", "serving.replicas=1")
     monkeypatch.setattr(sys, "argv", ["megatron-stppo", *arguments])
-    with pytest.raises(SystemExit) as left:
-        command_line.main()
-    assert left.value.code == 0
+    assert command_line.run() == 0
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "done"}
     said = capsys.readouterr().err
     assert "megatron-stppo: run.iterations=4: step_4 is done; give more to continue the run\n" in said

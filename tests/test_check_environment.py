@@ -140,9 +140,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             *arguments,
         ]
         monkeypatch.setattr(sys, "argv", ["megatron-stppo", *command])
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-        return int(left.value.code or 0), capsys.readouterr().err.splitlines()
+        return command_line.run(), capsys.readouterr().err.splitlines()
 
     return run
 

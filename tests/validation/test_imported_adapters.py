@@ -288,9 +288,7 @@ def test_a_folder_that_is_not_there_is_one_line_of_the_command_line(
     file = model.with_name("run.yaml")
     file.write_text(json.dumps({"model": {"path": str(model), "lora": {"path": "nowhere"}}}))
     monkeypatch.setattr(sys, "argv", ["megatron-stppo", "train", str(file)])
-    with pytest.raises(SystemExit) as left:
-        command_line.main()
-    assert left.value.code == 2
+    assert command_line.run() == 2
     assert capsys.readouterr().err == (
         "megatron-stppo: model.lora.path=nowhere: no such folder; give one with adapter_config.json and "
         "adapter_model.safetensors\n"
