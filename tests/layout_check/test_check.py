@@ -1,4 +1,4 @@
-"""The command on four ranks, and with errors that only some layouts reveal."""
+"""The command on two and four ranks, and with errors that only some layouts reveal."""
 
 from __future__ import annotations
 
@@ -62,24 +62,27 @@ def make_mistakes() -> None:
     ops.clipped_surrogate, layers.RMSNorm.__init__ = alone, unmarked
 
 
-# the axes that the cases must name; stages and chunks of two layers need two ranks, below
+# {(model, ranks): the axes that the cases must name}; stages and chunks of two layers need two ranks
 AXES = {
-    "two_layers": ("TP4", "SP", "CP4", "PP2", "DP4", "reversed"),
-    "dense": ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed"),
-    "experts": ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed", "EP2"),
+    ("dense", 2): ("TP2", "SP", "CP2", "PP2", "VPP2", "DP2", "stages 1..", "reversed"),
+    ("two_layers", 4): ("TP4", "SP", "CP4", "PP2", "DP4", "reversed"),
+    ("dense", 4): ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed"),
+    ("experts", 4): ("TP4", "SP", "CP4", "PP4", "VPP2", "DP4", "stages 1..", "reversed", "EP2"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["two_layers", *(pytest.param(name, marks=pytest.mark.long) for name in ("dense", "experts"))]
+    ("name", "ranks"),
+    [case if case == ("dense", 2) else pytest.param(*case, marks=pytest.mark.long) for case in AXES],
 )
-def test_four_ranks_agree_under_every_layout(models: Path, tmp_path: Path, name: str) -> None:
+def test_ranks_agree_under_every_layout(models: Path, tmp_path: Path, name: str, ranks: int) -> None:
     output, own = tmp_path / "cases.json", {"tensor": 2, "sequence": True}
-    assert run_ranks(check, 4, str(models / name), str(output), own, timeout=280) == [0] * 4
+    given = (str(models / name), str(output), own)
+    assert run_ranks(check, ranks, *given, timeout=280) == [0] * ranks
     record = json.loads(output.read_text())
     names = [case["case"] for case in record["cases"]]
-    assert len(names) == len(set(names)) >= 16
-    for axis in AXES[name]:
+    assert len(names) == len(set(names)) >= 4 * ranks
+    for axis in AXES[name, ranks]:
         assert any(axis in text for text in names), axis
     assert not any(case["broken"] for case in record["cases"])
     assert 0.05 < record["cases"][0]["numbers"]["actor/clip_fraction"] < 0.9
@@ -92,7 +95,7 @@ def test_adapters_agree_under_every_layout(models: Path, tmp_path: Path) -> None
     assert run_ranks(check, 4, *given, timeout=280) == [0] * 4
     cases = json.loads(output.read_text())["cases"]
     assert all("lora" in case["tensor"] for case in cases), "adapters are all that is compared"
-    for axis in AXES["dense"]:
+    for axis in AXES["dense", 4]:
         assert any(axis in case["case"] for case in cases), axis
 
 

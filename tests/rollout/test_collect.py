@@ -71,9 +71,12 @@ def refused(play: Callable[..., list[Trajectory]]) -> tuple[str, str]:
     return "not refused", ""
 
 
-def observe_pair(folder: Path) -> list[list[Trajectory]]:
+def observe_pair(folder: Path) -> tuple[list[list[Trajectory]], set[str]]:
+    """(trajectories of three rollouts, names of the mapped shared memory, marked where they are deleted)."""
     play = start(folder, 2)
-    return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    memory = {line.partition("/dev/shm/")[2] for line in maps if "cpushm" in line}
+    return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))], memory
 
 
 def observe_replicas(folder: Path) -> tuple[list[Trajectory], str, tuple[str, str]]:
@@ -169,7 +172,8 @@ def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_t
 
 
 def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
-    first, second = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
+    (first, memory), (second, _) = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
+    assert memory and all(name.endswith(" (deleted)") for name in memory), "a killed run would leave it"
     assert first == second
     awaited, again, overlapped = first
     assert awaited == again
