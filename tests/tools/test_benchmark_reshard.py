@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,10 +37,12 @@ def test_every_pair_moves_the_minimum_and_is_timed_against_lower_bounds(tmp_path
         assert all(0 < low <= middle <= high for low, middle, high in row["times"].values())
 
 
+@pytest.mark.long
 def test_a_pair_without_an_engine_is_refused() -> None:
     assert "--pairs 'tensor=2' is not TRAINING:ENGINE" in run("--pairs", "tensor=2").stderr
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_divided_is_refused() -> None:
     said = run("--hidden", "128").stderr  # one head
     assert "\nparallel.tensor=2 must divide model.num_attention_heads=1" in "\n" + said
