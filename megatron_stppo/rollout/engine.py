@@ -6,10 +6,8 @@ produce the same tokens without exchanging requests or tokens.
 
 Differences from vLLM's own front end (LLM, LLMEngine), which is bypassed:
 - vLLM's output processor renders a string per token and per log-prob, which costs more than the forward pass
-  of a small model. Here tokens stay ids, and only tokens that may end a stop string are decoded
-  (stop_strings.py).
-- A turn keeps every token that the model emitted, with one log-prob each. This includes the token that
-  completes the stop string and the end-of-text token.
+  of a small model. Here tokens stay ids (requests.py).
+- A turn keeps every token that the model emitted, with one log-prob each (requests.py).
 
 The weights come from the reshard (load_format="dummy"). The engine generates only after `published` returns
 their version without an error.
@@ -23,10 +21,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,35 +30,23 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from megatron_stppo.rollout.engine_adapters import REQUEST, EngineAdapters
-from megatron_stppo.rollout.generation import EngineFailure, Finished, Reason, RolloutError
+from megatron_stppo.rollout.engine_memory import EngineMemory
+from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
 from megatron_stppo.rollout.in_flight import computed_tokens, no_new_steps, steps_under_way
-from megatron_stppo.rollout.stop_strings import StopFinder
+from megatron_stppo.rollout.requests import Requests
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
 from megatron_stppo.rollout.vllm_setup import (
     build_vllm,
     end_of_text_ids,
     join_world,
-    on_cpu,
     tear_down,
     weights,
 )
 from megatron_stppo.sharding.transfers import ServedAdapters
-from megatron_stppo.types import version_runs
-
-
-@dataclass
-class _Running:
-    vllm_id: str
-    stops: StopFinder
-    prompt: int  # tokens
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that computed each token
 
 
 class Engine:
@@ -119,10 +103,8 @@ class Engine:
         self.vocabulary = int(config.vocab_size)
         self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
         self.published = _never_published
-        self._end_ids = end_of_text_ids(model_path, config, self.tokenizer)
-        self._running: dict[str, _Running] = {}
-        self._added = 0  # requests so far, of all rollouts
-        self._finders: dict[tuple[str, ...], StopFinder] = {}
+        ends = end_of_text_ids(model_path, config, self.tokenizer)
+        self._requests = Requests(self.tokenizer, ends, max_context, self.vocabulary)
         self._version: int | None = None
         self._start()
 
@@ -134,7 +116,7 @@ class Engine:
         if self._routes is not None:
             self._routes.follow(self._core)
         self._adapters = EngineAdapters(worker, self._served) if self._served is not None else None
-        self._asleep: set[str] = set()  # parts whose GPU memory is released
+        self._memory = EngineMemory(self._core)
         self._steps = 0  # of this rollout
         self._failed = False
         # gloo group of this replica's ranks, over which the environments' answers are broadcast
@@ -146,11 +128,11 @@ class Engine:
         Running requests are dropped. The new weights are undefined and the engine refuses to generate:
         `parameters()` returns new tensors, which a reshard must fill before `refresh` is called.
         """
-        self._running.clear()
+        self._requests.clear()
         self.published, self._version = _never_published, None
         tear_down(self._llm)
         # everything that refers to the old model, or both models would be in memory at once
-        del self._llm, self._core, self._routes, self._adapters
+        del self._llm, self._core, self._routes, self._adapters, self._memory
         gc.collect()  # reference cycles hold the weights and the key-value cache
         torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()
@@ -169,7 +151,7 @@ class Engine:
         Call this before the weights change while requests are running: afterwards nothing reads the weights.
         Raises RolloutError as `step` does, and EngineFailure if vLLM raises an error.
         """
-        if not self._running:  # _drain has waited for the steps
+        if not self._requests:  # _drain has waited for the steps
             return []
         self._synchronised()
         finished: list[Finished] = []
@@ -187,11 +169,11 @@ class Engine:
         prefix cache.
         """
         version = self.published()
-        if self._running and not recompute:
-            raise RolloutError(f"{len(self._running)} requests are running; abort them before refreshing")
-        if self._running and self._routes is not None:
+        if self._requests and not recompute:
+            raise RolloutError(f"{len(self._requests)} requests are running; abort them before refreshing")
+        if self._requests and self._routes is not None:
             raise RolloutError(
-                f"{len(self._running)} requests are running; their recorded experts would be of several "
+                f"{len(self._requests)} requests are running; their recorded experts would be of several "
                 "versions; complete the requests before refreshing"
             )
         if steps_under_way(self._core.engine_core):
@@ -222,44 +204,17 @@ class Engine:
         are not synchronised.
         """
         self._synchronised()
-        if request_id in self._running:
-            raise ValueError(f"request_id={request_id!r} is already running; give a unique id")
-        room = self.max_context - len(token_ids)
-        if not token_ids or room < 1 or max_tokens < 1:
-            raise ValueError(
-                f"request {request_id!r}: {len(token_ids)} tokens and max_tokens={max_tokens} do not fit a "
-                f"context of {self.max_context}; at least one token in and one out"
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
-            raise ValueError(f"request {request_id!r}: token ids must lie in [0, {self.vocabulary})")
-        parameters = SamplingParams(
+        request = self._requests.begin(
+            request_id,
+            token_ids,
+            seed=seed,
+            max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            seed=seed,
-            max_tokens=min(max_tokens, room),
-            logprobs=0,
-            stop_token_ids=self._end_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            stop_strings=stop_strings,
+            lora=None if self._adapters is None else REQUEST,
         )
-        # A step of vLLM may still be under way for a request that has finished. It returns that request's id
-        # with a token, and vLLM would append the token to any new request of the same id.
-        self._added += 1
-        vllm_id = f"{request_id}/{self._added}"
-        self._core.add_request(
-            EngineCoreRequest(
-                request_id=vllm_id,
-                prompt_token_ids=list(token_ids),
-                mm_features=None,
-                sampling_params=parameters,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None if self._adapters is None else REQUEST,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-        )
-        self._running[request_id] = _Running(vllm_id, self._finder(tuple(stop_strings)), len(token_ids))
+        self._core.add_request(request)
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.
@@ -267,7 +222,7 @@ class Engine:
         Return the complete generations. With asynchronous scheduling (on a GPU), these are the generations
         that the pass before completed.
         """
-        if not self._running:
+        if not self._requests:
             return []
         self._synchronised()
         self._steps += 1
@@ -277,9 +232,15 @@ class Engine:
 
     def _complete(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Append a step's tokens to their requests. Return the complete generations, which vLLM drops."""
+        assert self._version is not None, "step() refuses to run without a version"
         finished, stopped = [], []
-        for output in outputs:
-            done = self._take(output)
+        for output in filter(self._requests.awaits, outputs):
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._failed = True
+                request_id = output.request_id.rpartition("/")[0]
+                said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
+                raise EngineFailure(f"vLLM failed: {said}", said)
+            done = self._requests.take(output, self._version, self._routes)
             if done is not None:
                 finished.append(done)
                 stopped += [output.request_id] if done.reason == "stop" else []
@@ -294,7 +255,7 @@ class Engine:
         try:
             outputs: list[EngineCoreOutput] = self._core.get_output().outputs
         except Exception as error:  # the caller rebuilds the engine, and restarts are counted
-            self._running.clear()
+            self._requests.clear()
             self._failed = True
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno} in step {self._steps}"
@@ -310,19 +271,19 @@ class Engine:
         may sleep and its cache may be reset: nothing reads the weights.
         Raises EngineFailure if vLLM raises an error.
         """
-        while not self._running and steps_under_way(self._core.engine_core):
+        while not self._requests and steps_under_way(self._core.engine_core):
             self._output()
 
     def abort(self, request_id: str) -> None:
         """Drop a running request and its tokens. Unknown ids are ignored: the request may have finished."""
-        running = self._running.pop(request_id, None)
-        if running is not None:
-            self._core.abort_requests([running.vllm_id])
+        vllm_id = self._requests.drop(request_id)
+        if vllm_id is not None:
+            self._core.abort_requests([vllm_id])
             self._drain()
 
     def abort_all(self) -> None:
         """End a rollout: drop all running requests. Raises EngineFailure if vLLM raises an error."""
-        for request_id in list(self._running):
+        for request_id in list(self._requests):
             self.abort(request_id)
         self._steps = 0
 
@@ -333,7 +294,7 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        return len(self._running)
+        return len(self._requests)
 
     @property
     def computed_tokens(self) -> int:
@@ -344,40 +305,24 @@ class Engine:
         return computed_tokens(self._core.engine_core)
 
     def sleep(self) -> None:
-        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory.
-
-        At level 2, vLLM drops everything that was allocated while it loaded the model and keeps a copy of the
-        buffers only: the parameters come back with undefined content, which the reshard overwrites, and so
-        does any tensor that a layer keeps as a plain attribute, which nothing overwrites. Such tensors are
-        filled again in `wake_weights`. Only the layers that apply adapters have them.
-        """
-        if self._running:
-            raise RolloutError(f"{len(self._running)} requests are running; the engine cannot sleep")
-        if not self._asleep and not on_cpu():
-            if self._failed:  # only the memory: the state of vLLM's scheduler is undefined
-                self._core.engine_core.model_executor.sleep(2)
-            else:
-                self._core.sleep(2)
-        self._asleep, self._version = {"weights", "kv_cache"}, None
+        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory."""
+        if self._requests:
+            raise RolloutError(f"{len(self._requests)} requests are running; the engine cannot sleep")
+        self._memory.sleep(self._failed)
+        self._version = None
 
     def wake_weights(self) -> bool:
         """Allocate memory for the weights. Return whether their content is undefined, until a reshard fills
         it, because the engine has slept; on a CPU, it never is."""
-        dropped = "weights" in self._asleep and not on_cpu()
-        self._wake("weights")
-        if dropped and self._adapters is not None:
+        dropped = self._memory.wake("weights")
+        if dropped and self._adapters is not None:  # its layers keep tensors that no reshard fills
             self._adapters.clear()
         return dropped
 
     def wake(self) -> None:
         """Allocate memory for the rest. After this and `refresh` the engine generates again."""
         self.wake_weights()
-        self._wake("kv_cache")
-
-    def _wake(self, part: str) -> None:
-        if part in self._asleep and not on_cpu():
-            self._core.wake_up([part])
-        self._asleep.discard(part)
+        self._memory.wake("kv_cache")
 
     def _synchronised(self) -> int:
         """Return the published version.
@@ -386,7 +331,7 @@ class Engine:
         `published` are passed on.
         """
         version = self.published()
-        if self._asleep:
+        if self._memory.is_asleep:
             raise RolloutError("the engine is asleep; wake it before generating")
         if version != self._version:
             raise RolloutError(
@@ -394,50 +339,6 @@ class Engine:
                 f"{self._version}; call refresh() after each sync, or the prefix cache serves old weights"
             )
         return version
-
-    def _take(self, output: EngineCoreOutput) -> Finished | None:
-        """Append a step's tokens to their request. Return the generation if it is complete, else None."""
-        request_id = output.request_id.rpartition("/")[0]
-        running = self._running.get(request_id)
-        if running is None or running.vllm_id != output.request_id:  # aborted while the step was under way
-            return None
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._failed = True
-            said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
-            raise EngineFailure(f"vLLM failed: {said}", said)
-        assert self._version is not None, "step() refuses to run without a version"
-        reason: Reason | None = None
-        for row, token_id in enumerate(output.new_token_ids):
-            assert output.new_logprobs is not None, "logprobs=0 asks for the sampled token's"
-            running.token_ids.append(token_id)
-            running.logprobs.append(float(output.new_logprobs.logprobs[row][0]))
-            running.versions.append(self._version)
-            if token_id in self._end_ids:
-                reason = "end"
-            elif running.stops.completed(running.token_ids):
-                reason = "stop"
-            if reason is not None:
-                break  # later tokens (speculative ones) do not belong to the turn
-        if reason is None and output.finish_reason is not None:
-            reason = "length"
-        if reason is None:
-            return None
-        del self._running[request_id]
-        read = running.prompt + len(running.token_ids) - 1  # the engine never reads the last token
-        routes = b"" if self._routes is None else self._routes.read(running.vllm_id, read)
-        return Finished(
-            request_id,
-            tuple(running.token_ids),
-            tuple(running.logprobs),
-            reason,
-            version_runs(running.versions),
-            routes,
-        )
-
-    def _finder(self, stop_strings: tuple[str, ...]) -> StopFinder:
-        if stop_strings not in self._finders:
-            self._finders[stop_strings] = StopFinder(self.tokenizer, stop_strings)
-        return self._finders[stop_strings]
 
 
 def _never_published() -> int:
