@@ -6,6 +6,7 @@ else a crash.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated, NoReturn
 
@@ -14,7 +15,7 @@ import typer
 from megatron_stppo import __version__
 from megatron_stppo.cli import conversion, environments, inspection, serving, training
 from megatron_stppo.cli.options import command_group, examples
-from megatron_stppo.exits import exit_code, leave, report_to_torchrun, say
+from megatron_stppo.exits import exit_code, has_process_groups, leave, report_to_torchrun, say
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
@@ -55,7 +56,10 @@ def run() -> int:
     try:
         app(prog_name="megatron-stppo")  # the same under `python -m megatron_stppo`
     except SystemExit as end:  # so ends every command that does not fail
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     except Exception as error:
         code = exit_code(error)
         if code is None:
@@ -70,7 +74,12 @@ def run() -> int:
 
 def main() -> NoReturn:
     """Run the command line and end the process."""
-    leave(run())
+    code = run()
+    if has_process_groups():
+        leave(code)
+    # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.
+    gc.freeze()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Modules of the package are imported inside functions, as in `__main__`.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import sys
@@ -18,8 +19,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
-
-CANNOT_WRITE = 120  # the exit code that Python has for output that cannot be written
 
 
 @contextmanager
@@ -108,21 +107,30 @@ def report_to_torchrun(message: str, exit_code: int) -> None:
             )
 
 
+def has_process_groups() -> bool:
+    """Return whether this process has torch's process groups. A run that failed has not destroyed them."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
 def leave(code: int) -> NoReturn:
     """End the process with an exit code: wait for its threads, run its exit handlers, flush its output.
 
-    Python's own end would take the interpreter apart after that. With torch and vLLM this takes seconds, and
-    it can replace the exit code by SIGABRT: a run that failed still has process groups, and if one of gloo's
-    threads releases a tensor at that moment, the process aborts (torch 2.13; PyTorch issue 190489).
+    Python's own end would take the interpreter apart after that. While there are process groups, this can
+    replace the exit code by SIGABRT: the process aborts if one of gloo's threads releases a tensor at that
+    moment (torch 2.13; PyTorch issue 190489). Files that are open and not flushed lose their last text.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # the reader has gone, or the disk is full
-            code = code or CANNOT_WRITE
-    os._exit(code)
+    try:
+        with suppress(KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                with suppress(OSError):  # the reader has gone, or the disk is full
+                    stream.flush()
+        ctypes.CDLL(None).fflush(None)  # what C libraries such as NCCL have printed
+    finally:
+        os._exit(code)
 
 
 def is_first_rank() -> bool:

@@ -214,7 +214,11 @@ class Engine:
             stop_strings=stop_strings,
             lora=None if self._adapters is None else REQUEST,
         )
-        self._core.add_request(request)
+        try:
+            self._core.add_request(request)
+        except BaseException:
+            self._requests.drop(request_id)
+            raise
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.

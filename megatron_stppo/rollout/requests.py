@@ -63,7 +63,10 @@ class Requests:
         stop_strings: Sequence[str],
         lora: LoRARequest | None,
     ) -> EngineCoreRequest:
-        """Return what vLLM is asked for; its id is never used twice. See Engine.add."""
+        """Record a request as running, and return what vLLM is asked for. See Engine.add.
+
+        vLLM's id is never used twice.
+        """
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running; give a unique id")
         room = self._context - len(token_ids)

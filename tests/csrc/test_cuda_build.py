@@ -49,19 +49,23 @@ def built(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, tuple[Path,
         pytest.skip("nvcc is not on PATH and CUDA_HOME does not name it")
 
     @functools.cache
-    def built(architectures: tuple[str, ...]) -> dict[str, tuple[Path, str]]:
+    def build(architectures: tuple[str, ...]) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
         folder = tmp_path_factory.mktemp("cuda")
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
 
-        def compiled(op: str) -> tuple[Path, str]:
+        def compiled(op: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
             out = folder / f"{op}.o"
             line = [compiler, *FLAGS, *targets, "-Xptxas", "-v", "-c", str(CSRC / f"{op}.cu"), "-o", str(out)]
-            done = subprocess.run(line, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return out, done.stderr
+            return out, subprocess.run(line, capture_output=True, text=True)
 
         with ThreadPoolExecutor(2) as pool:
             return dict(zip(SOURCES, pool.map(compiled, SOURCES), strict=True))
+
+    def built(architectures: tuple[str, ...]) -> dict[str, tuple[Path, str]]:
+        found = build(architectures)
+        for _, done in found.values():
+            assert done.returncode == 0, done.stderr
+        return {op: (out, done.stderr) for op, (out, done) in found.items()}
 
     return built
 

@@ -62,7 +62,7 @@ def make_mistakes() -> None:
     ops.clipped_surrogate, layers.RMSNorm.__init__ = alone, unmarked
 
 
-# {(model, ranks): the axes that the cases must name}; stages and chunks of two layers need two ranks
+# {(model, ranks): the axes that the cases must name}; two layers on four ranks have no chunks
 AXES = {
     ("dense", 2): ("TP2", "SP", "CP2", "PP2", "VPP2", "DP2", "stages 1..", "reversed"),
     ("two_layers", 4): ("TP4", "SP", "CP4", "PP2", "DP4", "reversed"),
