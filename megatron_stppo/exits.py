@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
+CANNOT_WRITE = 120
+
 
 @contextmanager
 def noting_the_end(config: Config) -> Iterator[None]:
@@ -116,6 +118,8 @@ def has_process_groups() -> bool:
 def leave(code: int) -> NoReturn:
     """End the process with an exit code: wait for its threads, run its exit handlers, flush its output.
 
+    If the output cannot be written, 0 becomes Python's exit code for this, CANNOT_WRITE.
+
     Python's own end would take the interpreter apart after that. While there are process groups, this can
     replace the exit code by SIGABRT: the process aborts if one of gloo's threads releases a tensor at that
     moment (torch 2.13; PyTorch issue 190489). Files that are open and not flushed lose their last text.
@@ -126,8 +130,10 @@ def leave(code: int) -> NoReturn:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
-                with suppress(OSError):  # the reader has gone, or the disk is full
+                try:
                     stream.flush()
+                except OSError:  # the reader has gone, or the disk is full
+                    code = code or CANNOT_WRITE
         ctypes.CDLL(None).fflush(None)  # what C libraries such as NCCL have printed
     finally:
         os._exit(code)

@@ -204,6 +204,15 @@ def test_a_run_that_fails_while_gloo_works_has_its_exit_code_and_all_of_its_outp
     assert left.stderr == "megatron-stppo: 7 steps were not finite\n"
 
 
+def test_output_that_cannot_be_written_at_the_end_is_an_error_unless_there_is_another() -> None:
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        for code, expected in ((0, 120), (85, 85)):
+            program = f"from megatron_stppo.exits import leave; print(1); leave({code})"
+            left = subprocess.run([sys.executable, "-c", program], stdout=full, env=buffered, timeout=120)
+            assert left.returncode == expected
+
+
 def test_the_text_of_a_users_sys_exit_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

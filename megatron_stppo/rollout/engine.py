@@ -36,7 +36,7 @@ from megatron_stppo.rollout.engine_adapters import REQUEST, EngineAdapters
 from megatron_stppo.rollout.engine_memory import EngineMemory
 from megatron_stppo.rollout.generation import EngineFailure, Finished, RolloutError
 from megatron_stppo.rollout.in_flight import computed_tokens, no_new_steps, steps_under_way
-from megatron_stppo.rollout.requests import Requests
+from megatron_stppo.rollout.requests import Requests, given_id
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
 from megatron_stppo.rollout.vllm_setup import (
@@ -241,8 +241,7 @@ class Engine:
         for output in filter(self._requests.awaits, outputs):
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._failed = True
-                request_id = output.request_id.rpartition("/")[0]
-                said = f"request {request_id} ended with {output.finish_reason} in step {self._steps}"
+                said = f"request {given_id(output)} ended with {output.finish_reason} in step {self._steps}"
                 raise EngineFailure(f"vLLM failed: {said}", said)
             done = self._requests.take(output, self._version, self._routes)
             if done is not None:

@@ -35,7 +35,8 @@ class _Running:
 class Requests:
     """The running requests of one engine, by the ids that its caller gave them.
 
-    end_ids: the tokens that end a text. context: the largest number of tokens of prompt and generation.
+    end_ids: the tokens that end a text. context: the largest number of tokens of a prompt and its generation.
+    vocabulary: the number of token ids.
     """
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], context: int, vocabulary: int) -> None:
@@ -63,9 +64,10 @@ class Requests:
         stop_strings: Sequence[str],
         lora: LoRARequest | None,
     ) -> EngineCoreRequest:
-        """Record a request as running, and return what vLLM is asked for. See Engine.add.
+        """Record a request as running, and return what vLLM is asked for. vLLM's id is never used twice.
 
-        vLLM's id is never used twice.
+        lora: the adapter that the request uses. The other arguments, and the errors raised, are those of
+        Engine.add.
         """
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running; give a unique id")
@@ -106,7 +108,7 @@ class Requests:
 
     def awaits(self, output: EngineCoreOutput) -> bool:
         """Return whether a request is running for this output; not if it was dropped during the step."""
-        running = self._running.get(_given_id(output))
+        running = self._running.get(given_id(output))
         return running is not None and running.vllm_id == output.request_id
 
     def take(self, output: EngineCoreOutput, version: int, routes: EngineRoutes | None) -> Finished | None:
@@ -114,7 +116,7 @@ class Requests:
 
         version: of the weights that computed the tokens. Return the generation if it is complete, else None.
         """
-        request_id = _given_id(output)
+        request_id = given_id(output)
         running = self._running[request_id]
         reason: Reason | None = None
         for row, token_id in enumerate(output.new_token_ids):
@@ -157,5 +159,6 @@ class Requests:
         return self._finders[stop_strings]
 
 
-def _given_id(output: EngineCoreOutput) -> str:
+def given_id(output: EngineCoreOutput) -> str:
+    """Return the caller's id of the request that an output of vLLM belongs to."""
     return output.request_id.rpartition("/")[0]

@@ -171,7 +171,9 @@ def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_t
     assert seen["renewed"] == seen["first"]
 
 
-def test_two_ranks_as_one_engine_agree_bitwise_and_repeat(tiny_folder: Path, reference: Any) -> None:
+def test_two_ranks_as_one_engine_agree_bitwise_and_leave_no_names_of_shared_memory(
+    tiny_folder: Path, reference: Any
+) -> None:
     (first, memory), (second, _) = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
     assert memory and all(name.endswith(" (deleted)") for name in memory), "a killed run would leave it"
     assert first == second
