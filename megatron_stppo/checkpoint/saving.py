@@ -30,6 +30,7 @@ from megatron.core import dist_checkpointing
 import megatron_stppo
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy
+from megatron_stppo.checkpoint.state_pieces import state_pieces
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File, Manifest
 from megatron_stppo.checkpoint.trunk import adaptation_of, check_adaptation
 from megatron_stppo.checkpoint.writer import Save
@@ -49,9 +50,6 @@ from megatron_stppo.parallel.raise_together import gather_failures
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.mlp_spans import LayerSpec
 
-# Every optimizer state is stored in the shape of its parameter and under the parameter's name alone. So it
-# can be loaded under another layout, even if experts that are divided among ranks have their own optimizer.
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 FAILURES = 3  # the run ends when this many saves in a row have failed
 LAST_SECONDS = 60  # time that a save in progress gets to finish when the process exits
 log = logging.getLogger(__name__)
@@ -203,7 +201,8 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
         loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
         _fill(trainer.chunks, loaded["model"])
-        trainer.restore(loaded["optimizer"], *state["trainers"][role])
+        whole = None if trainer.settings.distributed else loaded["optimizer"]
+        trainer.restore(whole, *state["trainers"][role])
     return state
 
 
@@ -344,8 +343,12 @@ def _versions() -> dict[str, str]:
 
 def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     model = _sharded(trainer.chunks)
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
-    return {"model": model, "optimizer": optimizer}
+    if trainer.settings.distributed:
+        return {"model": model, "pieces": state_pieces(trainer.optimizer, model)}
+    # the same names in the files, whether or not experts have an optimizer of their own
+    names = {"chained_optim_avoid_prefix": True}
+    whole = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=names)
+    return {"model": model, "optimizer": whole}
 
 
 def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int, dict[str, Any]]]:

@@ -133,25 +133,19 @@ class Trainer:
 
     def restore(
         self,
-        state: dict[Any, Any],
+        state: dict[Any, Any] | None,
         updates: int,
         skipped: int,
         warmup: int,
         memory: Mapping[str, Any] | None = None,
     ) -> None:
-        """Restore the optimizer's state from a checkpoint (megatron's sharded state dict, loaded), and the
-        counters. memory: the fields of a StepMemory; None in checkpoints of versions without it."""
-        # Under expert parallelism there are two optimizers, and the keys of the state are their numbers.
-        chained = self.optimizer.chained_optimizers
-        states = [state] if len(chained) == 1 else [state[number] for number in range(len(chained))]
-        moments = [part.pop("param_state", None) for part in states]  # the distributed optimizer's
-        if None in moments:
+        """Restore the optimizer's state and the counters from a checkpoint.
+
+        state: megatron's sharded state dict, loaded; None if the states were loaded in place. memory: the
+        fields of a StepMemory; None in checkpoints of versions without it.
+        """
+        if state is not None:
             self.optimizer.load_state_dict(state)
-        else:  # the other entries are settings and optimizer numbers, for which this run has its own values
-            for wrapped, own in zip(chained, moments, strict=True):
-                for parameter_state in wrapped.optimizer.state.values():
-                    parameter_state.pop("step", None)  # megatron would expect it among the moments
-                wrapped.load_parameter_state_from_fully_reshardable(own)
         self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**(memory or {}))
         self.warmup = warmup  # the checkpoint's value: adding iterations does not change the warm-up
         self._set_adam_steps(updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ from tests.update.adapting import write
 from tests.update.layouts import SETTINGS, batch
 
 
-def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any], int]]) -> list[int]:
-    """Run all moves (model's folder under `root`, layout before, layout after, rank of adapters or 0).
+def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any], int, str]]) -> list[int]:
+    """Run all moves (model's folder under `root`, layout before, layout after, rank of adapters or 0, type).
 
     For move n, `root`/n gets the Hugging Face folders saved, loaded, stayed and moved, with adapters only
-    these. Return the number of updates counted after each load.
+    these, and the checkpoints of step 1: checkpoints, and again, which is written right after loading.
+    Return the number of updates counted after each load.
     """
     process.prepare(engine=False)
     import torch
-    import torch.distributed as dist
 
     from megatron_stppo.checkpoint import saving
     from megatron_stppo.commands.convert import export_hf
@@ -36,17 +35,22 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
     torch.set_num_threads(1)
     given, counted = batch(), []
 
-    def start(parallel: dict[str, Any]) -> tuple[Any, ...]:
+    def start(parallel: dict[str, Any], dtype: str) -> tuple[Any, ...]:
         settings = {"path": model, "lora": {"rank": rank}}, parallel, {"actor": SETTINGS}
         config = Config.model_validate(dict(zip(("model", "parallel", "update"), settings, strict=True)))
         mesh = groups.replace(config.parallel)
-        actor = build.trainer("actor", shape, config, mesh, torch.float32)
+        actor = build.trainer("actor", shape, config, mesh, getattr(torch, dtype))
         return config, mesh, actor
 
     def step(config: Any, mesh: Any, actor: Any, chosen: list[int]) -> None:
         head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=config.algorithm.segments)
         loss = ActorLoss(given, minibatch_weights(given, chosen, config.algorithm), config.algorithm, head)
         actor_step(actor, loss, chosen, Packer.of(config, shape, mesh))
+
+    def save(name: str, config: Any, mesh: Any, actor: Any) -> None:
+        saver = saving.Saver(folder / name, config, mesh.layout)
+        saver.save(1, {"actor": actor}, {"iteration": 1})
+        saver.finish()
 
     def export(name: str, mesh: Any, actor: Any) -> None:
         if rank:
@@ -56,31 +60,27 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         layouts = training_layouts(shape, mesh.layout)
         export_hf(folder / name, build.named_parameters(actor.chunks), layouts, shape, Path(model))
 
-    for number, (family, before, after, rank) in enumerate(moves):
+    for number, (family, before, after, rank, dtype) in enumerate(moves):
         folder, model = Path(root) / str(number), f"{root}/{family}"
         shape = read_shape(Path(model))
-        config, mesh, actor = start(before)
+        config, mesh, actor = start(before, dtype)
         step(config, mesh, actor, [0, 1, 2, 3])
         step(config, mesh, actor, [4, 5, 6, 7])
-        saver = saving.Saver(folder / "checkpoints", config, mesh.layout)
-        saver.save(1, {"actor": actor}, {"iteration": 1})
-        saver.finish()
+        save("checkpoints", config, mesh, actor)
         export("saved", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
         export("stayed", mesh, actor)
 
-        config, mesh, actor = start(after)
+        config, mesh, actor = start(after, dtype)
         saver = saving.Saver(folder / "checkpoints", config, mesh.layout)
         if rank:
             refuse_others(saver, actor, Path(f"{root}/other"))
         saver.load({"actor": actor})
         counted.append(actor.updates)
+        save("again", config, mesh, actor)
         export("loaded", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
         export("moved", mesh, actor)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "checkpoints")
     return counted
 
 

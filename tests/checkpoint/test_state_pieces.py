@@ -1,0 +1,39 @@
+"""Rectangles of a range of elements. Whole checkpoints are tested in tests/update/test_relayout.py."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+
+from megatron_stppo.checkpoint.state_pieces import rectangles
+
+
+def test_a_range_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
+    assert list(rectangles((4, 3), 2, 10)) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+
+
+def test_a_range_within_a_row_is_one_rectangle() -> None:
+    assert list(rectangles((4, 5), 6, 9)) == [((1, 1), (1, 3))]
+
+
+def test_an_empty_range_and_one_that_ends_before_it_begins_have_no_rectangle() -> None:
+    assert list(rectangles((4, 5), 7, 7)) == []
+    assert list(rectangles((4, 5), 12, 3)) == []
+
+
+def test_rectangles_cover_every_range_once_and_in_the_order_of_memory() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
+        elements = torch.arange(math.prod(shape)).view(shape)
+        start, end = sorted(draw.randint(0, elements.numel()) for _ in range(2))
+        found = list(rectangles(shape, start, end))
+        assert len(found) <= 2 * len(shape) - 1
+        covered = []
+        for offset, size in found:
+            part = elements[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+            assert part.shape == torch.Size(size)
+            covered += part.flatten().tolist()
+        assert covered == list(range(start, end))
