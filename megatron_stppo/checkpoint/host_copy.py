@@ -28,11 +28,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_stppo.checkpoint.coverage import check_coverage
 from megatron_stppo.checkpoint.step_folder import File
 
 
@@ -56,11 +58,12 @@ class HostCopy:
     """
 
     def __init__(self, tensors: dict[str, Any], folder: Path, keep: bool) -> None:
-        sharded, common = save_preprocess(tensors)
+        # Without megatron's check of the shards: every rank would collect the description of all of them.
+        sharded, common = save_preprocess(tensors, validate_access_integrity=False)
         renamed, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         self._folder = folder
         self._writer = _HostWriter(folder, keep)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planner = _Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
         (_, metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
         )
@@ -113,6 +116,15 @@ class HostCopy:
         (self._folder / COMMON_STATE_FNAME).write_bytes(self._common)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
         return [p.name for p in self._folder.iterdir() if not p.name.endswith(DEFAULT_SUFFIX)]
+
+
+class _Planner(MCoreSavePlanner):
+    """megatron's planner, with a check of the plan that is fast for many chunks. Raises ValueError."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        check_coverage(self.metadata)
+        return self.global_plan, self.metadata
 
 
 class _HostWriter(FileSystemWriterAsync):

@@ -199,7 +199,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
         _check_experts(path, state, trainer)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
-        loaded = dist_checkpointing.load(_tensors(trainer, is_loading=True), str(path / role))
+        loaded = _read(_tensors(trainer, is_loading=True), path / role)
         _fill(trainer.chunks, loaded["model"])
         whole = None if trainer.settings.distributed else loaded["optimizer"]
         trainer.restore(whole, *state["trainers"][role])
@@ -219,9 +219,15 @@ def load_weights(
     state = steps.read_state(path)
     _check_layers(path, state, model)
     check_adaptation(path, state.get("lora"), model, resumes=False)
-    loaded = dist_checkpointing.load({"model": _sharded(model)}, str(path / role))
+    loaded = _read({"model": _sharded(model)}, path / role)
     _fill(model, loaded["model"])
     return state
+
+
+def _read(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
+    # Without megatron's check that every element is loaded by one main replica: every rank would collect the
+    # description of all shards. What a rank asks for is checked against the files.
+    return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
 
 
 def _sharded(model: Sequence[TokenModel]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Plan a run on any number of GPUs: memory per phase, bytes of the reshard, lower bounds of times."""
+    """Plan a run on any number of GPUs: memory, bytes of reshard and checkpoint, lower bounds of times."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
     from megatron_stppo.config import ConfigError
 

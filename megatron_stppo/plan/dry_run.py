@@ -29,6 +29,7 @@ from megatron_stppo.plan.exchange import (
     shard_bytes,
 )
 from megatron_stppo.plan.hardware import H100, Gpu
+from megatron_stppo.plan.host import HostUse
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
 from megatron_stppo.plan.phases import StageUse
@@ -58,6 +59,7 @@ class Plan:
     stages: tuple[StageUse, ...]
     engine: EngineUse
     exchange: ReshardCost
+    host: HostUse
     bounds: Bounds
     broken: tuple[str, ...]
 
@@ -141,6 +143,7 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
         stages=use.stages,
         engine=engine,
         exchange=moves,
+        host=HostUse.of(config, layout, use.stages, use.dtype, gpu.per_node),
         bounds=times,
         broken=tuple(broken(config, layout, use.stages, engine, moves.staging, gpu)),
     )

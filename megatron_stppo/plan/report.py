@@ -35,6 +35,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for one in plan.stages
         ],
         "reshard": asdict(plan.exchange),
+        "host": asdict(plan.host),
         "bounds": asdict(plan.bounds)
         | {"seconds": plan.bounds.seconds, "tokens_per_second": plan.bounds.tokens_per_second},
         "broken": list(plan.broken),
@@ -110,7 +111,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _lines(plan: Plan) -> list[str]:
-    moves, times, engine, gpu = plan.exchange, plan.bounds, plan.engine, plan.gpu
+    moves, times, engine, gpu, host = plan.exchange, plan.bounds, plan.engine, plan.gpu, plan.host
     last = plan.stages[-1]
     lines = [
         f"logits: one chunk takes {_gib(last.logits)} GiB of the last stage's working memory",
@@ -119,6 +120,9 @@ def _lines(plan: Plan) -> list[str]:
         f"reshard: {moves.copies} copies, every row once; {moves.moved / 1e9:.1f} GB between GPUs "
         f"({moves.ratio:.2f} of the minimum), {moves.between_nodes / 1e9:.1f} GB between nodes, "
         f"{moves.at_home / 1e9:.1f} GB stay on their GPU",
+        f"checkpoint: {host.checkpoint / 1e9:.1f} GB on disk; host memory of a node: "
+        f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB for "
+        f"update.offload={plan.config.update.offload}",
         f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
         f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
         f"{times.tokens} tokens per iteration",

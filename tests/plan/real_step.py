@@ -94,6 +94,8 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
                     "score": actor.scoring,
                     "actor step": stage.updating("actor"),
                     "critic step": stage.updating("critic"),
+                    "checkpoint": made.host.checkpoint,
+                    "copied": made.host.copies,
                 }
             )
         found.append(ranks)
@@ -121,6 +123,8 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     """
     from dataclasses import replace
 
+    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.checkpoint.host_copy import HostCopy
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import Packer
@@ -167,6 +171,9 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     loss = ActorLoss(batch, weight_T, a, head)
     added("actor step", lambda: actor_step(actor, loss, chosen, packer))
     added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
+    found["copied"] = sum(
+        HostCopy(saving._tensors(one, is_loading=False), Path(), keep=False).bytes for one in (actor, critic)
+    )
     return found
 
 
