@@ -68,6 +68,8 @@ class HostCopy:
             mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
         )
         self._metadata: Metadata | None = metadata  # for the shares of all ranks; on rank 0 only
+        if metadata is not None:  # megatron adds all plans, which would become a part of the file
+            vars(metadata).pop("all_local_plans", None)
         buffer = io.BytesIO()
         torch.save(common, buffer)  # noqa: TID251  megatron's format, read with weights_only
         self._common = buffer.getvalue()

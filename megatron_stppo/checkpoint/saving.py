@@ -29,6 +29,7 @@ from megatron.core import dist_checkpointing
 
 import megatron_stppo
 from megatron_stppo.checkpoint import step_folder as steps
+from megatron_stppo.checkpoint.fit import check_fit, check_layers, made_of
 from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.checkpoint.state_pieces import state_pieces
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File, Manifest
@@ -48,7 +49,6 @@ from megatron_stppo.parallel.collectives import (
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.parallel.raise_together import gather_failures
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.mlp_spans import LayerSpec
 
 FAILURES = 3  # the run ends when this many saves in a row have failed
 LAST_SECONDS = 60  # time that a save in progress gets to finish when the process exits
@@ -144,10 +144,9 @@ class Saver:
             for role, trainer in trainers.items()
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
-        chunks = next(iter(trainers.values())).chunks
-        made_of: dict[str, Any] = {"shape": self._shape, "layers": layers_of(chunks)}
-        made_of |= {"expert": expert_size(chunks), "lora": adaptation_of(chunks)}
-        files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | made_of).encode()}
+        adapted = adaptation_of(next(iter(trainers.values())).chunks)
+        model = made_of(trainers) | {"shape": self._shape, "lora": adapted}
+        files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | model).encode()}
         if episodes:
             files[steps.EPISODES] = episodes
         return Save(
@@ -194,9 +193,8 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
         return None
     state = steps.read_state(path)
     for role, trainer in trainers.items():
-        _check_layers(path, state, trainer.chunks)
+        check_fit(path, state, role, trainer)
         check_adaptation(path, state.get("lora"), trainer.chunks, resumes=True)
-        _check_experts(path, state, trainer)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
         loaded = _read(_tensors(trainer, is_loading=True), path / role)
@@ -217,7 +215,7 @@ def load_weights(
     if path is None:
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
     state = steps.read_state(path)
-    _check_layers(path, state, model)
+    check_layers(path, state, model)
     check_adaptation(path, state.get("lora"), model, resumes=False)
     loaded = _read({"model": _sharded(model)}, path / role)
     _fill(model, loaded["model"])
@@ -244,38 +242,6 @@ def _fill(model: Sequence[TokenModel], loaded: dict[str, Any]) -> None:
         tensors = loaded[f"chunk_{number}"]
         missing = set(chunk.load_state_dict(tensors, strict=not chunk.adaptation).missing_keys)
         assert not [n for n, p in chunk.named_parameters() if p.requires_grad and n in missing]
-
-
-def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
-    """Return which layers a model is built from, according to the names of its parameters."""
-    names = [name for chunk in model for name, _ in chunk.named_parameters()]
-    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
-    return "transformer_engine" if fused else "local"
-
-
-def _check_layers(path: Path, state: dict[str, Any], model: Sequence[torch.nn.Module]) -> None:
-    if state["layers"] != layers_of(model):
-        raise ConfigError(
-            f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
-            f"model.layers={state['layers']}, or convert it to a Hugging Face folder with `convert to-hf`"
-        )
-
-
-def expert_size(model: Sequence[TokenModel]) -> int:
-    """Return the number of ranks among which a layer's experts are divided."""
-    return int(model[0].config.expert_model_parallel_size)
-
-
-def _check_experts(path: Path, state: dict[str, Any], trainer: Trainer) -> None:
-    # Parameters that are not on all data-parallel ranks have a separate optimizer. Only the distributed
-    # optimizer stores the states of both under the parameters' names alone.
-    written, here = state["expert"], expert_size(trainer.chunks)
-    if (written > 1) != (here > 1) and not trainer.settings.distributed:
-        raise ConfigError(
-            f"{path}: was written with parallel.expert={written}, whose optimizer state does not fit "
-            f"parallel.expert={here} with update's distributed=false; set parallel.expert={written}, or "
-            "convert it to a Hugging Face folder with `convert to-hf`"
-        )
 
 
 def step_of(text: str) -> int | None:

@@ -1,10 +1,11 @@
 """The optimizer states of one rank, as rectangular pieces of the whole model's tensors.
 
 megatron's distributed optimizer gives a rank a range of the elements of each parameter, which can begin and
-end within a row. megatron's own format that another layout can load (fully_reshardable) needs whole tensors:
+end within a row. megatron's format fully_reshardable, which another layout can load, needs whole tensors:
 every rank gathers the states of all data-parallel ranks, which takes up to 30 bytes of its host memory for
 every parameter of its model shard. But a range is a few rectangles, and the files may hold any rectangles. So
-each rank saves and loads what it holds, without communication. The tensors in the files are the same.
+each rank saves and loads what it holds, without communication. The files have the names and the shapes of
+fully_reshardable.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
     built = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
     assert sum(block.data.numel() for block in built) == whole.numel(), entry.key
     for block in built:
-        assert block.data.is_contiguous(), entry.key
+        is_view = block.data.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        assert is_view and block.data.is_contiguous(), entry.key
         yield block, block.data.storage_offset()
 
 

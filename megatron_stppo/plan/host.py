@@ -15,7 +15,10 @@ from megatron_stppo.plan.phases import StageUse
 
 @dataclass(frozen=True)
 class HostUse:
-    """Bytes. Memory is that of the node that needs most, without what the programs themselves need."""
+    """Bytes. Memory is that of the node that needs most, without what the programs themselves need.
+
+    torch can take up to twice as much for `offloaded`: it rounds blocks of pinned memory up to powers of two.
+    """
 
     checkpoint: int  # of one step on disk
     copies: int  # the ranks' copies of what they write, while a checkpoint is saved in the background
@@ -30,12 +33,13 @@ class HostUse:
         written = [_written(config, layout, stages, dtype, rank) for rank in world]
         away = [_away(config, stages[layout.coordinates(rank).pipeline]) for rank in world]
         nodes = [world[first : first + per_node] for first in world[::per_node]]
-        copies = max(sum(written[rank][1] for rank in node) for node in nodes)
-        return cls(
-            checkpoint=sum(disk for disk, _ in written),
-            copies=copies if config.run.async_checkpoints else 0,
-            offloaded=max(sum(away[rank] for rank in node) for node in nodes),
-        )
+        keeps = config.run.async_checkpoints
+        used = [
+            (sum(written[rank][1] for rank in node) if keeps else 0, sum(away[rank] for rank in node))
+            for node in nodes
+        ]
+        copies, offloaded = max(used, key=sum)
+        return cls(sum(disk for disk, _ in written), copies, offloaded)
 
 
 def _written(
@@ -43,9 +47,10 @@ def _written(
 ) -> tuple[int, int]:
     """Return (bytes of the checkpoint on disk that belong to a rank's states, bytes that the rank copies).
 
-    A rank copies its states, and the first of the ranks with the same weights copies these. Two counts are
-    too high: what all tensor-parallel ranks hold (norms, and A or B of an adapter) counts on each of them,
-    and if experts are divided among ranks, the first rank with each expert counts with all of its weights.
+    A rank copies its states, and the first of the ranks with the same weights copies these. Some counts are
+    too high: what all tensor-parallel ranks hold (norms, and A or B of an adapter) and what the first and the
+    last pipeline stage hold (tied embeddings) count on each of them, and if experts are divided among ranks,
+    the first rank with each expert counts with all of its weights, with distributed=false with all states.
     """
     at = layout.coordinates(rank)
     is_first = at.context + layout.context * at.data < layout.expert

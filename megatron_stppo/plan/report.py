@@ -121,7 +121,7 @@ def _lines(plan: Plan) -> list[str]:
         f"({moves.ratio:.2f} of the minimum), {moves.between_nodes / 1e9:.1f} GB between nodes, "
         f"{moves.at_home / 1e9:.1f} GB stay on their GPU",
         f"checkpoint: {host.checkpoint / 1e9:.1f} GB on disk; host memory of a node: "
-        f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB for "
+        f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB with "
         f"update.offload={plan.config.update.offload}",
         f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
         f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "

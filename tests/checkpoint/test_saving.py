@@ -85,13 +85,14 @@ def damage(root: Path, examples: int) -> int:
     return one_rank.in_child(corruption.always_noticed, root, examples, 0)
 
 
-def test_a_checkpoint_of_other_layers_or_of_undivided_experts_is_refused_with_the_field(run: Run) -> None:
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_field(run: Run) -> None:
     for message, beginning in zip(
         run(refuse),
         (
             "was written with model.layers=local, this run has transformer_engine",
             "was written with parallel.expert=1, whose optimizer state does not fit parallel.expert=4 with "
             "update's distributed=false",
+            "was written with update.critic.distributed=true, this run has false; set it as it was",
         ),
         strict=True,
     ):
@@ -99,22 +100,25 @@ def test_a_checkpoint_of_other_layers_or_of_undivided_experts_is_refused_with_th
 
 
 def refuse() -> list[str]:
-    from megatron_stppo.checkpoint.saving import _check_experts, _check_layers, layers_of
+    from megatron_stppo.checkpoint.fit import check_distributed, check_experts, check_layers, layers_of
 
     local, fused = torch.nn.Module(), torch.nn.Module()
     fused.linear_qkv = torch.nn.Module()
     fused.linear_qkv.layer_norm_weight = torch.nn.Parameter(torch.ones(2))
     assert (layers_of([local]), layers_of([fused])) == ("local", "transformer_engine")
-    _check_layers(Path("step_3"), {"layers": "local"}, [local])
+    check_layers(Path("step_3"), {"layers": "local"}, [local])
     chunk = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=4))
     shared = SimpleNamespace(chunks=[chunk], settings=SimpleNamespace(distributed=False))
-    _check_experts(Path("step_3"), {"expert": 2}, shared)
+    check_experts(Path("step_3"), {"expert": 2}, shared)
     messages = []
-    for check, state, given in (
-        (_check_layers, {"layers": "local"}, [fused]),
-        (_check_experts, {"expert": 1}, shared),
+    check_distributed(Path("step_3"), {}, "critic", shared)  # of a version that did not record it
+    check_distributed(Path("step_3"), {"distributed": {"actor": True, "critic": False}}, "critic", shared)
+    for check, *given in (
+        (check_layers, {"layers": "local"}, [fused]),
+        (check_experts, {"expert": 1}, shared),
+        (check_distributed, {"distributed": {"critic": True}}, "critic", shared),
     ):
         with pytest.raises(ConfigError) as error:
-            check(Path("step_3"), state, given)
+            check(Path("step_3"), *given)
         messages.append(str(error.value))
     return messages
