@@ -47,26 +47,27 @@ def _written(
 ) -> tuple[int, int]:
     """Return (bytes of the checkpoint on disk that belong to a rank's states, bytes that the rank copies).
 
-    A rank copies its states, and the first of the ranks with the same weights copies these. Some counts are
-    too high: what all tensor-parallel ranks hold (norms, and A or B of an adapter) and what the first and the
-    last pipeline stage hold (tied embeddings) count on each of them, and if experts are divided among ranks,
-    the first rank with each expert counts with all of its weights, with distributed=false with all states.
+    A rank copies its states, and the first of the ranks with the same weights copies these. What all
+    tensor-parallel ranks hold (norms, and A or B of an adapter) is written by one of them. Tied embeddings of
+    the first and the last pipeline stage are counted twice, but written once.
     """
     at = layout.coordinates(rank)
-    is_first = at.context + layout.context * at.data < layout.expert
-    disk = copied = 0
+    number = at.context + layout.context * at.data  # among the ranks with the same weights, except experts
+    disk = copied = 0.0
     for role, use in stages[at.pipeline].models.items():
-        shares = (config.update.critic if role == "critic" else config.update.actor).distributed
-        if not use.optimizer or not (shares or is_first):
+        if not use.optimizer:
             continue
+        shares = (config.update.critic if role == "critic" else config.update.actor).distributed
+        own = 1 - use.repeated if at.tensor else 1.0
+        first = own if number == 0 else use.experts if number < layout.expert else 0.0
         # Adam's moments, and float32 weights where the model has another type. In float32 the distributed
         # optimizer writes the weights as its own once more.
         in_float32 = dtype == torch.float32
-        elements = use.optimizer // (8 if in_float32 else 12)
+        elements = use.optimizer / (8 if in_float32 else 12) * (own if shares else first)
         states = elements * (8 if in_float32 and not shares else 12)
         disk += states + elements * dtype.itemsize
-        copied += states + (use.weights if is_first else 0)
-    return disk, copied
+        copied += states + use.weights * first
+    return round(disk), round(copied)
 
 
 def _away(config: Config, stage: StageUse) -> int:
