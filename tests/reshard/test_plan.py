@@ -103,9 +103,11 @@ def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(ca
 
 
 def mutate(layouts, rank, name, index, **change):
+    """Change a span of a rank, and of the ranks that have the same layout: replicas share theirs."""
     spans = list(layouts[rank][name])
     spans[index] = spans[index]._replace(**change)
-    return layouts | {rank: layouts[rank] | {name: tuple(spans)}}
+    changed = layouts[rank] | {name: tuple(spans)}
+    return {other: changed if held == layouts[rank] else held for other, held in layouts.items()}
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

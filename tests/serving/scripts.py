@@ -58,8 +58,9 @@ def drain(trainer: Scripted) -> dict[int, Trajectory]:
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
     trainer.wait_for(1)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)  # as in `recompute`
     trainer.update(4)
-    played = trainer.wait_for(6)
+    played = trainer.wait_for(8)
     trainer.stop()
     return played
 
