@@ -39,6 +39,7 @@ def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
 
 
 def check_layers(path: Path, state: Mapping[str, Any], model: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError if the checkpoint's model has other layers, whose parameters have other names."""
     if state["layers"] != layers_of(model):
         raise ConfigError(
             f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
@@ -52,8 +53,11 @@ def expert_size(model: Sequence[TokenModel]) -> int:
 
 
 def check_experts(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
-    # Parameters that are not on all data-parallel ranks have a separate optimizer. Only the distributed
-    # optimizer stores the states of both under the parameters' names alone.
+    """Raise ConfigError if distributed=false, and experts are divided among ranks in checkpoint or run only.
+
+    Experts that are divided have an optimizer of their own. Only the states of the distributed optimizer are
+    stored under the parameters' names alone.
+    """
     written, here = state["expert"], expert_size(trainer.chunks)
     if (written > 1) != (here > 1) and not trainer.settings.distributed:
         raise ConfigError(

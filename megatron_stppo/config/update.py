@@ -62,6 +62,10 @@ class UpdateConfig(Section):
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
 
+    def optimizer(self, role: str) -> OptimizerConfig:
+        """Return the optimizer's settings for a role, "actor" or "critic"."""
+        return self.critic if role == "critic" else self.actor
+
 
 class ColdStartConfig(Section):
     tokens: int | None = Field(

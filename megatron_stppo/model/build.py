@@ -241,7 +241,7 @@ def trainer(
 
     trunk: as for build().
     """
-    settings = config.update.critic if role == "critic" else config.update.actor
+    settings = config.update.optimizer(role)
     model = from_hf(role, shape, config, mesh, dtype, trunk)
     updates = config.run.iterations * config.update.epochs * config.update.minibatches
     return Trainer(data_parallel(model, config, settings.distributed), settings, updates)

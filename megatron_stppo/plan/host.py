@@ -57,7 +57,7 @@ def _written(
     for role, use in stages[at.pipeline].models.items():
         if not use.optimizer:
             continue
-        shares = (config.update.critic if role == "critic" else config.update.actor).distributed
+        shares = config.update.optimizer(role).distributed
         own = 1 - use.repeated if at.tensor else 1.0
         first = own if number == 0 else use.experts if number < layout.expert else 0.0
         # Adam's moments, and float32 weights where the model has another type. In float32 the distributed

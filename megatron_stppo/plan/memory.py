@@ -153,7 +153,7 @@ class RankModels:
 
     def _trained(self, role: build.Role) -> ModelUse:
         config, meter = self.config, self.meter
-        settings = config.update.critic if role == "critic" else config.update.actor
+        settings = config.update.optimizer(role)
         before = meter.rest()
         chunks = self._build(role)
         trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)

@@ -167,9 +167,10 @@ def _flatten(side: str, layouts: Mapping[int, Spans]) -> Iterator[tuple[str, Hol
 def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
     """Return the spans by checkpoint key.
 
-    Raises PlanError unless the distinct spans of each key tile it from row 0, and no rank holds a span twice.
-    Ranks that hold the same tensor cut it at the same rows, so distinct spans must not overlap. This check
-    finds spans that fit their tensor but name the wrong rows.
+    Raises PlanError unless the distinct spans of each key tile it from row 0, are held equally often, and no
+    rank holds one twice. Ranks that hold the same tensor cut it at the same rows, so distinct spans must not
+    overlap. This check finds spans that fit their tensor but name the wrong rows, also where another rank
+    holds the right ones (keys and values of a group of heads are on several ranks of an engine).
     """
     holders: dict[str, list[Holder]] = defaultdict(list)
     for key, holder in flat:
@@ -183,6 +184,10 @@ def _holders(flat: Iterator[tuple[str, Holder]]) -> dict[str, list[Holder]]:
         if len({(h.rank, h.start) for h in held}) < len(held):
             rank, start = Counter((h.rank, h.start) for h in held).most_common(1)[0][0]
             raise PlanError(f"rank {rank} holds {key} twice from row {start} on")
+        times = Counter(h.start for h in held).most_common()
+        (most, many), (least, few) = times[0], times[-1]
+        if many != few:
+            raise PlanError(f"row {most} of {key} is held {many} times, and row {least} {few} times")
     return holders
 
 

@@ -103,11 +103,22 @@ def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(ca
 
 
 def mutate(layouts, rank, name, index, **change):
-    """Change a span of a rank, and of the ranks that have the same layout: replicas share theirs."""
+    """Change a span of a rank, and of its replicas: a layout is a function of the rank's coordinates."""
     spans = list(layouts[rank][name])
     spans[index] = spans[index]._replace(**change)
     changed = layouts[rank] | {name: tuple(spans)}
     return {other: changed if held == layouts[rank] else held for other, held in layouts.items()}
+
+
+def test_a_rank_with_the_keys_of_another_group_of_heads_is_detected():
+    """Four ranks share two groups: ranks 0 and 1 hold the first, 2 and 3 the second."""
+    shape = model_shape(heads=8, kv_heads=2)
+    train, engine = training_layouts(shape, Layout(1, 1, 4)), serving_layouts(shape, 4, 4)
+    name, index = "model.layers.0.self_attn.qkv_proj.weight", 1
+    held = [engine[rank][name][index].start for rank in range(4)]
+    assert held == [0, 0, held[2], held[2]] and held[2] > 0
+    with pytest.raises(PlanError, match=r"row \d+ of model.layers.0.self_attn.k_proj.weight is held 3 times"):
+        build_plan(train, mutate(engine, 0, name, index, start=held[2]), row_widths(shape))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

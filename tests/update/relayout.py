@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatron_stppo.launch import process
 from tests.update.adapting import write
@@ -15,7 +16,8 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
     """Run all moves (model's folder under `root`, layout before, layout after, rank of adapters or 0, type).
 
     For move n, `root`/n gets the Hugging Face folders saved, loaded, stayed and moved, with adapters only
-    these, and the checkpoints of step 1: checkpoints, and again, which is written right after loading.
+    these, and the checkpoints of step 1: pieces; gathered, which has megatron's format fully_reshardable; and
+    pieces_again and gathered_again, which are written right after these are loaded in the other layout.
     Return the number of updates counted after each load.
     """
     process.prepare(engine=False)
@@ -66,22 +68,35 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         config, mesh, actor = start(before, dtype)
         step(config, mesh, actor, [0, 1, 2, 3])
         step(config, mesh, actor, [4, 5, 6, 7])
-        save("checkpoints", config, mesh, actor)
+        save("pieces", config, mesh, actor)
+        with patch.object(saving, "_tensors", gathered):
+            save("gathered", config, mesh, actor)
         export("saved", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
         export("stayed", mesh, actor)
 
-        config, mesh, actor = start(after, dtype)
-        saver = saving.Saver(folder / "checkpoints", config, mesh.layout)
-        if rank:
-            refuse_others(saver, actor, Path(f"{root}/other"))
-        saver.load({"actor": actor})
-        counted.append(actor.updates)
-        save("again", config, mesh, actor)
+        for name in ("gathered", "pieces"):
+            config, mesh, actor = start(after, dtype)
+            saver = saving.Saver(folder / name, config, mesh.layout)
+            if rank:
+                refuse_others(saver, actor, Path(f"{root}/other"))
+            saver.load({"actor": actor})
+            counted.append(actor.updates)
+            save(f"{name}_again", config, mesh, actor)
         export("loaded", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
         export("moved", mesh, actor)
     return counted
+
+
+def gathered(trainer: Any, is_loading: bool) -> dict[str, Any]:
+    """Return what megatron saves of a trainer, as this program did up to commit e51093e."""
+    from megatron_stppo.checkpoint import saving
+
+    model = saving._sharded(trainer.chunks)
+    kind = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    states = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=kind)
+    return {"model": model, "optimizer": states}
 
 
 def refuse_others(saver: Any, actor: Any, other: Path) -> None:

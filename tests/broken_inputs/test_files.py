@@ -1,0 +1,155 @@
+"""Files that cannot be read give exit code 2 and one line with field, value and remedy.
+
+They are all detected before torch is imported. A scheduler would requeue a crash (exit code 1) again and
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from megatron_stppo.cli import open_run
+from megatron_stppo.config_file import load
+from tests.broken_inputs.inputs import ROW, SHAPE, Said
+
+LATIN = '{"id": 1, "contents": "caf\u00e9"}\n'.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda m: (m / "config.json").write_bytes(b'{"a": "\xe9"}'), "config.json is not JSON in UTF-8"),
+        (lambda m: (m / "config.json").write_text("[]"), "config.json holds list, not an object"),
+        (lambda m: edit(m, num_hidden_layers=None), "config.json's num_hidden_layers is missing"),
+        (
+            lambda m: edit(m, hidden_size="64"),
+            "config.json's hidden_size is '64', not a whole number above 0",
+        ),
+        (
+            lambda m: edit(m, num_attention_heads=0),
+            "config.json's num_attention_heads is 0, not a whole number",
+        ),
+        (lambda m: edit(m, rms_norm_eps="x"), "config.json's rms_norm_eps is 'x', not above 0"),
+        (lambda m: edit(m, rope_scaling="linear"), "config.json's rope_scaling is 'linear', not an object"),
+        (lambda m: (m / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: cannot be read"),
+        (lambda m: (m / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds list"),
+    ],
+)
+def test_a_model_folder_with_a_broken_file_is_refused(
+    root: Path, said: Said, change: Callable[[Path], None], part: str
+) -> None:
+    change(root / "model")
+    assert part in said("train", root / "run.yaml")
+
+
+def edit(model: Path, **changes: Any) -> None:
+    given = {name: value for name, value in (SHAPE | changes).items() if value is not None}
+    (model / "config.json").write_text(json.dumps(given))
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(
+    root: Path, said: Said, command: str
+) -> None:
+    remedy = "config.json's vocab_size=1024 allows ids below it; give the tokenizer of this model"
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1024}, unk_token="a"))
+    tokenizer.save(str(root / "model" / "tokenizer.json"))
+    assert said(command, root / "run.yaml").endswith(f"its tokenizer has the token id 1024, {remedy}")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(root / "model" / "tokenizer.json"))
+    added = {"added_tokens_decoder": {"1030": {"content": "<pad>"}}}
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps(added))
+    assert said(command, root / "run.yaml").endswith(f"its tokenizer has the token id 1030, {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"\xff\xfe\x00", "row 1: is not UTF-8 (byte 0xff at position 1); save the file as UTF-8"),
+        (json.dumps(ROW).encode() + b"\n" + LATIN, "row 2: is not UTF-8 (byte 0xe9 at position 27)"),
+        (b"\xef\xbb\xbf{}\n", "row 1: begins with a byte order mark"),
+        (json.dumps(ROW).encode() + b"\n\n", "row 2: is empty; remove the line"),
+        (b'{"a": 1,}\n', "row 1: is not JSON (Expecting property name enclosed in double quotes, column 9)"),
+        (b'[\n{"a": 1}\n]\n', "row 1: is not JSON (Expecting value, column 2); give one object per line"),
+        (b"5\n", "row 1: is int, not an object"),
+        (
+            json.dumps(ROW | {"prompt": [{"role": "user", "content": "\ud800"}]}).encode(),
+            "unpaired surrogate",
+        ),
+    ],
+)
+def test_tasks_that_cannot_be_read_are_named_by_their_row(
+    root: Path, said: Said, content: bytes, part: str
+) -> None:
+    (root / "tasks.jsonl").write_bytes(content)
+    message = said("train", root / "run.yaml")
+    assert message.startswith(f"{root}/tasks.jsonl row ") and part in message
+
+
+def test_fewer_tasks_than_an_iteration_needs_give_a_warning(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
+    open_run._read_tasks(load(root / "run.yaml"), ("train",))
+    assert capsys.readouterr().err == (
+        f"megatron-stppo: data.train={root}/tasks.jsonl: holds 1 tasks, fewer than "
+        "rollout.tasks_per_iteration=4: every iteration plays a task several times; add tasks, or set "
+        "rollout.tasks_per_iteration=1 and more samples_per_task\n"
+    )
+    open_run._read_tasks(load(root / "run.yaml", ["rollout.tasks_per_iteration=1"]), ("train",))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"\xff\xfe\x00\x80", "row 1: is not UTF-8 (byte 0xff at position 1)"),
+        (LATIN, "row 1: is not UTF-8 (byte 0xe9 at position 27)"),
+        (b'{"id": 1}\n', "row 1: id is missing, or contents are not text; give both"),
+        (b'{"id": 1, "contents": "..."}\n', "holds no document; give rows with an id and non-empty contents"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_refused(root: Path, said: Said, content: bytes, part: str) -> None:
+    (root / "corpus.jsonl").write_bytes(content)
+    assert part in said("build-index", root / "corpus.jsonl", root / "new")
+    assert not (root / "new").exists()
+
+
+def test_an_index_that_cannot_be_written_is_refused(root: Path, said: Said) -> None:
+    (root / "corpus.jsonl").write_text('{"id": 1, "contents": "Paris"}\n')
+    message = said("build-index", root / "corpus.jsonl", root / "corpus.jsonl" / "index")
+    assert (
+        message
+        == f"index={root}/corpus.jsonl/index: cannot be written (Not a directory); name another folder"
+    )
+
+
+def test_a_missing_index_names_the_command_that_writes_one(root: Path, said: Said) -> None:
+    message = said("train", root / "run.yaml", f"environment.retrieval.index={root}/none")
+    assert message == (
+        f"environment.retrieval.index={root}/none: no BM25 index there; write one with `megatron-stppo "
+        f"build-index CORPUS.jsonl {root}/none`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("run:\n  name: a\n iterations: 3\n", "line 3, column 2: expected <block end>, but found"),
+        ("run:\n\tname: a\n", "line 2, column 1: found character '\\t' that cannot start any token"),
+        ("run:\n  name: a\n  name: b\n", "line 3, column 3: name appears twice, remove one"),
+        ("run: &a {}\nupdate: *a\n", "line 2, column 9: alias *a, write its value out"),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_named_by_its_line(
+    root: Path, said: Said, text: str, reason: str
+) -> None:
+    (root / "run.yaml").write_text(text)
+    message = said("train", root / "run.yaml")
+    assert message.startswith(f"config={root}/run.yaml: is not YAML ({reason}")
+    assert message.endswith("; correct the file")
