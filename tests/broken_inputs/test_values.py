@@ -1,4 +1,4 @@
-"""Values that are out of bounds, or do not fit the machine or the run, give exit code 2 and one line with field, value and remedy.
+"""Values of fields and options that cannot be used: exit code 2 and one line with field, value and remedy.
 
 They are all detected before torch is imported. A scheduler would requeue a crash (exit code 1) again and
 again.
