@@ -1,4 +1,4 @@
-"""Saves and loads a run's checkpoints, in megatron's distributed format.
+"""Saves a run's checkpoints during training, in megatron's distributed format.
 
 All ranks plan a save together and copy its tensors to host memory. Writing (writer.py) needs neither the
 models nor the run's process groups, so it runs in the background while training continues. With
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,29 +24,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 import megatron_stppo
+from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint import step_folder as steps
-from megatron_stppo.checkpoint.fit import check_fit, check_layers, made_of
+from megatron_stppo.checkpoint.contents import saved_tensors
+from megatron_stppo.checkpoint.fit import made_of
 from megatron_stppo.checkpoint.host_copy import HostCopy
-from megatron_stppo.checkpoint.state_pieces import state_pieces
-from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File, Manifest
-from megatron_stppo.checkpoint.trunk import adaptation_of, check_adaptation
+from megatron_stppo.checkpoint.step_folder import CheckpointError, Manifest
+from megatron_stppo.checkpoint.trunk import adaptation_of
 from megatron_stppo.checkpoint.writer import Save
-from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.adapters import sharded_adapters
+from megatron_stppo.config import Config
 from megatron_stppo.model.optimizer import Trainer, not_finite
-from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.collectives import (
     all_reduce_sum,
     any_rank,
-    broadcast_bytes,
-    decode,
-    encode,
 )
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.parallel.raise_together import gather_failures
 from megatron_stppo.sharding.hf_names import read_shape
 
 FAILURES = 3  # the run ends when this many saves in a row have failed
@@ -78,9 +71,9 @@ class Saver:
         atexit.register(self._linger)
 
     def load(self, trainers: dict[str, Trainer]) -> dict[str, Any] | None:
-        """Wait for the save in progress, then call load() on the run's folder."""
+        """Wait for the save in progress, then call loading.load() on the run's folder."""
         self._settle()
-        state = load(self._folder, trainers)
+        state = loading.load(self._folder, trainers)
         if state is not None:
             self._last = int(state["iteration"])
         return state
@@ -140,7 +133,9 @@ class Saver:
         folder, run = self._folder, self._run
         scratch = folder / f"step_{step}.tmp-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
         copies = {
-            role: HostCopy(_tensors(trainer, is_loading=False), scratch / role, keep=run.async_checkpoints)
+            role: HostCopy(
+                saved_tensors(trainer, is_loading=False), scratch / role, keep=run.async_checkpoints
+            )
             for role, trainer in trainers.items()
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
@@ -182,145 +177,12 @@ class Saver:
             self._thread.join(LAST_SECONDS)
 
 
-def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) -> dict[str, Any] | None:
-    """Load a checkpoint into the trainers and return the state of the training loop. Collective.
-
-    step: the step to load. None loads the step that LATEST names or, if it is damaged, the newest valid one.
-    Return None if no step exists. Raises CheckpointError if there are steps but none is valid.
-    """
-    path = _agree(folder, step)
-    if path is None:
-        return None
-    state = steps.read_state(path)
-    for role, trainer in trainers.items():
-        check_fit(path, state, role, trainer)
-        check_adaptation(path, state.get("lora"), trainer.chunks, resumes=True)
-        if role not in state["trainers"]:
-            raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
-        loaded = _read(_tensors(trainer, is_loading=True), path / role)
-        _fill(trainer.chunks, loaded["model"])
-        whole = None if trainer.settings.distributed else loaded["optimizer"]
-        trainer.restore(whole, *state["trainers"][role])
-    return state
-
-
-def load_weights(
-    folder: Path, role: str, model: Sequence[TokenModel], step: int | None = None
-) -> dict[str, Any]:
-    """Load the weights of a checkpoint into a model's chunks and return the state of the training loop.
-
-    step: as for load(). Collective. Raises CheckpointError if there is no valid checkpoint.
-    """
-    path = _agree(folder, step)
-    if path is None:
-        raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
-    state = steps.read_state(path)
-    check_layers(path, state, model)
-    check_adaptation(path, state.get("lora"), model, resumes=False)
-    loaded = _read({"model": _sharded(model)}, path / role)
-    _fill(model, loaded["model"])
-    return state
-
-
-def _read(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
-    # Without megatron's check that every element is loaded by one main replica: every rank would collect the
-    # description of all shards. What a rank asks for is checked against the files.
-    return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
-
-
-def _sharded(model: Sequence[TokenModel]) -> dict[str, Any]:
-    """Return the sharded tensors of every chunk, with adapters only these. In the files they are named as in
-    the whole model, whichever rank and chunk holds them."""
-    return {
-        f"chunk_{number}": sharded_adapters(chunk) if chunk.adaptation else chunk.sharded_state_dict()
-        for number, chunk in enumerate(model)
-    }
-
-
-def _fill(model: Sequence[TokenModel], loaded: dict[str, Any]) -> None:
-    for number, chunk in enumerate(model):
-        tensors = loaded[f"chunk_{number}"]
-        missing = set(chunk.load_state_dict(tensors, strict=not chunk.adaptation).missing_keys)
-        assert not [n for n, p in chunk.named_parameters() if p.requires_grad and n in missing]
-
-
-def step_of(text: str) -> int | None:
-    """Return the step number of a name such as "step_12", or None for "latest". Raises ConfigError."""
-    if text == "latest":
-        return None
-    if not steps.STEP.fullmatch(text):
-        raise ConfigError(f"checkpoint={text!r}: give the name of a folder, step_N, or latest")
-    return steps.number(text)
-
-
-def _agree(folder: Path, step: int | None) -> Path | None:
-    """Return the folder of the step to load, equal on all ranks, or None if no step exists. Collective.
-
-    If `step` is given, no other step is considered. Rank 0 lists the candidates, and every rank verifies its
-    share of the files. Raises CheckpointError if no candidate matches its manifest.
-    """
-    candidates = _candidates(folder, step) if dist.get_rank() == 0 else []
-    refused = []
-    for n in decode(broadcast_bytes(encode(candidates), source=0), list[int]):
-        path = folder / f"step_{n}"
-        fault = _fault(path)
-        if not fault:
-            return path
-        refused.append(f"{path.name}: {fault}")
-        if dist.get_rank() == 0:
-            log.warning("%s is refused: %s", path, fault)
-    if refused:
-        raise CheckpointError(f"{folder}: no readable checkpoint; {'; '.join(refused)}")
-    return None
-
-
-def _candidates(folder: Path, step: int | None) -> list[int]:
-    """Return the steps in the order in which they are tried: the one that LATEST names, then the others,
-    newest first."""
-    if step is not None:
-        return [step]
-    there = steps.found(folder)
-    if not there:
-        return []
-    try:
-        named = steps.latest(folder)
-    except Damaged as error:
-        log.warning("%s %s; the newest step is used", folder / steps.LATEST, error)
-        return there
-    return [named, *(n for n in there if n != named)]
-
-
-def _fault(path: Path) -> str:
-    """Return the first fault found in a step, or "" if it is valid. Collective; equal on all ranks."""
-    found: str | dict[str, File] = ""
-    if dist.get_rank() == 0:
-        try:
-            found = steps.inspect(path)
-        except Damaged as error:
-            found = str(error)
-    found = decode(broadcast_bytes(encode(found), source=0), str | dict[str, File])
-    if isinstance(found, str):
-        return found
-    share = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
-    return next(iter(gather_failures(steps.compare(path, share) or None, str).values()), "")
-
-
 def _versions() -> dict[str, str]:
     return {
         "megatron_stppo": megatron_stppo.__version__,
         "torch": torch.__version__,
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
-
-
-def _tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
-    model = _sharded(trainer.chunks)
-    if trainer.settings.distributed:
-        return {"model": model, "pieces": state_pieces(trainer.optimizer, model)}
-    # the same names in the files, whether or not experts have an optimizer of their own
-    names = {"chained_optim_avoid_prefix": True}
-    whole = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=names)
-    return {"model": model, "optimizer": whole}
 
 
 def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int, dict[str, Any]]]:

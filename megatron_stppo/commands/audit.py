@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_stppo.checkpoint import saving
+from megatron_stppo.checkpoint import loading
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.launch import process
@@ -86,7 +86,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
     findings = []
     for version in progress(saved, "versions", mesh.rank == 0, every=None):
         if version:
-            saving.load_weights(run / "checkpoints", "actor", learner.policy, version)
+            loading.load_weights(run / "checkpoints", "actor", learner.policy, version)
         findings.append(_compare(learner, played, version))
     in_float32 = dtype == torch.float32
     limit = tolerance if tolerance is not None else FLOAT32 if in_float32 else None

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stppo.atomic_replace import replace_folder
-from megatron_stppo.checkpoint import saving as checkpoints
+from megatron_stppo.checkpoint import loading as checkpoints
+from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.launch import process
 from megatron_stppo.model import build
@@ -194,7 +195,7 @@ def to_megatron(config: Config, output: Path) -> None:
     trainers: dict[str, Trainer] = {
         role: build.trainer(role, shape, config, mesh, process.dtype(config)) for role in roles
     }
-    saver = checkpoints.Saver(output, config, mesh.layout)
+    saver = Saver(output, config, mesh.layout)
     saver.save(0, trainers, {"iteration": 0})
     saver.finish()
     if mesh.rank == 0:

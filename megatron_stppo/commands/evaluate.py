@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stppo.checkpoint import saving as checkpoints
+from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.config import Config
 from megatron_stppo.held_out import held_out
 from megatron_stppo.telemetry.console import say, timed

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_stppo.checkpoint import saving as checkpoints
+from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.commands.convert import gather, on_first, publish, write_tensors
 from megatron_stppo.config import Config
 from megatron_stppo.config.model import LoraConfig

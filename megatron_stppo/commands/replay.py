@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.advantage.estimate import estimate, has_signal
-from megatron_stppo.checkpoint import saving
+from megatron_stppo.checkpoint import loading
+from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.describe import describe_batch, describe_groups, describe_rollouts
@@ -69,7 +70,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     attempts.record(config, rank)
     name = f"replay of {records}"
     metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
-    saver = saving.Saver(folder / "checkpoints", config, learner.mesh.layout)
+    saver = Saver(folder / "checkpoints", config, learner.mesh.layout)
     # no rollback: the checkpoints for it are in the replayed run's folder
     kept = config.run.model_copy(update={"rollback": False})
     guard = UpdateGuard(kept, learner.mesh, learner.trainers, saver)
@@ -97,7 +98,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
 
 def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     """Load the checkpoint `start` into the models, and return the loop's state in it."""
-    state = saving.load(run / "checkpoints", learner.trainers, saving.step_of(start))
+    state = loading.load(run / "checkpoints", learner.trainers, loading.step_of(start))
     if state is None:
         raise ConfigError(f"--start={start}: {run} holds no checkpoint; omit --start")
     return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_stppo.checkpoint import saving
+from megatron_stppo.checkpoint import loading
 from megatron_stppo.config import Config
 from megatron_stppo.describe import describe_groups, describe_rollouts
 from megatron_stppo.launch import process
@@ -27,8 +27,8 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     run, version = config.run, 0
     worker = assemble(config if source is None else of_checkpoint(config), training=False)
     if source is not None:
-        folder, step = source / "checkpoints", saving.step_of(start)
-        state = saving.load_weights(folder, "actor", worker.learner.policy, step)
+        folder, step = source / "checkpoints", loading.step_of(start)
+        state = loading.load_weights(folder, "actor", worker.learner.policy, step)
         version = int(state["iteration"])
         if "cursor" in state:  # a converted checkpoint has no cursor
             worker.restore(state)

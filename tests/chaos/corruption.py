@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_stppo.checkpoint import saving
+from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint import step_folder as steps
 
 STEPS = (3, 6, 9)
@@ -109,8 +109,8 @@ def always_noticed(root: Path, examples: int, random_seed: int) -> int:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(saving.__name__).addHandler(handler)
-    logging.getLogger(saving.__name__).propagate = False
+    logging.getLogger(loading.__name__).addHandler(handler)
+    logging.getLogger(loading.__name__).propagate = False
     one_per_step = st.tuples(*(st.none() | damages(step) for step in STEPS))
     pointer = st.none() | st.just(b"-") | st.sampled_from(POINTERS) | st.binary(max_size=80)
 
@@ -140,14 +140,14 @@ def always_noticed(root: Path, examples: int, random_seed: int) -> int:
 def _expect(folder: Path, damaged: dict[int, str], latest: bytes | None, warned: list[str]) -> None:
     good = [step for step in reversed(STEPS) if step not in damaged]
     there = [step for step in reversed(STEPS) if damaged.get(step) != "gone"]
-    choose: Callable[[], Path | None] = lambda: saving._agree(folder, None)  # noqa: E731
+    choose: Callable[[], Path | None] = lambda: loading._agree(folder, None)  # noqa: E731
     if not there:
         assert choose() is None
         return
     if not good:
         try:
             choose()
-        except saving.CheckpointError as error:
+        except loading.CheckpointError as error:
             assert len(str(error).splitlines()) == 1 and all(f"step_{step}: " in str(error) for step in there)
         else:
             raise AssertionError("a damaged step was taken")

@@ -28,7 +28,7 @@ def plant(checkpoints: Path, scratch: Path) -> list[str]:
     Runs on one rank. Asserts that no canary was read.
     """
     process.prepare(engine=False)
-    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.checkpoint import loading
 
     alive = scratch / "alive"
     canary = pickle.dumps(Canary(alive))
@@ -41,8 +41,8 @@ def plant(checkpoints: Path, scratch: Path) -> list[str]:
     for file in sorted(path for path in copy.rglob("*") if path.is_file() and path.name != "LATEST"):
         kept = file.read_bytes()
         file.write_bytes(canary)
-        with pytest.raises(saving.CheckpointError):
-            saving.load_weights(copy, "actor", [])
+        with pytest.raises(loading.CheckpointError):
+            loading.load_weights(copy, "actor", [])
         assert not alive.exists(), f"{file} was unpickled"
         refused.append(str(file.relative_to(copy)))
         file.write_bytes(kept)

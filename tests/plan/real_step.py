@@ -123,7 +123,7 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     """
     from dataclasses import replace
 
-    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.checkpoint.contents import saved_tensors
     from megatron_stppo.checkpoint.host_copy import HostCopy
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
@@ -172,7 +172,7 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     added("actor step", lambda: actor_step(actor, loss, chosen, packer))
     added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
     found["copied"] = sum(
-        HostCopy(saving._tensors(one, is_loading=False), Path(), keep=False).bytes for one in (actor, critic)
+        HostCopy(saved_tensors(one, is_loading=False), Path(), keep=False).bytes for one in (actor, critic)
     )
     return found
 

@@ -69,7 +69,7 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         step(config, mesh, actor, [0, 1, 2, 3])
         step(config, mesh, actor, [4, 5, 6, 7])
         save("pieces", config, mesh, actor)
-        with patch.object(saving, "_tensors", gathered):
+        with patch.object(saving, "saved_tensors", gathered):
             save("gathered", config, mesh, actor)
         export("saved", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])
@@ -91,9 +91,9 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
 
 def gathered(trainer: Any, is_loading: bool) -> dict[str, Any]:
     """Return what megatron saves of a trainer, as this program did up to commit e51093e."""
-    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.checkpoint.contents import saved_weights
 
-    model = saving._sharded(trainer.chunks)
+    model = saved_weights(trainer.chunks)
     kind = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     states = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=kind)
     return {"model": model, "optimizer": states}
