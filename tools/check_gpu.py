@@ -4,7 +4,8 @@
 
 The parts, with their limits in minutes:
     kernels    5  versions, ceilings of this machine, the extension, tests/ops, repeats, the quick benchmark
-    training   7  attention, a step and its gradients against float32 on the CPU, first ratios, a cold start
+    training   7  attention, a step and its gradients against float32 on the CPU, first ratios, a cold start,
+                  a checkpoint that is saved and loaded, adapters on one trunk
     slice      6  layers of a 32B at the sizes of one rank: time, memory against plan, host waits; a reshard
     counters   4  Nsight Compute on the kernels
     sanitizers 3  compute-sanitizer: memcheck and racecheck
@@ -129,11 +130,14 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     ]
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     training = [
-        Step("attention against its definition", inside("training", "attention"), 60, needs=megatron),
-        Step("a step in float32 on the CPU", inside("training", "reference"), 80, on_cpu, megatron),
-        Step("the same step in bfloat16", inside("training", "step"), 80, needs=megatron),
-        Step("first ratios", inside("training", "first_ratio"), 80, needs=megatron),
-        Step("cold start", inside("training", "cold_start"), 120, needs=megatron),
+        Step("attention against its definition", inside("training", "attention"), 40, needs=megatron),
+        Step("a step in float32 on the CPU", inside("training", "reference"), 70, on_cpu, megatron),
+        Step("the same step in bfloat16", inside("training", "step"), 60, needs=megatron),
+        Step("first ratios", inside("training", "first_ratio"), 60, needs=megatron),
+        Step("cold start", inside("training", "cold_start"), 60, needs=megatron),
+        Step("a checkpoint, loaded again", inside("resume", "resident"), 45, needs=megatron),
+        Step("the same with offloading", inside("resume", "offloaded"), 45, needs=megatron),
+        Step("adapters on one trunk", inside("resume", "one_trunk"), 40, needs=megatron),
     ]
     reshard = ["tools/benchmark_reshard.py", "--pairs", "tensor=1:1", "--rounds", "5"]
     sliced = [

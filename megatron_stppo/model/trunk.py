@@ -21,6 +21,9 @@ def share(chunk: TokenModel, trunk: TokenModel) -> None:
         weight = given.get(name, trunk.vocabulary_weight() if name == "output_layer.weight" else None)
         assert isinstance(weight, torch.nn.Parameter), name
         setattr(chunk.get_submodule(owner), last, weight)
+    # The chunk computed its frequencies on the CPU, whose pow rounds differently from that of a GPU: on the
+    # same weights the reference would otherwise not have the actor's log-probs bit for bit.
+    chunk.rotary_pos_emb.inv_freq = trunk.rotary_pos_emb.inv_freq
 
 
 def frozen(model: Sequence[torch.nn.Module]) -> Iterable[Tensor]:

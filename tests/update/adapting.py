@@ -61,6 +61,9 @@ def steps(
     actor, critic, reference = learner.actor, learner.critic, learner.reference
     assert actor is not None and critic is not None and reference is not None
     models = {"actor": actor.chunks, "critic": critic.chunks}
+    for sharing in (critic.chunks, reference):  # a GPU would compute others than a CPU
+        for chunk, trunk in zip(sharing, actor.chunks, strict=True):
+            assert chunk.rotary_pos_emb.inv_freq is trunk.rotary_pos_emb.inv_freq
     if path is not None:
         _check_digest_without_folder(Path(path), [actor.chunks, critic.chunks, reference])
     bytes_of = {"actor": _bytes(actor.chunks), "all": _bytes(actor.chunks, critic.chunks, reference)}
