@@ -110,10 +110,15 @@ def contrast_table(found: Sequence[Contrast]) -> list[str]:
     head = ["contrast", "rates", "seeds", "difference of areas", "p", "Holm"]
     lines = [markdown(head), markdown(["---"] * len(head))]
     for c in found:
-        tested = [f"{c.p:.3f}", f"{c.holm:.3f}"] if c.complete else ["not complete", "not complete"]
+        tested = [shown_p(c.p), shown_p(c.holm)] if c.complete else ["not complete", "not complete"]
         counts = [f"{len(c.rates)}", f"{len(c.seeds)}", f"{c.mean:+.3f}"]
         lines.append(markdown([f"`{c.left}` - `{c.right}`", *counts, *tested]))
     return lines
+
+
+def shown_p(p: float) -> str:
+    """Return a p value with three decimals. Example: 0.00004 is "< 0.001"."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def draw(grid: Grid, rows: Sequence[Row], output: Path) -> None:
