@@ -53,6 +53,7 @@ def waits(
                 "max_context": LENGTH,
             },
             "update": {"minibatches": 1, "tokens_per_microbatch": IN_MICROBATCH * LENGTH, "logit_rows": 40},
+            "algorithm": {"preset": "st_ppo"},
             "megatron": {"use_cpu_initialization": False, "perform_initialization": False},
         }
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.algorithm.variants import VARIANTS
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
 from megatron_stppo.config_file import load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,10 +51,15 @@ def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
+def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
+    given = load(minimal(tmp_path)).algorithm
+    assert given == AlgorithmConfig() == AlgorithmConfig(preset="kl")
+    assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.01)
+
+
 def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:
     paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
-    st_ppo = load(minimal(tmp_path)).algorithm
-    assert st_ppo.preset == "st_ppo"
+    st_ppo = load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).algorithm
     changed = {k: v for k, v in paper.model_dump().items() if v != st_ppo.model_dump()[k]}
     assert changed == {
         "preset": "paper",
@@ -76,7 +81,7 @@ def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) ->
         for given in ([f"algorithm.preset={name}"], ["algorithm.preset=turn_ppo", *parts])
     )
     assert by_parts.algorithm.model_dump() | {"preset": name} == by_name.algorithm.model_dump()
-    assert VARIANTS[name].keys() >= {"segments", "correction", "advantage"}
+    assert VARIANTS[name].keys() >= {"segments", "correction", "rate", "advantage"}
     assert by_name.needs_critic == (VARIANTS[name]["advantage"] == "gae")
 
 

@@ -2,17 +2,18 @@
 
 Source: ST-PPO, arXiv 2511.20718. `segments` chooses the tokens that share one importance ratio. `correction`
 chooses the estimator of the clipping bias ||C||, by which the step of a minibatch is scaled down ("off": no
-correction). A row holds the fields that define the algorithm, as defaults of the configuration.
+correction). `rate` chooses what else multiplies the rate of a step. A row holds the fields that define the
+algorithm, as defaults of the configuration.
 docs/algorithms.md describes every field and gives the sources of the baselines.
 """
 
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ppo": {"segments": "token", "correction": "off", "advantage": "gae"},
-    "turn_ppo": {"segments": "turn", "correction": "off", "advantage": "gae"},
-    "s_ppo": {"segments": "token", "correction": "logit", "advantage": "gae"},
-    "st_ppo": {"segments": "turn", "correction": "logit", "advantage": "gae"},
+    "ppo": {"segments": "token", "correction": "off", "rate": "constant", "advantage": "gae"},
+    "turn_ppo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "gae"},
+    "s_ppo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "gae"},
+    "st_ppo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "gae"},
     # st_ppo as printed in the paper: a mean over trajectories of means over their tokens, whose gradient is
     # divided by its exact ||C||, even if ||C|| is small
     "paper": {
@@ -23,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction_strength": 1,
         "correction_floor": 0,
         "aggregation": "sequence_mean_token_mean",
+        "rate": "constant",
         "advantage": "gae",
     },
     # s_ppo whose ||C|| is relative to the gradients of recent steps, not to that of its own step
@@ -30,29 +32,49 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "segments": "token",
         "correction": "logit",
         "correction_unit": "running",
+        "rate": "constant",
         "advantage": "gae",
     },
     # ppo with a factor on the rate of every step
     "open_loop": {
         "segments": "token",
         "correction": "off",
-        "advantage": "gae",
         "rate": "open_loop",
+        "advantage": "gae",
         "rate_profile": [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19],
     },
-    "kl": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "kl"},
-    "ess": {"segments": "token", "correction": "off", "advantage": "gae", "rate": "ess"},
-    "select_turn": {"segments": "token", "correction": "off", "advantage": "gae", "select": "turn"},
+    "kl": {"segments": "token", "correction": "off", "rate": "kl", "advantage": "gae"},
+    "ess": {"segments": "token", "correction": "off", "rate": "ess", "advantage": "gae"},
+    "select_turn": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gae",
+        "select": "turn",
+    },
     # ppo whose Adam starts anew with every batch
-    "momentum_reset": {"segments": "token", "correction": "off", "advantage": "gae", "momentum": "reset"},
-    "momentum_clock": {"segments": "token", "correction": "off", "advantage": "gae", "momentum": "clock"},
-    "grpo": {"segments": "token", "correction": "off", "advantage": "group"},
-    "turn_grpo": {"segments": "turn", "correction": "off", "advantage": "group"},
-    "s_grpo": {"segments": "token", "correction": "logit", "advantage": "group"},
-    "so_grpo": {"segments": "turn", "correction": "logit", "advantage": "group"},
+    "momentum_reset": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gae",
+        "momentum": "reset",
+    },
+    "momentum_clock": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gae",
+        "momentum": "clock",
+    },
+    "grpo": {"segments": "token", "correction": "off", "rate": "constant", "advantage": "group"},
+    "turn_grpo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "group"},
+    "s_grpo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "group"},
+    "so_grpo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "group"},
     "gspo": {
         "segments": "sequence",
         "correction": "off",
+        "rate": "constant",
         "advantage": "group",
         "aggregation": "sequence_mean_token_mean",
         "clip_low": 3e-4,
@@ -61,6 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mini_rl": {
         "segments": "token",
         "correction": "off",
+        "rate": "constant",
         "advantage": "group_mean",
         "aggregation": "sequence_mean_token_sum",
         "clip_high": 0.27,

@@ -17,10 +17,10 @@ class AlgorithmConfig(Section):
     """`preset` names a row of VARIANTS (algorithm/variants.py); other fields that are given override it."""
 
     preset: str = Field(
-        "st_ppo", description="row of the table of algorithms; other fields of this section override it"
+        "kl", description="row of the table of algorithms; other fields of this section override it"
     )
     segments: Literal["token", "turn", "sequence"] = Field(
-        "turn", description="tokens that share an importance ratio"
+        "token", description="tokens that share an importance ratio"
     )
     pooling: Literal["mean", "sum"] = Field("mean", description="how a segment's log-ratios are combined")
     clip_low: float = Field(
@@ -43,7 +43,7 @@ class AlgorithmConfig(Section):
         None, ge=1, description="divisor of sequence_mean_token_sum_norm, in tokens"
     )
     correction: Literal["off", "coefficient", "logit", "gradient"] = Field(
-        "logit", description="estimator of ||C||, the norm of the gradient that clipping removes"
+        "off", description="estimator of ||C||, the norm of the gradient that clipping removes"
     )
     correction_apply: Literal["gradient", "step"] = Field(
         "step", description="what the scale multiplies: the gradient, or the step's learning rate"
@@ -72,7 +72,7 @@ class AlgorithmConfig(Section):
         0.04, gt=0, description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn"
     )
     rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
-        "constant",
+        "kl",
         description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
         "KL divergence to the old policy; from the effective sample size of the trajectories' ratios",
     )
@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
     def _row(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        preset = given.get("preset", "st_ppo")
+        preset = given.get("preset", cls.model_fields["preset"].default)
         if preset not in VARIANTS:
             remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
             raise ValueError(f"preset={preset!r} is not known; {remedy}")

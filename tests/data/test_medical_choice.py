@@ -142,5 +142,5 @@ def test_guesses_are_options_and_searches_copy_the_question(built):
             assert search[0] == f"<search> {description}</search>"
 
 
-def test_the_algorithm_is_the_programs_default(config):
-    assert config.algorithm == AlgorithmConfig()
+def test_the_algorithm_is_st_ppo_without_a_setting_of_its_own(config):
+    assert config.algorithm == AlgorithmConfig(preset="st_ppo")

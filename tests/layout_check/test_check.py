@@ -38,7 +38,13 @@ def check(
     if mistaken:
         make_mistakes()
     # the random offsets of the old policy also put some tokens beyond the bound of the mask
-    algorithm = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "mismatch": "mask"}
+    algorithm = {
+        "preset": "st_ppo",
+        "kl_in": "loss",
+        "kl_estimator": "k3",
+        "kl_coefficient": 0.1,
+        "mismatch": "mask",
+    }
     model_section = {"path": model, "lora": {"rank": rank}}
     config = Config.model_validate({"model": model_section, "parallel": parallel, "algorithm": algorithm})
     return compare(config, Path(output))

@@ -38,7 +38,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             "model": {"path": model, "recompute": recompute},
             "parallel": parallel,
             "update": {"actor": SETTINGS},
-            "algorithm": {"routing_replay": "old_policy", "correction": "gradient"},
+            "algorithm": {"preset": "st_ppo", "routing_replay": "old_policy", "correction": "gradient"},
         }
     )
     mesh, a, chosen, given = groups.initialize(config.parallel), config.algorithm, list(range(8)), batch()

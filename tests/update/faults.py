@@ -24,7 +24,7 @@ def settings(model: str, tensor: int) -> tuple[Any, ...]:
             "parallel": {"tensor": tensor},
             "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "old_logprob": "score"},
             # the exact correction has a second backward pass, which no rank may start alone
-            "algorithm": {"correction": "gradient", "kl_coefficient": 0},
+            "algorithm": {"preset": "st_ppo", "correction": "gradient", "kl_coefficient": 0},
         }
     )
     again = parallel_state.model_parallel_is_initialized()

@@ -11,6 +11,7 @@ from tests.update.layouts import SETTINGS, batch
 
 # Every metric that reads old log-probs, in the loss, in the correction and in what a run reports.
 ALGORITHM = {
+    "preset": "st_ppo",
     "kl_in": "loss",
     "kl_estimator": "k3",
     "kl_coefficient": 0.01,

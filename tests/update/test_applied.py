@@ -10,6 +10,7 @@ from tests.update import applied, layouts
 
 # ||C|| is below 2
 HALVED = {
+    "preset": "st_ppo",
     "correction": "gradient",
     "correction_unit": "mean",
     "correction_strength": 1,
