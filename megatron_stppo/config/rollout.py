@@ -71,7 +71,12 @@ class EnvironmentConfig(Section):
         None,
         description="agent: vLLM's parser of the model's tool calls, such as hermes; needed for tools",
     )
-    max_turns: int = Field(4, ge=1, description="turns per episode; agent: completions, of all its histories")
+    max_turns: int = Field(
+        4,
+        ge=1,
+        description="turns per episode; search: one more, which must answer; agent: completions, of all "
+        "its histories",
+    )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     deadline: float = Field(30.0, gt=0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(

@@ -28,7 +28,7 @@ class EngineMemory:
 
     def sleep(self, failed: bool) -> None:
         """Release both parts. failed: vLLM raised an error, so the state of its scheduler is undefined."""
-        if self._asleep != {"weights", "kv_cache"} and not on_cpu():  # vLLM skips what is released already
+        if not self._asleep and not on_cpu():
             if failed:  # only the memory
                 self._core.engine_core.model_executor.sleep(LEVEL)
             else:

@@ -40,7 +40,6 @@ def one_trunk() -> dict[str, Any]:
         small_model(),
         model={"dtype": "bfloat16", "lora": {"rank": 8}},
         update={"old_logprob": "score"},
-        algorithm={"preset": "kl"},
     )
     _, batch = _scored(config)
     apart = float((batch.old_logprob_T - batch.reference_logprob_T).abs().max())
