@@ -163,7 +163,7 @@ def _package() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"environment.kind={KIND}: the package reasoning-gym cannot be imported ({error}); "
-            "pip install 'reasoning-gym>=0.1.25'"
+            "pip install 'megatron-stppo[reasoning-gym]'"
         ) from None
 
 
