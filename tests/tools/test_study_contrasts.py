@@ -42,6 +42,15 @@ def test_p_values_of_hand_calculations() -> None:
     )
 
 
+def test_the_test_of_equivalence_is_of_the_declared_arms_rate_and_seeds() -> None:
+    grid = {
+        "s_ppo": {6e-4: {5: 0.75, 6: 0.5, 16: 0.25, 17: 0.5}, 3e-4: {7: 0.5}},
+        "open_loop": {6e-4: {5: 0.5, 7: 0.5, 16: 0.5, 17: 0.25}, 3e-4: {7: 0.25}},
+    }
+    assert contrasts.equivalence_differences(grid) == {5: 0.25, 16: -0.25}
+    assert contrasts.equivalence_differences({"s_ppo": grid["s_ppo"]}) == {}
+
+
 def test_holm_multiplies_by_the_number_of_declared_tests_that_are_left_and_never_decreases() -> None:
     assert contrasts.holm([0.04, 0.01, 0.03], 3) == pytest.approx([0.06, 0.03, 0.06])
     assert contrasts.holm([0.01], 4) == pytest.approx([0.04]), "three of four are not run yet"

@@ -56,5 +56,25 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     assert second_round.line(rows, "s_ppo", "effective") == ([6e-4, 1.2e-3, 2.4e-3], [3e-4, 6e-4, 1.2e-3])
 
 
+def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    """Six differences of 0 and six of 0.0625: mean 0.03125, error 0.0094, the margin 1.99 errors away."""
+    rows = []
+    for seed in range(5, 17):
+        rows += curve("rate_6", "s_ppo", seed, 0.5625 if seed % 2 else 0.5)
+        rows += curve("rate_6", "open_loop", seed, 0.5)
+    collect.merge(tmp_path, [], [row for row in rows if row["seed"] != 16], [])
+    line = "| `s_ppo` - `open_loop` | 0.0006 | {} | {} | {} |"
+    lines = second_round.sections(tmp_path, tmp_path)
+    assert line.format(11, "+0.034 ± 0.022", "not complete") in lines
+    collect.merge(tmp_path, [], rows, [])
+    lines = second_round.sections(tmp_path, tmp_path)
+    # one-sided, 11 degrees of freedom: t tables have 1.796 at 0.05 and 2.201 at 0.025
+    assert line.format(12, "+0.031 ± 0.021", "0.036") in lines
+    assert "10 runs of the first stage are finished." in lines, "of the seeds 5 to 9"
+    assert any(row.startswith("| `open_loop` |  |  | 0.50 ± 0.00 (5) |") for row in lines)
+
+
 def test_without_runs_the_report_says_so(tmp_path: Path) -> None:
     assert second_round.sections(tmp_path, tmp_path) == ["No run has finished yet."]

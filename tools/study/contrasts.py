@@ -20,6 +20,8 @@ LEVEL = 0.05
 CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop"), ("s_ppo", "kl"))
 SECOND_FAMILY = tuple((arm, "ppo") for arm in ("select_turn", "momentum_reset", "momentum_clock"))
 SECOND_FAMILY += (("clipping_bias", "s_ppo"),)
+# The declared test of equivalence: of endpoints at one rate.
+EQUIVALENT, EQUIVALENCE_RATE, EQUIVALENCE_SEEDS, MARGIN = ("s_ppo", "open_loop"), 6e-4, range(5, 17), 0.05
 RESAMPLES = 10_000
 Grid = Mapping[str, Mapping[float, Mapping[int, float]]]
 
@@ -158,6 +160,15 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
     low, high = np.quantile(drawn.mean(1), (0.025, 0.975))
     return float(low), float(high)
+
+
+def equivalence_differences(grid: Grid) -> dict[int, float]:
+    """Return {seed: endpoint of s_ppo minus endpoint of open_loop at 6e-4} of the declared seeds that exist.
+
+    Example: 0.7 and 0.8 on seed 5 give {5: -0.1}.
+    """
+    left, right = (grid.get(arm, {}).get(EQUIVALENCE_RATE, {}) for arm in EQUIVALENT)
+    return {seed: left[seed] - right[seed] for seed in EQUIVALENCE_SEEDS if seed in left and seed in right}
 
 
 def equivalence(differences: Sequence[float], margin: float) -> float:

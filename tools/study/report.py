@@ -39,9 +39,9 @@ TABLES: dict[str, tuple[str, ...]] = {
 def report(folder: Path, document: Path, made_of: Callable[[Path, Path], list[str]]) -> None:
     """Write the lines that `made_of` returns for `folder` between the marks of the document.
 
-    Raises ValueError if the marks are missing.
+    A document that does not exist is written, with nothing else. Raises ValueError if the marks are missing.
     """
-    text = document.read_text(encoding="utf-8")
+    text = document.read_text(encoding="utf-8") if document.exists() else BEGIN + END
     if BEGIN not in text or END not in text:
         raise ValueError(f"{document}: lacks the lines {BEGIN.strip()} and {END.strip()}; add them")
     before, _, rest = text.partition(BEGIN)

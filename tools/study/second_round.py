@@ -19,10 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from tools.study import lag_report
-from tools.study.cells import SIZES, interval, markdown, number
+from tools.study.cells import SIZES, interval, markdown, number, table
 from tools.study.collect import EXACT_MATCH, read_parquet
 from tools.study.contrasts import (
+    EQUIVALENCE_RATE,
+    EQUIVALENCE_SEEDS,
+    EQUIVALENT,
+    MARGIN,
     SECOND_FAMILY,
+    SEEDS,
     WINDOW,
     Contrast,
     Grid,
@@ -31,8 +36,11 @@ from tools.study.contrasts import (
     bootstrap,
     contrasts,
     endpoint,
+    equivalence,
+    equivalence_differences,
 )
 from tools.study.figures import STYLES
+from tools.study.judge import mean_interval
 from tools.study.matrix import ARMS, OTHERS, RATES
 
 Row = dict[str, Any]
@@ -51,7 +59,12 @@ def sections(folder: Path, shown: Path) -> list[str]:
 
 
 def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
-    """Return the lines of the results and those of the appendix, and write the figure."""
+    """Return the lines of the results and those of the appendix, and write the figure.
+
+    Seeds outside SEEDS are of the test of equivalence alone.
+    """
+    equivalent = equivalence_table(grid_of(rows))
+    rows = [row for row in rows if row["seed"] in SEEDS]
     grid = grid_of(rows)
     runs = sum(len(cell) for arm in grid.values() for cell in arm.values())
     draw(grid, rows, folder / PICTURE)
@@ -59,6 +72,7 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     lines += ["", *contrast_table(contrasts(grid))]
     if more := contrasts(grid, SECOND_FAMILY):
         lines += ["", *contrast_table(more)]
+    lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
     return lines, [*tables, "", *area_table(grid)]
 
@@ -114,6 +128,23 @@ def contrast_table(found: Sequence[Contrast]) -> list[str]:
         counts = [f"{len(c.rates)}", f"{len(c.seeds)}", f"{c.mean:+.3f}"]
         lines.append(markdown([f"`{c.left}` - `{c.right}`", *counts, *tested]))
     return lines
+
+
+def equivalence_table(grid: Grid) -> list[str]:
+    """Return a table of the declared test of equivalence, empty without a seed of both arms.
+
+    Only a complete one has a p value.
+    """
+    apart = list(equivalence_differences(grid).values())
+    if not apart:
+        return []
+    whole = len(apart) == len(EQUIVALENCE_SEEDS)
+    p = shown_p(equivalence(apart, MARGIN)) if whole else "not complete"
+    name = f"`{EQUIVALENT[0]}` - `{EQUIVALENT[1]}`"
+    middle, half = mean_interval(apart)
+    shown = f"{middle:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+    head = ["equivalence", "rate", "seeds", "difference of endpoints, 95 % t interval", f"p, margin {MARGIN}"]
+    return table(head, [[name, f"{EQUIVALENCE_RATE:g}", f"{len(apart)}", shown, p]])
 
 
 def shown_p(p: float) -> str:
