@@ -49,4 +49,4 @@ def test_files_that_documents_name_exist() -> None:
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages == set(re.findall(r"^\| \[([\w.]+)\]", index, re.MULTILINE))
+    assert pages == set(re.findall(r"^\| \[([\w.-]+)\]", index, re.MULTILINE))
