@@ -139,10 +139,14 @@ def differences(versions: dict[int, Any], played: list[Finished]) -> torch.Tenso
     return torch.tensor(found)
 
 
-def test_recomputed_keys_and_values_of_the_same_weights_change_no_bit(seen: dict[str, Any]) -> None:
-    assert [(one.token_ids, one.logprobs) for one in seen["same weights"]] == [
-        (one.token_ids, one.logprobs) for one in seen["plain"]
-    ]
+def test_recomputed_keys_and_values_of_the_same_weights_change_only_rounding(seen: dict[str, Any]) -> None:
+    """Equal bit for bit on an AMD EPYC; at most 9.5e-7 apart on an Intel Xeon with AMX.
+
+    There a product of one row rounds differently from the same row in a product of several, in plain torch too.
+    """
+    for again, plain in zip(seen["same weights"], seen["plain"], strict=True):
+        assert again.token_ids == plain.token_ids
+        assert again.logprobs == pytest.approx(plain.logprobs, rel=0, abs=5e-6)
     assert seen["same weights"][3].versions == RUNS
 
 
