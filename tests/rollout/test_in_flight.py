@@ -142,7 +142,7 @@ def differences(versions: dict[int, Any], played: list[Finished]) -> torch.Tenso
 def test_recomputed_keys_and_values_of_the_same_weights_change_only_rounding(seen: dict[str, Any]) -> None:
     """Equal bit for bit on an AMD EPYC; at most 9.5e-7 apart on an Intel Xeon with AMX.
 
-    There a product of one row rounds differently from the same row in a product of several, in plain torch too.
+    There a product of one row rounds differently from the same row among several, in plain torch too.
     """
     for again, plain in zip(seen["same weights"], seen["plain"], strict=True):
         assert again.token_ids == plain.token_ids
