@@ -60,7 +60,7 @@ def name_pieces(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[str
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Write a random model of 0.9 M parameters. It has 2 key-value heads, so tensor parallelism is 1 or 2."""
+    """Write a random model of 0.7 M parameters. It has 2 key-value heads, so tensor parallelism is 1 or 2."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

@@ -2,8 +2,8 @@
 
 `task_rows` makes the rows of a data file. A row contains everything that the scorer needs, so training does
 not generate a task again. The policy writes <answer>answer</answer>, with any text before it. A wrong answer
-may be corrected until `environment.max_turns` answers were given. The reward is the score of the last answer
-divided by the number of answers.
+may be corrected until the episode has had `environment.max_turns` turns. The reward is the score of the last
+answer divided by the number of turns.
 
 Some scorers of the package pass the answer to eval, to sympy's parser, or to arithmetic without a limit. The
 answer is text of the model, so only scorers that compare text and numbers are accepted.
@@ -80,7 +80,7 @@ def task_rows(
 
 
 class ReasoningGymEnvironment:
-    """One episode: answers until one is right or `max_turns` were given.
+    """One episode: turns until an answer is right or `max_turns` were taken.
 
     Example: reset(task), then step("2 + 3 = 5 <answer>5</answer>").
     """
