@@ -103,8 +103,12 @@ class _First:
         if local is not None:
             say(f"starting replicas: {count}; their output is in {run.folder}/logs")
         else:
-            at = listener.connection.address
-            say(f"listening at {at} for replicas: start {count} with `megatron-stppo serve {run.folder}`")
+            at = _address(config)
+            here = ", on this machine only (serving.address)" if address.is_loopback(at) else ""
+            say(
+                f"listening at {listener.connection.address} for replicas{here}: start {count} with "
+                f"`megatron-stppo serve {run.folder}`"
+            )
         ledger = Ledger(cursor, _terms(config), recorded.batches if recorded else ())
         return cls(config, listener, ledger, local, expected, recorded)
 
