@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,8 @@ def agent(name: str) -> Any:
 def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:
     """Return (module, name) of `text`, without importing the module. Example: "guess" has the default name.
 
-    Raises ConfigError unless its file lies in a folder of PYTHONPATH.
+    Raises ConfigError unless its file lies in a folder of PYTHONPATH, and is the one that would be imported:
+    another folder of sys.path, such as the current folder, may have a module of the same name.
     """
     module, _, name = text.partition(":")
     parts = module.split(".")
@@ -130,6 +133,23 @@ def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:
         raise ConfigError(f"{where}: {module!r} is not a module name; {remedy}")
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         path = Path(folder, *parts)
-        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
-            return module, name or default
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                imported = _imported(parts)
+                if imported is None or not file.samefile(imported):
+                    other = imported or "no file"
+                    raise ConfigError(f"{where}: Python imports {other} instead of {file}; rename the module")
+                return module, name or default
     raise ConfigError(f"{where}: no folder of PYTHONPATH has this module; {remedy}")
+
+
+def _imported(parts: Sequence[str]) -> str | None:
+    """Return the file that importing a module executes, or has executed, without importing it."""
+    loaded = sys.modules.get(".".join(parts))
+    if loaded is not None:
+        return getattr(loaded, "__file__", None)
+    spec = PathFinder.find_spec(parts[0])
+    for end in range(2, len(parts) + 1):
+        if spec is not None:
+            spec = PathFinder.find_spec(".".join(parts[:end]), spec.submodule_search_locations)
+    return spec.origin if spec is not None else None

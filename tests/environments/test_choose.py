@@ -25,6 +25,9 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_package" / "inside.py").write_text(OWN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("kind", ["own_environment:factory", "own_environment", "own_package.inside:factory"])
@@ -61,6 +64,30 @@ def test_a_configuration_cannot_import_modules_that_are_not_on_pythonpath(own, t
         with pytest.raises(ConfigError, match=r"^environment\.kind=.*MODULE:FACTORY, found on PYTHONPATH "):
             refuses(EnvironmentConfig(kind=kind))
     assert set(sys.modules) == before
+
+
+def test_a_module_of_the_current_folder_does_not_replace_the_one_on_pythonpath(own, tmp_path, monkeypatch):
+    """`python -m` and torchrun put the current folder before PYTHONPATH in sys.path."""
+    current = tmp_path / "current"
+    (current / "own_package").mkdir(parents=True)
+    for name in ("own_environment.py", "own_package/__init__.py", "own_package/inside.py"):
+        Path(current, name).write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(current)
+    monkeypatch.syspath_prepend(current)
+    for kind in ("own_environment:factory", "own_package.inside:factory"):
+        for refuses in (choose.check, choose.factory):
+            with pytest.raises(
+                ConfigError, match=r"Python imports .*/current/own.*\.py instead of .*; rename"
+            ):
+                refuses(EnvironmentConfig(kind=kind))
+
+
+def test_a_module_with_the_name_of_an_imported_one_is_refused(own, tmp_path):
+    (tmp_path / "json.py").write_text(OWN)
+    with pytest.raises(
+        ConfigError, match=r"Python imports .*json/__init__\.py instead of .*json\.py; rename"
+    ):
+        choose.check(EnvironmentConfig(kind="json:factory"))
 
 
 @pytest.mark.parametrize(
