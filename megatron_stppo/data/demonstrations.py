@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
@@ -32,28 +32,49 @@ from megatron_stppo.types import Message
 CHUNK = 1024  # rows encoded together
 
 
-class ChatMessage(BaseModel):
+class Strict(BaseModel):
+    """A record that refuses unknown keys: they would be ignored, such as the calls in `tool_calls`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ChatMessage(Strict):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class Segment(BaseModel):
+class Segment(Strict):
     text: str
     kind: Literal["turn", "observation"]
 
 
-class Row(BaseModel):
+class Row(Strict):
     prompt: list[ChatMessage] = Field(min_length=1)
     segments: list[Segment] = Field(min_length=1)
     stage: str = ""
 
 
-class AgentMessage(BaseModel):
+class AgentMessage(Strict):
+    """A message of an agent's request. The model's calls of tools are a part of its content, as text.
+
+    tool_call_id, name: as clients send them with the result of a tool; the chat template may use them.
+    """
+
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AgentMessage:
+        if self.role == "assistant" and not self.content:
+            raise ValueError(
+                "the content of an assistant must be what the model writes, with its calls of tools"
+            )
+        return self
 
 
-class AgentRow(BaseModel):
+class AgentRow(Strict):
     """The episode of an agent with one conversation."""
 
     messages: list[AgentMessage]
@@ -141,7 +162,10 @@ def encode(rows: Sequence[Row | AgentRow], tokenizer: PreTrainedTokenizerBase) -
 
 def _conversation(row: AgentRow, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
     """Return the messages up to the first completion, then each completion and what follows it."""
-    messages, end = [message.model_dump() for message in row.messages], tokenizer.eos_token_id
+    messages, end = (
+        [message.model_dump(exclude_none=True) for message in row.messages],
+        tokenizer.eos_token_id,
+    )
     completions = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     pieces: list[tuple[list[int], str]] = []
     for place, following in zip(completions, [*completions[1:], None], strict=True):

@@ -1,5 +1,6 @@
 """The reader of demonstrations, on a tokenizer trained here: 3 special tokens, 6 tags, bytes and merges."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -121,3 +122,38 @@ def test_a_row_of_an_agent_ends_with_the_model(tmp_path, tokenizer):
     unfinished = AGENT_ROW | {"messages": AGENT_ROW["messages"][:3]}
     with pytest.raises(ConfigError, match=r"row 1: .* end with assistant; give prompt, .* messages, tools"):
         read(written(tmp_path / "d.jsonl", unfinished), tokenizer, 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"toolz": []}, "toolz: Extra inputs are not permitted"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            "messages.1: ",
+        ),
+        (
+            {"messages": [AGENT_ROW["messages"][0], {**AGENT_ROW["messages"][3], "tool_calls": []}]},
+            "messages.1.tool_calls: Extra inputs are not permitted",
+        ),
+    ],
+)
+def test_what_a_row_of_an_agent_cannot_express_is_refused(tmp_path, tokenizer, change, says):
+    with pytest.raises(ConfigError, match=f"row 1: {says}"):
+        read(written(tmp_path / "d.jsonl", AGENT_ROW | change), tokenizer, 1000)
+
+
+def test_the_template_reads_the_name_and_the_id_of_a_tools_result(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.tool_call_id }}: {{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    question, call, result, answer = AGENT_ROW["messages"]
+    named = {**result, "name": "search", "tool_call_id": "7"}
+    (one,) = read(
+        written(tmp_path / "d.jsonl", AGENT_ROW | {"messages": [question, call, named, answer]}),
+        tokenizer,
+        1000,
+    )
+    assert "tool search 7: Libreville" in tokenizer.decode(one.token_ids)
