@@ -212,8 +212,14 @@ class Ledger:
         tasks = self._terms.tasks
         drawn = {int(number): (place[0], place[1]) for number, place in book.get("drawn", {}).items()}
         self._next = self._still_admitted(book["next"], self._iteration)
-        self._extra -= sum(n >= self._next and place >= tasks for n, (_, place) in drawn.items())
         self._rounds = [list(numbers) for numbers in book.get("rounds", ())]
+        # Dropped groups that are not admitted now are not dropped either, and then fewer groups are admitted.
+        while late := [n for numbers in self._rounds for n in numbers if n >= self._next]:
+            self._drops -= len(late)
+            kept = [[n for n in numbers if n < self._next] for numbers in self._rounds]
+            self._rounds = [numbers for numbers in kept if numbers]
+            self._next = self._still_admitted(self._next, self._iteration)
+        self._extra -= sum(n >= self._next and place >= tasks for n, (_, place) in drawn.items())
         dropped = {number for numbers in self._rounds for number in numbers}
         numbers = range(book["first"], self._next)
         for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):

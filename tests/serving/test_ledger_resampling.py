@@ -193,3 +193,20 @@ def test_after_the_bound_was_lowered_no_task_is_left_out() -> None:
     for iteration in (1, 2, 3, 4):
         tasks += [a.task for a in again.book.admit(iteration)]
     assert tasks[::SAMPLES] == TaskCursor(TASKS, 0).take(6)[2:]
+
+
+def test_a_dropped_group_that_is_not_admitted_now_is_admitted_again() -> None:
+    """The order of completion dropped the last groups; with a lower bound they are not admitted any more."""
+    run = Run(Terms(2, SAMPLES, 3, "completion", resample=1), flat_tasks(6, 7))
+    run.note(0, run.book.admit(0))  # groups 0 to 7
+    for number in (12, 13, 14, 15):  # of groups 6 and 7
+        turn = Turn((7,), (-0.5,), (), 1.0, ((0, 1),))
+        run.book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+    assert [a.number // SAMPLES for a in run.book.resample()] == [8, 8, 9, 9], "in the places of 6 and 7"
+    state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
+    again = Run(Terms(2, SAMPLES, 0, resample=0))
+    again.book.restore(state, kept_episodes.decode(kept_episodes.encode(run.book.kept())))
+    assert {a.number // SAMPLES for a in again.book.unfinished()} == {0, 1}
+    batches = list(again.batches(0, 5))
+    assert [groups(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert again.book.taken.dropped == []
