@@ -21,6 +21,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.telemetry import trajectory_files, trajectory_log
@@ -72,7 +73,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
     named = sorted(
         {v for some in played.values() for t in some for turn in t.turns for v, _ in turn.versions}
     )
-    start = has_start(config)
+    start = broadcast_record(has_start(config), bool, source=0)  # nodes may see different disks
     saved = [version for version in named if (_is_saved(run, version) if version else start)]
     if not saved:
         raise ConfigError(

@@ -20,6 +20,7 @@ from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 from megatron_stppo.sharding.trunk_digest import trunk_digest
 
+DIFFERENT = "is not the same on all nodes; copy one folder to all of them, or use a shared one"
 CHANGED = "changed while the models were built; start again when it is complete"
 
 
@@ -60,9 +61,17 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
     """Raise ConfigError if an adapter records that it was trained on other weights than those of `model`.
 
     The adapters of convert to-peft and of the cold start have a hash of these weights, others have none.
-    folder, model: of the adapter, of the weights. shape: that of the model. Collective.
+    folder, model: of the adapter, of the weights. shape: that of the model. Collective: raises on all ranks,
+    also if a rank cannot read the folder or if ranks read different hashes.
     """
-    recorded = read_folder(folder).digest
+    recorded, problem = None, None
+    try:
+        recorded = read_folder(folder).digest
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem, lambda found: ConfigError(next(iter(found.values()))), str)
+    if len({found for (found,) in gather_records([recorded or ""], str)}) > 1:
+        raise ConfigError(f"model.lora.path={folder}: {DIFFERENT}")
     if recorded and recorded != trunk_digest(model, shape):
         raise ConfigError(
             f"model.lora.path={folder}: its adapter was trained on other weights than those in "
