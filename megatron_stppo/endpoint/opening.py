@@ -42,7 +42,7 @@ def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironmen
         make = _agents(config)
     except ConfigError as error:
         misuse = str(error)
-    raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
+    raise_together(misuse, lambda failures: ConfigError(next(iter(failures.values()))), str)
     return make
 
 
@@ -63,7 +63,13 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     _check_parser(rules, section.tool_parser)
     if dist.get_rank() % config.engine_tensor:
         return _unused
-    endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
+    try:
+        endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"environment.kind=agent: the endpoint cannot listen on the loopback interface ({error}); free "
+            "ports or file descriptors of this machine"
+        ) from error
     return partial(AgentEnvironment, agent, endpoint, rules)
 
 
