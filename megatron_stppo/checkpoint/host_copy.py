@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_stppo.checkpoint.coverage import check_coverage
 from megatron_stppo.checkpoint.step_folder import File
+from megatron_stppo.parallel.raise_together import raise_together
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class HostCopy:
         planner = _Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
         (_, metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
+        )
+        raise_together(
+            planner.problem, lambda found: RuntimeError(f"a save cannot be planned: {found[0]}"), str
         )
         self._metadata: Metadata | None = metadata  # for the shares of all ranks; on rank 0 only
         if metadata is not None:  # megatron adds all plans, which would become a part of the file
@@ -121,11 +125,19 @@ class HostCopy:
 
 
 class _Planner(MCoreSavePlanner):
-    """megatron's planner, with a check of the plan that is fast for many chunks. Raises ValueError."""
+    """megatron's planner, with a check of the plan that is fast for many chunks.
+
+    megatron plans for all ranks on rank 0 alone, so what is wrong is kept in `problem`.
+    """
+
+    problem: str | None = None
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
-        check_coverage(self.metadata)
+        try:
+            check_coverage(self.metadata)
+        except ValueError as error:
+            self.problem = str(error)
         return self.global_plan, self.metadata
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_stppo.checkpoint import step_folder as steps
+from megatron_stppo.checkpoint.collective_errors import as_exception
 from megatron_stppo.checkpoint.contents import fill, saved_tensors, saved_weights
 from megatron_stppo.checkpoint.fit import check_fit, check_layers
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File
@@ -80,7 +81,8 @@ def step_of(text: str) -> int | None:
 def _read(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     # Without megatron's check that every element is loaded by one main replica: every rank would collect the
     # description of all shards. What a rank asks for is checked against the files.
-    return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
+    with as_exception(f"{folder}: cannot be loaded", CheckpointError):
+        return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
 
 
 def _agree(folder: Path, step: int | None) -> Path | None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.checkpoint import saving, writer
+from megatron_stppo.checkpoint import host_copy, saving, writer
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.config import Config
@@ -115,6 +115,20 @@ def writer_breaks(root: Path, model: Path) -> None:
         with pytest.raises(RuntimeError) as error:
             saver.check()
     assert "no such tensor" in str(error.value.__cause__)
+
+
+def not_planned(root: Path, model: Path) -> None:
+    """Rank 0 alone plans and finds the error, which all ranks must raise."""
+    saver, trainers = start(root / "not_planned", model)
+
+    def find(_: Any) -> None:
+        raise ValueError("a.weight has a gap")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "check_coverage", find)
+        with pytest.raises(RuntimeError, match=r"a save cannot be planned: a\.weight has a gap"):
+            saver.save(1, trainers, {"iteration": 1})
+    assert steps.found(root / "not_planned") == []
 
 
 def flushed(root: Path, model: Path) -> None:

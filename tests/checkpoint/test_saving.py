@@ -47,9 +47,19 @@ def case(name: str, *arguments: Any) -> int:
     return one_rank.in_child(getattr(one_rank, name), *arguments)
 
 
-@pytest.mark.parametrize(
-    "name", ["goes_on", "many_episodes", "writer_breaks", "flushed", "disk_full", "kept", "not_finite"]
+CASES = (
+    "goes_on",
+    "many_episodes",
+    "writer_breaks",
+    "not_planned",
+    "flushed",
+    "disk_full",
+    "kept",
+    "not_finite",
 )
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_saver_handles_resumes_failures_and_full_disks(
     run: Run, model: Path, tmp_path: Path, name: str
 ) -> None:
