@@ -40,14 +40,15 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     document.write_text(f"{BEGIN}{END}")
     report(folder, document, second_round.sections)
     lines = document.read_text().splitlines()
-    assert "11 runs of the first stage are finished." in lines
+    assert "9 runs of the first stage are finished, and 2 of the second family." in lines
     assert "| arm | 0.00015 | 0.0003 | 0.0006 | 0.0012 | 0.0024 | rates at 90% of 0.75 |" in lines
     # 0.75 and 0.5: 0.625 +- 12.706 * 0.125
     assert "| `ppo` |  |  | 0.62 ± 1.59 (2) | 0.25 ± 0.00 (2) |  |  |" in lines
     assert "| `s_ppo` |  |  | 0.75 ± 0.00 (2) | 0.56 ± 2.38 (2) | 0.12 (1) | 0.0006 |" in lines
     # over the two rates of both arms, relative to 0.75: ppo (0.75 + 0.25) / 2 / 0.75 = 0.67 and 0.5; s_ppo 1
     # and 0.75
-    assert "| `ppo` | 1 | 0.667 |  |" in lines, "seed 5, which all arms have"
+    assert "| `ppo` | 2 | 0.583 | 0.50 to 0.67 |" in lines
+    assert "| `ppo` | 1 | 0.667 |  |" in lines, "beside the second family: seed 5, which all arms have"
     assert "| `s_ppo` | 1 | 1.000 |  |" in lines
     # (0.75 + 0.5) / 2 / 0.75 = 0.833, less 0.667
     assert "| `momentum_reset` - `ppo` | 2 | 1 | +0.167 | not complete | not complete |" in lines
@@ -78,3 +79,12 @@ def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_now
 
 def test_without_runs_the_report_says_so(tmp_path: Path) -> None:
     assert second_round.sections(tmp_path, tmp_path) == ["No run has finished yet."]
+
+
+def test_an_arm_with_fewer_seeds_than_others_has_their_number_in_its_label() -> None:
+    grid = {
+        "ppo": {6e-4: {5: 0.5, 6: 0.5}},
+        "ess": {6e-4: {5: 0.5}},
+        "kl": {6e-4: {5: 0.5}, 3e-4: {5: 0, 6: 0}},
+    }
+    assert [second_round.named(arm, grid) for arm in grid] == ["ppo", "ess (1 seed)", "kl (1 to 2 seeds)"]

@@ -67,8 +67,13 @@ def area(endpoints: Mapping[float, float], best: float) -> float:
 
 
 def best_of(grid: Grid) -> float:
-    """Return the highest mean over seeds of any arm and rate."""
-    return max(statistics.fmean(cell.values()) for arm in grid.values() for cell in arm.values() if cell)
+    """Return the highest mean over seeds of any arm of the first stage and rate.
+
+    The second family came later. It does not change the areas of the first stage.
+    """
+    later = {left for left, _ in SECOND_FAMILY}
+    cells = [cell for name, arm in grid.items() if name not in later for cell in arm.values() if cell]
+    return max(statistics.fmean(cell.values()) for cell in cells)
 
 
 def areas(grid: Grid, arms: Sequence[str]) -> tuple[tuple[float, ...], dict[str, dict[int, float]]]:

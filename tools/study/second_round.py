@@ -66,15 +66,25 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     equivalent = equivalence_table(grid_of(rows))
     rows = [row for row in rows if row["seed"] in SEEDS]
     grid = grid_of(rows)
-    runs = sum(len(cell) for arm in grid.values() for cell in arm.values())
+    later = {arm: cells for arm, cells in grid.items() if arm in OTHERS}
+    more_runs = f", and {runs_of(later)} of the second family" if later else ""
+    count = runs_of(grid) - runs_of(later)
     draw(grid, rows, folder / PICTURE)
-    lines = [f"{runs} runs of the first stage are finished.", "", f"![rates]({shown / PICTURE})"]
+    lines = [f"{count} runs of the first stage are finished{more_runs}.", "", f"![rates]({shown / PICTURE})"]
     lines += ["", *contrast_table(contrasts(grid))]
     if more := contrasts(grid, SECOND_FAMILY):
         lines += ["", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
-    return lines, [*tables, "", *area_table(grid)]
+    tables += ["", *area_table(grid, [arm for arm in grid if arm not in OTHERS])]
+    if later:
+        tables += ["", *area_table(grid, [arm for arm in grid if arm in {*later, "ppo", "s_ppo"}])]
+    return lines, tables
+
+
+def runs_of(grid: Grid) -> int:
+    """Return the number of runs."""
+    return sum(len(cell) for arm in grid.values() for cell in arm.values())
 
 
 def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
@@ -102,9 +112,9 @@ def cell_table(grid: Grid) -> list[str]:
     return lines
 
 
-def area_table(grid: Grid) -> list[str]:
-    """Return a table of the areas over the rates and seeds that all arms have, or a sentence without any."""
-    rates, of = areas(grid, list(grid))
+def area_table(grid: Grid, arms: Sequence[str]) -> list[str]:
+    """Return a table of the areas over the rates and seeds that all `arms` have; a sentence without any."""
+    rates, of = areas(grid, arms)
     if not of:
         return ["The arms have no two rates and no seed in common yet, so there is no area."]
     over = f"area over {', '.join(f'{rate:g}' for rate in rates)}"
@@ -168,7 +178,7 @@ def draw(grid: Grid, rows: Sequence[Row], output: Path) -> None:
         axis.set_xticks(list(RATES.values()), [f"{rate:g}" for rate in RATES.values()])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
-    others[0].legend(fontsize=8)
+    others[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the axes
     figure.savefig(output, format="png", dpi=90)
 
 
@@ -185,9 +195,22 @@ def heat_map(axis: Axes, grid: Grid) -> None:
                     axis.add_patch(_frame(x, y))
     axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-    axis.set_yticks(range(len(arms)), arms)
+    axis.set_yticks(range(len(arms)), [named(arm, grid) for arm in arms])
     axis.set_title(f"exact match, iterations {WINDOW[0]} to {WINDOW[1]}; frame: {SHARE:.0%} of the best")
     axis.set_xlabel("actor's learning rate")
+
+
+def named(arm: str, grid: Grid) -> str:
+    """Return the label of an arm, with its numbers of seeds where a cell has less than the others.
+
+    Example: "ess (1 to 2 seeds)", "ess (1 seed)".
+    """
+    counts = {len(cell) for cell in grid[arm].values()}
+    most = max(len(cell) for cells in grid.values() for cell in cells.values())
+    if counts == {most}:
+        return arm
+    low, high = min(counts), max(counts)
+    return f"{arm} ({low if low == high else f'{low} to {high}'} seed{'s' if high > 1 else ''})"
 
 
 def line(rows: Sequence[Row], arm: str, metric: str) -> tuple[list[float], list[float]]:
