@@ -23,10 +23,11 @@ if [[ -n $IMAGE ]]; then
     python=("${PYTHON:-/opt/venv/bin/python}" -P)
     # The repository and the runs keep their paths, because the batch script uses the same files from outside.
     mounts=$PWD:$PWD
-    if [[ $ROOT == /* ]]; then
-        mkdir -p "$ROOT"
-        mounts+=,$ROOT:$ROOT
-    fi
+    # Not only an absolute ROOT can be outside of the repository: also ../runs, or a link to another file system.
+    mkdir -p "$ROOT"
+    for folder in "$(cd "$ROOT" && pwd)" "$(realpath "$ROOT")"; do
+        [[ $folder/ == "$PWD"/* || ,$mounts, == *,"$folder:$folder",* ]] || mounts+=,$folder:$folder
+    done
     # Writable: triton and flashinfer compile kernels into the home folder of the image. The user's home folder is not
     # mounted, because Python would import packages from its .local. Without --no-container-entrypoint, a cluster may be
     # configured to start `megatron-stppo` with our command as its arguments.

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from megatron_stppo.commands.convert import export_hf
 from megatron_stppo.commands.export_peft import export_peft
-from megatron_stppo.config import Config, OptimizerConfig
+from megatron_stppo.config import Config, ConfigError, OptimizerConfig
 from megatron_stppo.data import demonstrations
 from megatron_stppo.data.demonstrations import Demonstration
 from megatron_stppo.data.packing import Microbatch, to_batch
@@ -56,6 +56,11 @@ def cold_start(config: Config) -> None:
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0
     steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
+    if not steps:
+        raise ConfigError(
+            f"data.demonstrations={data}: {len(scripts)} rows are read, and each of the {mesh.data_size} "
+            "data-parallel ranks needs one; give more rows, more cold_start.tokens, or fewer ranks"
+        )
     with timed("model", first_rank):
         model = build.data_parallel(
             build.from_hf("actor", shape, config, mesh, process.dtype(config)),

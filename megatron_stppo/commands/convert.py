@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -153,7 +154,7 @@ def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None
     if dist.get_rank(group) == 0:
         try:
             write()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # the last one on a full disk
             problem = str(error)
     raise_together(problem, lambda found: ConfigError(found[0]), str, group)
 

@@ -162,13 +162,15 @@ def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     out: list[int] = []
+    # Hostile text may have thousands of marks: one pass over the text replaces all of them.
+    opening = next(iter(texts), "").removesuffix(CLOSE).rstrip("0123456789")
+    marks = re.compile(f"{re.escape(opening)}[0-9]+{CLOSE}")
     after, begin = 0, 0  # indices of the token and of the character after the last special token
     for index, start, end in [*_spans(encoded, text, special), (len(ids), len(text), len(text))]:
         piece = text[begin:start]
-        if any(mark in piece for mark in texts):
-            for mark, original in texts.items():
-                piece = piece.replace(mark, original)
-            out += encode_plain(tokenizer, piece)
+        plain, count = marks.subn(lambda found: texts[found.group()], piece) if texts else (piece, 0)
+        if count:
+            out += encode_plain(tokenizer, plain)
         else:
             out += ids[after:index]
         out += ids[index : index + 1]

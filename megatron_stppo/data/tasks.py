@@ -9,7 +9,7 @@ unchanged.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _task(row: Any, where: str, number: int) -> Task:
         raise _wrong(where, "data_source", source, "name the data set the row is from")
     rest = {key: value for key, value in extra.items() if key not in ("split", "index")}
     ability = row.get("ability")
-    return Task(
+    task = Task(
         source,
         _prompt(row.get("prompt"), where),
         _targets(row.get("reward_model"), where),
@@ -79,6 +79,10 @@ def _task(row: Any, where: str, number: int) -> Task:
         index,
         rest | ({"ability": ability} if ability is not None else {}),
     )
+    others = {"data_source": source, "extra_info": {"split": split, "index": index}, "ability": ability}
+    for field, value in (others | {"reward_model": task.targets, "extra_info": extra}).items():
+        _check_sendable(value, where, field)
+    return task
 
 
 def _prompt(given: Any, where: str) -> tuple[Message, ...]:
@@ -103,6 +107,21 @@ def _check_encodable(text: str, where: str, field: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise _wrong(where, field, text[error.start], "remove the unpaired surrogate") from None
+
+
+def _check_sendable(value: Any, where: str, field: str) -> None:
+    """Raise ConfigError for text or a number that ranks cannot send each other: an integer has 64 bits."""
+    if isinstance(value, str):
+        _check_encodable(value, where, field)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise _wrong(where, field, value, "give an integer of at most 64 bits, or text")
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            _check_sendable(key, where, field)
+            _check_sendable(part, where, f"{field}.{key}")
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_sendable(part, where, field)
 
 
 def _targets(reward_model: Any, where: str) -> tuple[str, ...]:

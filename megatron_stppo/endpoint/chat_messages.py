@@ -74,7 +74,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:  # the policy wrote it: it stays as it is
+        except (ValueError, RecursionError):  # the policy wrote it: it stays as it is
             pass
     named = {"name": function["name"], "arguments": arguments}
     return {"type": "function", "id": str(call.get("id", "")), "function": named}

@@ -47,7 +47,7 @@ class AgentEnvironment:
         episode = AgentEpisode(
             task, self._endpoint.url(self._session), self._session.token, self._endpoint.model, seed
         )
-        self._agent = asyncio.ensure_future(self._play(episode))
+        self._agent = asyncio.ensure_future(self._played(episode))
         request = await self._next(self._session, self._agent)
         if request is None:
             self._agent.result()
@@ -83,6 +83,12 @@ class AgentEnvironment:
                 log.error("an agent did not end when it was cancelled; it is abandoned")
         if agent is not None and agent.done() and not agent.cancelled():
             agent.exception()  # asyncio logs exceptions that nobody has looked at
+
+    async def _played(self, episode: AgentEpisode) -> object:
+        try:
+            return await self._play(episode)
+        except SystemExit as error:  # asyncio would end the event loop, with the agents of all episodes
+            raise RuntimeError(f"the agent raised SystemExit({error.code!r})") from error
 
     async def _next(self, session: Session, agent: asyncio.Task[object]) -> Request | None:
         """Return the agent's next request for a new completion; None if the agent has ended."""

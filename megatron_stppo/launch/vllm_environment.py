@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,14 +70,20 @@ def check_cuda_functions() -> None:
 def remove_stale_shared_memory(
     folder: Path = SHARED_MEMORY, older_than: float = STALE_AFTER_SECONDS
 ) -> list[Path]:
-    """Delete vLLM's shared-memory files that no running process maps. Return the deleted files."""
+    """Delete vLLM's shared-memory files that no running process maps. Return the deleted files.
+
+    Files of other users stay: they cannot be deleted, and what their processes map cannot be read.
+    """
     now = time.time()
     old = [path for path in folder.glob(STALE_PATTERN) if now - _modified(path, now) >= older_than]
     mapped = _mapped_files(STALE_PATTERN.strip("*")) if old else set()
-    stale = [path for path in old if str(path) not in mapped]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return stale
+    deleted = []
+    for path in old:
+        if str(path) not in mapped:
+            with suppress(OSError):
+                path.unlink()
+                deleted.append(path)
+    return deleted
 
 
 def _modified(path: Path, default: float) -> float:

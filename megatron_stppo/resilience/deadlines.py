@@ -128,17 +128,22 @@ class Watchdog:
     def _expire(self, phase: str, seconds: float) -> None:
         """Report which rank is late, and end the process with exit code 1."""
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
-        print(f"megatron-stppo: {said}", file=sys.stderr, flush=True)  # before anything that could block
+        _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
         first = self._beats()
         time.sleep(SILENT)
         found = verdict(first, self._beats())
         log.critical("%s: %s", said, found)
-        print(f"megatron-stppo: {said}: {found}", file=sys.stderr, flush=True)
+        _say(f"{said}: {found}")
         os._exit(1)
 
     def _beats(self) -> list[Beat | None]:
         return [read(self._folder / f"rank-{rank}.json") for rank in range(self._world)]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
+        print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
 
 
 def read(path: Path) -> Beat | None:

@@ -69,7 +69,11 @@ def write(
     except OSError as error:
         log.warning("%s: not dumped: %s", final, error)
         failed = True
-    if any_rank(failed) or mesh.rank != 0:
+    if any_rank(failed):
+        if mesh.rank == 0:  # the next dump has another name, and the disk may be full
+            shutil.rmtree(scratch, ignore_errors=True)
+        return
+    if mesh.rank != 0:
         return
     try:
         replace_folder(scratch, final)

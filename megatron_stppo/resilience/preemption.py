@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 from megatron_stppo.config import ConfigError
@@ -80,7 +81,8 @@ class PreemptionNotice:
             then = "; a second Ctrl-C ends the run at once" if number == signal.SIGINT else ""
             text = f"{self.reason}: {self._then}{then}"
             text = f"megatron-stppo: {text}\n"
-            os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
+            with suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
+                os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
 
 
 def _drop_dead_outputs() -> None:

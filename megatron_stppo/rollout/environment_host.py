@@ -128,6 +128,7 @@ class EnvironmentHost:
             self._check_tools()
         while not self._answers.empty():
             answers.append(self._answers.get())
+        self._check_tools()  # an episode that a missing tool ended is among the answers
         return [answer for _, answer in sorted(answers, key=_ticket)]
 
     def check(self) -> None:
@@ -199,7 +200,7 @@ class EnvironmentHost:
         try:
             async with asyncio.timeout(self._deadline):
                 await contract.close(environment)
-        except Exception:  # the episode has ended; its result stays valid
+        except (Exception, SystemExit):  # the episode has ended; its result stays valid
             log.error("episode %d: closing failed\n%s", index, printable(traceback.format_exc()))
 
     def _run(self) -> None:

@@ -20,6 +20,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner
+from megatron_stppo.messages import one_line
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
@@ -160,13 +161,18 @@ class Served:
         return kept_episodes.encode(self._hub.kept()) if self._hub is not None else b""
 
     def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
-        """Restore the ledger on the first rank. Raises its ConfigError on all ranks."""
+        """Restore the ledger on the first rank. Raises ConfigError on all ranks, also for episodes that
+        cannot be read, perhaps because another version of this program wrote them."""
         misuse: str | None = None
         if self._ledger is not None:
             try:
                 self._ledger.restore(state, kept_episodes.decode(episodes()))
             except ConfigError as error:
                 misuse = str(error)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                misuse = (
+                    f"the checkpoint's episodes cannot be read ({one_line(str(error))}); resume from another"
+                )
         raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
 
     def measure(self) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     refused = old_logprob.refusal(config.update, config.algorithm)
     if refused:
         raise ConfigError(refused)
+    _check_nucleus(config)
     _check_profile(config)
     serving.check(config)
     lora.check(config)
@@ -218,6 +219,23 @@ def check_reporters(config: Config) -> None:
             f"telemetry.wandb_project={project}: the package wandb is not installed; pip install wandb, or "
             "remove the field"
         )
+
+
+def _check_nucleus(config: Config) -> None:
+    """Refuse top_p below 1 where the loss compares log-probs of the engine and of the trainer.
+
+    The engine's are of the tokens that nucleus sampling keeps; the trainer's are of the whole vocabulary.
+    """
+    top_p, algorithm = config.rollout.top_p, config.algorithm
+    for setting, is_set in (
+        ("old_policy=behaviour", algorithm.old_policy == "behaviour"),
+        (f"mismatch={algorithm.mismatch}", algorithm.mismatch != "off"),
+    ):
+        if top_p < 1 and is_set:
+            raise ConfigError(
+                f"rollout.top_p={top_p}: algorithm.{setting} compares the engine's log-probs, which are "
+                "those of the tokens that nucleus sampling keeps, with the trainer's; set rollout.top_p=1"
+            )
 
 
 def _check_profile(config: Config) -> None:

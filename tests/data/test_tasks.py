@@ -58,6 +58,10 @@ def test_a_bare_target_and_missing_extra_info_are_accepted(tmp_path):
         ("reward_model.ground_truth.target", {"reward_model": {"ground_truth": {"target": ["x", 5]}}}),
         ("extra_info", {"extra_info": [1]}),
         ("extra_info.index", {"extra_info": {"index": "x"}}),
+        ("extra_info.index", {"extra_info": {"index": 2**63}}),
+        ("extra_info.level", {"extra_info": {"level": [10**30]}}),
+        ("data_source", {"data_source": "\ud800"}),
+        ("reward_model", {"reward_model": {"ground_truth": {"target": ["\ud800"]}}}),
     ],
 )
 def test_a_malformed_row_names_file_row_and_field(tmp_path, field, change):

@@ -196,6 +196,8 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
                 raise ToolAway("sandbox: refused")
             if kind == "cancelled":
                 raise asyncio.CancelledError
+            if kind == "exits":
+                raise SystemExit(3)
             if kind == "too many":
                 for _ in range(9):
                     await say(sdk, [user("b")])
@@ -212,6 +214,7 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
         "hangs": ("timeout", "no answer within 4 s"),
         "tool away": ("error", "tool away: sandbox: refused"),
         "cancelled": ("error", "CancelledError: "),
+        "exits": ("error", "RuntimeError: the agent raised SystemExit(3)"),
         "too many": ("truncated", "the episode has had environment.max_turns=6 completions"),
         "too long": ("truncated", "the prompt has "),
     }

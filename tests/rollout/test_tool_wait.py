@@ -152,6 +152,30 @@ def test_all_ranks_wait_for_a_tool_that_one_rank_cannot_reach_only_when_resuming
     )
 
 
+def missing_on_the_second_rank(folder: str) -> str:
+    """Return what open_environment raises on a rank, where a file of the environment is on one node only."""
+    import os
+
+    import torch.distributed as dist
+
+    sys.path.insert(0, folder)
+    os.environ |= {"PYTHONPATH": folder, "BOARD": "" if dist.get_rank() else "board"}
+    with pytest.raises(ConfigError) as raised:
+        open_environment(EnvironmentConfig(kind="board:factory"), False)
+    return str(raised.value)
+
+
+def test_all_ranks_raise_the_error_of_a_rank_that_cannot_make_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "board.py").write_text(
+        "import os\ndef factory(section):\n    if not os.environ['BOARD']:\n"
+        "        raise FileNotFoundError('board')\n    return lambda: None\n"
+    )
+    first, second = run_ranks(missing_on_the_second_rank, 2, str(tmp_path))
+    assert first == second and first.startswith(
+        "environment.kind=board:factory: board.py line 4: FileNotFoundError: board; give "
+    )
+
+
 def test_tool_wait_is_added_to_deadlines_if_a_tool_can_be_unavailable() -> None:
     given = {"model": {"path": "m"}, "deadlines": {"rollout": 20, "score": 30}}
     embedded = Config.model_validate(given)
