@@ -13,18 +13,19 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stppo.checkpoint import step_folder as steps
-from megatron_stppo.checkpoint.collective_errors import as_exception
 from megatron_stppo.checkpoint.contents import fill, saved_tensors, saved_weights
 from megatron_stppo.checkpoint.fit import check_fit, check_layers
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File
 from megatron_stppo.checkpoint.trunk import check_adaptation
 from megatron_stppo.config import ConfigError
+from megatron_stppo.messages import one_line
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
-from megatron_stppo.parallel.raise_together import gather_failures
+from megatron_stppo.parallel.raise_together import by_rank, gather_failures
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,13 @@ def step_of(text: str) -> int | None:
 def _read(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     # Without megatron's check that every element is loaded by one main replica: every rank would collect the
     # description of all shards. What a rank asks for is checked against the files.
-    with as_exception(f"{folder}: cannot be loaded", CheckpointError):
+    try:
         return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
+    except CheckpointException as error:
+        # torch raises it on all ranks. It is no Exception: without this the process would end without an exit
+        # code and without a reason in exit.json.
+        causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
+        raise CheckpointError(f"{folder}: cannot be loaded ({one_line(by_rank(causes))})") from error
 
 
 def _agree(folder: Path, step: int | None) -> Path | None:

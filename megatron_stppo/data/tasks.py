@@ -79,8 +79,8 @@ def _task(row: Any, where: str, number: int) -> Task:
         index,
         rest | ({"ability": ability} if ability is not None else {}),
     )
-    others = {"data_source": source, "extra_info": {"split": split, "index": index}, "ability": ability}
-    for field, value in (others | {"reward_model": task.targets, "extra_info": extra}).items():
+    others = {"data_source": source, "reward_model": task.targets, "extra_info": extra, "ability": ability}
+    for field, value in others.items():
         _check_sendable(value, where, field)
     return task
 

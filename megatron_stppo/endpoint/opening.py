@@ -23,7 +23,7 @@ from megatron_stppo.endpoint.server import Endpoint
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.messages import one_line
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.rollout import tool_wait
 from megatron_stppo.rollout.vllm_setup import end_of_text_ids
 
@@ -42,7 +42,7 @@ def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironmen
         make = _agents(config)
     except ConfigError as error:
         misuse = str(error)
-    raise_together(misuse, lambda failures: ConfigError(next(iter(failures.values()))), str)
+    raise_together(misuse, lambda failures: ConfigError(first(failures)), str)
     return make
 
 

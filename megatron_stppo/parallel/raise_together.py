@@ -47,3 +47,8 @@ def gather_failures(own: Failure | None, type: type[Failure], group: Group = Non
 def by_rank(texts: Mapping[int, str]) -> str:
     """Return one line. Example: by_rank({0: "disk full", 2: "late"}) is "rank 0: disk full; rank 2: late"."""
     return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+
+
+def first(texts: Mapping[int, str]) -> str:
+    """Return the text of the first rank that has one. Example: first({1: "late", 2: "full"}) is "late"."""
+    return next(iter(texts.values()))

@@ -14,7 +14,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import Environment, ToolAway
 from megatron_stppo.parallel.collectives import any_rank
-from megatron_stppo.parallel.raise_together import gather_failures, raise_together
+from megatron_stppo.parallel.raise_together import first, gather_failures, raise_together
 from megatron_stppo.resilience.faults import ToolsStayAway
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def open_environment(config: EnvironmentConfig, resume: bool) -> Callable[[], En
             away = error
         except ConfigError as error:  # perhaps on one node only, which lacks a file or a package
             misuse = str(error)
-        raise_together(misuse, lambda found: ConfigError(next(iter(found.values()))), str)
+        raise_together(misuse, lambda found: ConfigError(first(found)), str)
         reasons = list(gather_failures(str(away) if away else None, str).values())
         if not reasons:
             if waits and dist.get_rank() == 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.peft_folder import PREFIX, TENSORS, read_folder
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
 from megatron_stppo.sharding.trunk_digest import trunk_digest
@@ -43,9 +43,7 @@ def load_peft(
             digest, problem = _copy(opened, spans, shapes, parameters)
     except (OSError, SafetensorError) as error:
         problem = f"{TENSORS} cannot be read ({error}); write the adapter again"
-    raise_together(
-        problem, lambda found: ConfigError(f"model.lora.path={folder}: {next(iter(found.values()))}"), str
-    )
+    raise_together(problem, lambda found: ConfigError(f"model.lora.path={folder}: {first(found)}"), str)
     if len({found for (found,) in gather_records([digest], str)}) > 1:
         raise ConfigError(f"model.lora.path={folder}: {TENSORS} {CHANGED}")
     return digest
@@ -69,7 +67,7 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
         recorded = read_folder(folder).digest
     except ConfigError as error:
         problem = str(error)
-    raise_together(problem, lambda found: ConfigError(next(iter(found.values()))), str)
+    raise_together(problem, lambda found: ConfigError(first(found)), str)
     if len({found for (found,) in gather_records([recorded or ""], str)}) > 1:
         raise ConfigError(f"model.lora.path={folder}: {DIFFERENT}")
     if recorded and recorded != trunk_digest(model, shape):

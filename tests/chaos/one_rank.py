@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.checkpoint import host_copy, saving, writer
+from megatron_stppo.checkpoint import contents, host_copy, loading, saving, writer
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy
+from megatron_stppo.checkpoint.step_folder import CheckpointError
 from megatron_stppo.config import Config
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
@@ -129,6 +130,18 @@ def not_planned(root: Path, model: Path) -> None:
         with pytest.raises(RuntimeError, match=r"a save cannot be planned: a\.weight has a gap"):
             saver.save(1, trainers, {"iteration": 1})
     assert steps.found(root / "not_planned") == []
+
+
+def not_read(root: Path, model: Path) -> None:
+    """A file disappears between the check of the manifest and the load, as with a stale handle of NFS."""
+    saver, trainers = start(root / "not_read", model)
+    saver.save(1, trainers, {"iteration": 1})
+    saver.finish()
+    path = root / "not_read" / "step_1" / "actor"
+    for file in path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"actor: cannot be loaded \(rank 0: FileNotFoundError: "):
+        loading._read(contents.saved_tensors(trainers["actor"], is_loading=True), path)
 
 
 def flushed(root: Path, model: Path) -> None:

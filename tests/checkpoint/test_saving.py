@@ -52,6 +52,7 @@ CASES = (
     "many_episodes",
     "writer_breaks",
     "not_planned",
+    "not_read",
     "flushed",
     "disk_full",
     "kept",

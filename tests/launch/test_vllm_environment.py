@@ -24,6 +24,23 @@ def test_only_old_unmapped_buffers_of_vllm_are_removed(tmp_path: Path) -> None:
     assert remove_stale_shared_memory(tmp_path) == [mapped], "its process has unmapped it"
 
 
+def test_a_buffer_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another user's: /dev/shm lets only the owner of a file delete it."""
+    foreign, own = tmp_path / "1-tp:0-cpushm_0", tmp_path / "2-tp:0-cpushm_0"
+    for path in (foreign, own):
+        path.touch()
+        os.utime(path, (0, 0))
+    unlink = Path.unlink
+
+    def only_own(path: Path) -> None:
+        if path == foreign:
+            raise PermissionError("not permitted")
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", only_own)
+    assert remove_stale_shared_memory(tmp_path) == [own] and foreign.exists()
+
+
 def test_a_users_logging_level_is_kept_and_the_engine_stays_in_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -77,6 +77,20 @@ def test_a_failed_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "not dumped" in caplog.text
 
 
+def test_a_dump_that_the_disk_refuses_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        write(tmp_path, 1, scored())
+    assert list((tmp_path / "dumps").iterdir()) == []
+    write(tmp_path, 2, scored())
+    assert dumps.recorded(tmp_path) == [2]
+
+
 def test_a_damaged_dump_is_refused_with_its_name(tmp_path: Path) -> None:
     write(tmp_path, 1, scored())
     path = tmp_path / "dumps/iteration-00001/stage-0.safetensors"

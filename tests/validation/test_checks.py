@@ -189,6 +189,15 @@ def test_a_profile_of_the_rate_has_a_factor_for_each_step_of_an_iteration(path: 
     check(load(path, [*steps, "algorithm.rate_profile=[1, 0.5, 0.5, 0]"]), 2, "train")
 
 
+def test_nucleus_sampling_is_refused_where_log_probs_of_engine_and_trainer_are_compared(path: Path) -> None:
+    for setting in ("old_policy=behaviour", "mismatch=truncate"):
+        assert refusal(path, ["rollout.top_p=0.9", f"algorithm.{setting}"]) == (
+            f"rollout.top_p=0.9: algorithm.{setting} compares the engine's log-probs, which are those of the "
+            "tokens that nucleus sampling keeps, with the trainer's; set rollout.top_p=1"
+        )
+        check(load(path, [f"algorithm.{setting}"]), 2, "train")
+
+
 def test_resampling_is_refused_where_equal_rewards_are_a_signal_or_a_group_has_one_episode(
     path: Path,
 ) -> None:
