@@ -8,6 +8,7 @@ rollouts, in asynchronous training also older ones; evaluate/* are of version k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,10 +207,14 @@ def _check(config: Config, row: dict[str, Any]) -> None:
     Only tokens of the version that was updated are compared: older versions have other log-probs. Without
     such tokens nothing is compared, which is usual in asynchronous training with max_staleness above 0. The
     row is equal on all ranks, so all ranks raise together. A refused update has compared nothing.
+
+    The engine divides the probability of a token by that of all tokens which nucleus sampling keeps. They
+    have top_p of the probability or more, so this raises a log-prob by -log(top_p) nats or less.
     """
-    difference, limit = row.get("mismatch/current_mean_abs", 0.0), config.rollout.max_mismatch
-    if difference > limit:  # NaN passes: the update has skipped and counted it
+    difference, r = row.get("mismatch/current_mean_abs", 0.0), config.rollout
+    if difference > r.max_mismatch - math.log(r.top_p):  # NaN passes: the update has skipped and counted it
+        nucleus = f" (rollout.top_p={r.top_p} explains up to {-math.log(r.top_p):.3g})" if r.top_p < 1 else ""
         raise ReshardError(
-            f"engine and trainer disagree by {difference:.3g} nats per token, rollout.max_mismatch={limit}; "
-            "the engine uses other weights or another precision than the trainer"
+            f"engine and trainer disagree by {difference:.3g} nats per token{nucleus}, rollout.max_mismatch="
+            f"{r.max_mismatch}; the engine uses other weights or another precision than the trainer"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_stppo.advantage.estimate import estimate, has_signal
@@ -127,7 +128,12 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
                 "algorithm as in that run, or replay its rollouts"
             )
     if learner.config.old_logprob_source == "behaviour":  # also if the run had another old policy
-        batch = with_behaviour(batch)
+        return with_behaviour(batch), group_N, {}
+    if batch.old_logprob_T is not None and torch.equal(batch.old_logprob_T, batch.rollout_logprob_T):
+        raise ConfigError(
+            f"algorithm.old_policy=score: RUN_DIR={run}: the old log-probs of iteration {iteration} are the "
+            "engine's; set it to behaviour, or replay the run's rollouts"
+        )
     return batch, group_N, {}
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import holding, rollout_logprobs, rows_of, token_ids, without_tokens
 from megatron_stppo.data.routes import joined
 from megatron_stppo.parallel.collectives import (
@@ -24,6 +25,7 @@ from megatron_stppo.parallel.collectives import (
     all_to_all,
     gather_records,
 )
+from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.types import Batch, Summary, Trajectory
 
 
@@ -72,9 +74,16 @@ class Played:
     ) -> Tensor:
         """Return the engine's experts of the tokens wanted[rank], [tokens, layers, chosen]. Collective.
 
-        Raises ConfigError, on the ranks that it concerns, if they were not recorded.
+        Raises ConfigError on all ranks if those of any trajectory were not recorded.
         """
-        return deal(joined(self.own, layers, chosen, experts), batch, self._given(), wanted)
+        recorded_P, misuse = None, None
+        try:
+            recorded_P = joined(self.own, layers, chosen, experts)
+        except ConfigError as error:
+            misuse = str(error)
+        raise_together(misuse, lambda failures: ConfigError(next(iter(failures.values()))), str)
+        assert recorded_P is not None
+        return deal(recorded_P, batch, self._given(), wanted)
 
     def _given(self) -> list[range]:
         ends = np.cumsum(self.counts)

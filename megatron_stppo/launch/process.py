@@ -186,9 +186,10 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     if cuda:
         torch.cuda.set_device(device_index())
     elif world_size() > 1:
-        torch.set_num_threads(
-            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
-        )
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        share = max(1, (os.cpu_count() or 1) // local)
+        # a rank may be bound to some cores, by Slurm for example
+        torch.set_num_threads(min(share, len(os.sched_getaffinity(0))))
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
     # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"

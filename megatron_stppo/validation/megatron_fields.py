@@ -32,8 +32,24 @@ DECIDED = {
     "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
     "variable_seq_lengths": "parallel.virtual",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
+    "pipeline_model_parallel_layout": "parallel.pipeline",
     "calculate_per_token_loss": "the losses, which have their own denominators",
 }
+# Fields of megatron that say which function the network computes.
+ARCHITECTURE = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels add_bias_linear
+    add_qkv_bias qk_layernorm qk_l2_norm normalization layernorm_epsilon layernorm_zero_centered_gamma
+    apply_residual_connection_post_layernorm rotary_interleaved gated_linear_unit activation_func
+    activation_func_clamp_value glu_linear_offset softmax_scale softmax_type window_size
+    window_attn_skip_freq attention_output_gate multi_latent_attention experimental_attention_variant
+    linear_attention_freq no_rope_freq mrope_section is_hybrid_model mtp_num_layers
+    heterogeneous_block_specs num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_latent_size
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
+    moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+    moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
+    moe_router_force_load_balancing moe_router_load_balancing_type moe_apply_probs_on_input
+""".split()
+DECIDED |= dict.fromkeys(ARCHITECTURE, "the model's config.json in model.path")
 
 
 def check(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +64,23 @@ def observe(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, dict[str,
         layout = ParallelConfig.model_validate(parallel)
         mesh = groups.replace(layout) if found else groups.initialize(layout)
         found[name] = compare(mesh, parallel, epochs)
+    found["without experts"] = {"error": refused(mesh.rank)}
     return found
+
+
+def refused(rank: int) -> str:
+    """Return the message of this rank if the trajectories of ranks 2 and 3 have no recorded experts."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.data.exchange import Played
+
+    every = trajectories()
+    own = [replace(t, routes=bytes(max(0, len(t.token_ids) - 1) if t.turns else 0)) for t in every]
+    played = Played.of([(own if rank < 2 else every)[n] for n in LEFT[rank]])
+    try:
+        played.routes(played.described(), [range(COUNT)] * RANKS, layers=1, chosen=1, experts=8)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
@@ -166,6 +182,12 @@ def test_a_rank_holds_only_the_tokens_that_it_trains_on(seen: Any, name: str) ->
         assert sorted(n for of_rank in held.values() for n in of_rank) == list(range(COUNT)), "each once"
     else:
         assert all(len(of_rank) < COUNT for of_rank in held.values())
+
+
+def test_experts_that_are_missing_on_some_ranks_are_refused_on_all_with_the_same_message(seen: Any) -> None:
+    (message,) = {rank["without experts"]["error"] for rank in seen}
+    assert message.startswith("algorithm.routing_replay=rollout: a trajectory of task 5 has 0 bytes of ")
+    assert message.endswith("set it to old_policy or off")
 
 
 def test_tokens_that_a_rank_does_not_hold_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megatron_stppo.data.tasks import TaskCursor, read
 from tests.forking import stand_in
@@ -209,6 +211,25 @@ def test_batches_replayed_without_an_engine_give_the_same_steps_on_other_ranks_a
     for key in ("actor/objective", "actor/gradient_norm", "critic/loss", "critic/gradient_norm"):
         assert row[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "iteration 2: reward_T: 1 of" in done.stderr
+
+
+def test_batches_of_a_run_with_the_engines_old_policy_are_refused_with_another_one(
+    config: Path, replayed: Path
+) -> None:
+    """The dump is changed into that of a run with old_policy=behaviour."""
+    source = config.parent / "behaviour"
+    shutil.copytree(replayed / "dumps", source / "dumps")
+    shutil.copy(replayed / "config.yaml", source)
+    for path in source.glob("dumps/*/*.safetensors"):
+        tensors_of = load_file(path)
+        save_file(tensors_of | {"old_logprob_T": tensors_of["rollout_logprob_T"].clone()}, path)
+    given = ("run.name=scored", "run.iterations=2", "--records", "batches")
+    done = command(config.parent, 1, "replay", str(source), *given)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.stderr.splitlines()[-1] == (
+        f"megatron-stppo: algorithm.old_policy=score: RUN_DIR={source}: the old log-probs of iteration 1 are "
+        "the engine's; set it to behaviour, or replay the run's rollouts"
+    )
 
 
 def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(

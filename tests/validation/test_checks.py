@@ -220,6 +220,10 @@ def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_f
     )
     message = refusal(path, ["megatron.context_parallel_size=2"])
     assert message == "megatron.context_parallel_size=2: follows from parallel.context; leave it out"
+    message = refusal(path, ["megatron.layernorm_epsilon=1e-5"])
+    assert message == (
+        "megatron.layernorm_epsilon=1e-05: follows from the model's config.json in model.path; leave it out"
+    )
     assert set(DECIDED) <= set(megatron_field_names())
     check(load(path, ["megatron.recompute_granularity=full"]), 2, "train")
 
