@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_stppo.config.section import Section
+from megatron_stppo.config.section import Seconds, Section
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
@@ -68,18 +68,19 @@ class DeadlinesConfig(Section):
     """Seconds that a phase may take. A rank that exceeds one reports the stacks of its threads and the rank
     that the others wait for, and ends the run with exit code 1."""
 
-    start_up: float = Field(3600.0, gt=0, description="time until the first rollout or evaluation begins")
-    rollout: float = Field(
-        3600.0, gt=0, description="one rollout; environment.tool_wait is added if tools can be unavailable"
+    start_up: Seconds = Field(3600.0, description="time until the first rollout or evaluation begins")
+    rollout: Seconds = Field(
+        3600.0,
+        description="one rollout; environment.tool_wait is added if tools can be unavailable",
     )
-    score: float = Field(3600.0, gt=0, description="computing log-probs and values")
-    advantage: float = Field(600.0, gt=0, description="computing advantages")
-    update: float = Field(7200.0, gt=0, description="all optimizer steps of an iteration")
-    reshard: float = Field(1800.0, gt=0, description="copying weights to the engine")
-    evaluate: float = Field(7200.0, gt=0, description="one evaluation")
-    checkpoint: float = Field(3600.0, gt=0, description="one checkpoint, or the wait for the last one")
-    other: float = Field(
-        600.0, gt=0, description="the time between two phases, in which metrics and logs are written"
+    score: Seconds = Field(3600.0, description="computing log-probs and values")
+    advantage: Seconds = Field(600.0, description="computing advantages")
+    update: Seconds = Field(7200.0, description="all optimizer steps of an iteration")
+    reshard: Seconds = Field(1800.0, description="copying weights to the engine")
+    evaluate: Seconds = Field(7200.0, description="one evaluation")
+    checkpoint: Seconds = Field(3600.0, description="one checkpoint, or the wait for the last one")
+    other: Seconds = Field(
+        600.0, description="the time between two phases, in which metrics and logs are written"
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+# A limit in seconds, at most three years: gloo and faulthandler cannot wait for much longer.
+Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 
 
 class ConfigError(ValueError):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_stppo.config.section import Section
+from megatron_stppo.config.section import Seconds, Section
 
 
 class ServingConfig(Section):
@@ -46,8 +46,9 @@ class ServingConfig(Section):
         description="address of the network interface that replicas connect to; default: loopback if "
         "train starts them, otherwise that of MASTER_ADDR, or under Slurm of the first rank's node",
     )
-    timeout: float = Field(
-        60.0, gt=0, description="seconds without a sign of life after which a replica or the trainer is lost"
+    timeout: Seconds = Field(
+        60.0,
+        description="seconds without a sign of life after which a replica or the trainer is lost",
     )
 
     @field_validator("replicas", mode="after")

@@ -163,7 +163,7 @@ def _package() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"environment.kind={KIND}: the package reasoning-gym cannot be imported ({error}); "
-            "pip install 'megatron-stppo[reasoning-gym]'"
+            "pip install reasoning-gym"
         ) from None
 
 

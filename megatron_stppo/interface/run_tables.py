@@ -100,7 +100,7 @@ def read_run(folder: Path | str) -> RecordedRun:
 def _table(given: list[dict[str, Any]], *columns: str) -> DataFrame:
     """Return the rows as a table. columns: those that come first, also of an empty table."""
     if pandas is None:
-        raise ConfigError("tables need pandas; pip install 'megatron-stppo[notebook]'")
+        raise ConfigError("tables need pandas; pip install pandas")
     names = dict.fromkeys((*columns, *(name for row in given for name in row)))
     return pandas.DataFrame(given, columns=list(names))
 
