@@ -1,6 +1,6 @@
 """Compare every op of megatron_stppo.ops with other implementations: time, memory traffic, float64 error.
 
-    python tools/benchmark_kernels.py [--quick] [--device cpu|cuda] [--output FOLDER]
+    python tools/benchmark_kernels.py [--quick] [--device cpu|cuda] [--threads N] [--output FOLDER]
 
 Prints tables, and writes kernels.json and kernels.png into FOLDER. docs/performance.md explains the numbers.
 STPPO_OPS is set per variant: `extension` for "fused", which then raises an error instead of using a fallback,

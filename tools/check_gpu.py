@@ -12,9 +12,9 @@ The parts, with their limits in minutes:
     serving    5  vLLM: build, sleep, wake, weights in place, log-probs of engine and trainer
 Without PART, all run. Each part writes PART.log (the output of its steps) and PART.json (outcome, seconds and
 results of each step) to FOLDER (default: $OUT, else runs/check-gpu), and summary.md has a table of all parts
-found there, for docs/performance.md. A step that fails or exceeds its limit does not stop the later ones.
-Steps whose tool or package is missing are skipped, with the reason. The exit status is the number of failed
-steps.
+found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its limit does not stop the
+later ones. Steps whose tool or package is missing are skipped, with the reason. The exit status is the number
+of failed steps.
 
 Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller sizes: a rehearsal.
 --limits: multiplies all limits. On a slow machine use 2 or more.

@@ -92,9 +92,23 @@ def test_counters_of_nsight_compute_are_read(monkeypatch):
     said = """==PROF== Connected
 "ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum"
 "","","%","usecond"
-"0","void stppo::surrogate_kernel<0>(Surrogate, unsigned int)","85.1","27.3"
+"0","void stppo::segments_kernel<0>(Surrogate, unsigned int)","85.1","27.3"
 """
-    assert read(said) == {"0 surrogate_kernel<0>": "DRAM % 85.1, time 27.3 usecond"}
+    assert read(said) == {"0 segments_kernel<0>": "DRAM % 85.1, time 27.3 usecond"}
+
+
+def test_every_kernel_of_the_profiled_ops_is_looked_at(monkeypatch):
+    """All kernels of the surrogate, the log-probs and the copies, except the small merge of vocab_logprob."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from gpu_checks.counters import KERNELS
+
+    sources = [
+        (ROOT / "csrc" / f"{op}.cu").read_text()
+        for op in ("clipped_surrogate", "vocab_logprob", "bucket_copy")
+    ]
+    kernels = {name for text in sources for name in re.findall(r"^__global__ .* (\w+_kernel)\(", text, re.M)}
+    chosen = {name for name in kernels if re.search(KERNELS.removeprefix("regex:"), name)}
+    assert kernels - chosen == {"merge_kernel"} and len(chosen) == 5
 
 
 def test_an_unknown_part_is_named(capsys, monkeypatch):
