@@ -66,3 +66,8 @@ def test_an_evaluation_that_a_run_does_not_reach_counts_as_0() -> None:
 
 def test_without_runs_the_report_says_so(tmp_path: Path) -> None:
     assert adapter_report.sections(tmp_path, tmp_path) == ["No run has finished yet."]
+
+
+def test_a_run_that_ends_before_the_late_window_counts_as_0_there() -> None:
+    rows = curve("rank_0_6", 5, 0.75, 0.25)[:11]
+    assert adapter_report.cells(rows, adapter_report.LATE) == {0: {6e-4: {5: 0.0}}}

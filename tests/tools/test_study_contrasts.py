@@ -65,9 +65,22 @@ def test_a_contrast_uses_the_rates_and_seeds_that_both_arms_have() -> None:
     }
     (found,) = contrasts.contrasts(grid)
     assert (found.left, found.right, found.rates, found.seeds) == ("s_ppo", "ppo", (1.0, 2.0), (5, 6, 7))
-    assert found.mean == pytest.approx(0.25)
-    assert found.p == pytest.approx(contrasts.paired_p([0.25, 0.5, 0.0]))
-    assert found.holm == pytest.approx(4 * found.p) and not found.complete
+    assert found.differences == pytest.approx([0.25, 0.5, 0.0])
+    assert not found.complete and math.isnan(found.p) and math.isnan(found.holm)
+
+
+def test_contrasts_that_are_not_complete_do_not_lower_the_p_values_of_others() -> None:
+    """Of the four declared contrasts s_ppo - ppo alone has its five rates and seeds."""
+    rates, spread = [float(2**x) for x in range(5)], {5: 0.5, 6: 0.6, 7: 0.7, 8: 0.8, 9: 0.9}
+    level = dict.fromkeys(spread, 0.5)
+    grid = {"s_ppo": dict.fromkeys(rates, spread), "ppo": dict.fromkeys(rates, level)}
+    grid["kl"] = {rate: {5: 0.25, 6: 0.35} for rate in rates}
+    found = {c.right: c for c in contrasts.contrasts(grid)}
+    assert not found["kl"].complete and math.isnan(found["kl"].holm)
+    assert found["ppo"].differences == pytest.approx([0, 1 / 7, 2 / 7, 3 / 7, 4 / 7])
+    # t = 0.2857 / (0.2259 / sqrt(5)) = 2.828 and 4 degrees of freedom: p = 0.0474
+    assert found["ppo"].p == pytest.approx(0.0474, abs=1e-4)
+    assert found["ppo"].holm == pytest.approx(4 * found["ppo"].p)
 
 
 def test_only_declared_seeds_are_in_a_contrast() -> None:

@@ -80,8 +80,8 @@ def test_contrasts_are_over_the_mean_of_lags_4_and_8_and_have_p_values_with_five
     # 0.275 +- 2.776 * 0.0791 / sqrt(5); t = 0.275 / 0.03536 = 7.778 and 4 degrees of freedom: p = 0.00148,
     # and Holm's correction is over the 2 x 3 declared tests
     first, second = (line for line in lines if "`s_ppo` - `ppo`" in line)
-    assert "| old policy computed anew | 0.28 ± 0.10 (5) | 0.001 | 0.009 | -0.05 ± 0.32 (2) |" in first
-    assert "| old_policy: behaviour | 0.20 ± 0.32 (2) | not complete | not complete | -0.05 ±" in second
+    assert "| old policy computed anew | +0.275 ± 0.098 (5) | 0.001 | 0.009 | -0.050 ± 0.318 (2) |" in first
+    assert "| old_policy: behaviour | +0.200 ± 0.318 (2) | not complete | not complete | -0.050 ±" in second
 
 
 def test_the_third_task_has_a_table_over_its_rates_and_lags() -> None:

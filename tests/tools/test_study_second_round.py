@@ -47,12 +47,12 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     assert "| `s_ppo` |  |  | 0.75 ± 0.00 (2) | 0.56 ± 2.38 (2) | 0.12 (1) | 0.0006 |" in lines
     # over the two rates of both arms, relative to 0.75: ppo (0.75 + 0.25) / 2 / 0.75 = 0.67 and 0.5; s_ppo 1
     # and 0.75
-    assert "| `ppo` | 2 | 0.583 | 0.50 to 0.67 |" in lines
+    assert "| `ppo` | 2 | 0.583 |  |" in lines, "an interval needs all five seeds"
     assert "| `ppo` | 1 | 0.667 |  |" in lines, "beside the second family: seed 5, which all arms have"
     assert "| `s_ppo` | 1 | 1.000 |  |" in lines
-    # (0.75 + 0.5) / 2 / 0.75 = 0.833, less 0.667
+    # (0.75 + 0.5) / 2 / 0.75 = 0.833, less 0.667; 0.333 and 0.25: 0.292 +- 12.706 * 0.0417
     assert "| `momentum_reset` - `ppo` | 2 | 1 | +0.167 | not complete | not complete |" in lines
-    assert "| `s_ppo` - `ppo` | 2 | 2 | +0.292 | not complete | not complete |" in lines
+    assert "| `s_ppo` - `ppo` | 2 | 2 | +0.292 ± 0.529 | not complete | not complete |" in lines
     assert (folder / second_round.PICTURE).stat().st_size > 0
     assert second_round.line(rows, "s_ppo", "effective") == ([6e-4, 1.2e-3, 2.4e-3], [3e-4, 6e-4, 1.2e-3])
 
@@ -75,6 +75,14 @@ def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_now
     assert line.format(12, "+0.031 ± 0.021", "0.036") in lines
     assert "10 runs of the first stage are finished." in lines, "of the seeds 5 to 9"
     assert any(row.startswith("| `open_loop` |  |  | 0.50 ± 0.00 (5) |") for row in lines)
+
+
+def test_runs_of_the_second_family_alone_have_cells_and_no_contrast(tmp_path: Path) -> None:
+    rows = [*curve("rate_6", "select_turn", 5, 0.5), *curve("rate_12", "select_turn", 5, 0.25)]
+    collect.merge(tmp_path, [], rows, [])
+    lines = second_round.sections(tmp_path, tmp_path)
+    assert "0 runs of the first stage are finished, and 2 of the second family." in lines
+    assert "| `select_turn` |  |  | 0.50 (1) | 0.25 (1) |  | 0.0006 |" in lines
 
 
 def test_without_runs_the_report_says_so(tmp_path: Path) -> None:

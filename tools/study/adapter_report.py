@@ -45,8 +45,9 @@ def cells(rows: Sequence[Row], window: tuple[int, int]) -> Cells:
     first, last = window
     found: dict[tuple[int, float, int], float] = defaultdict(float)
     for row in rows:
-        if row[EXACT_MATCH] is not None and first <= row["iteration"] <= last:
-            found[(*ADAPTED[row["setting"]], row["seed"])] += row[EXACT_MATCH]
+        if row[EXACT_MATCH] is not None:
+            is_inside = first <= row["iteration"] <= last
+            found[(*ADAPTED[row["setting"]], row["seed"])] += row[EXACT_MATCH] if is_inside else 0.0
     grid: Cells = {}
     for (rank, rate, seed), total in sorted(found.items()):
         grid.setdefault(rank, {}).setdefault(rate, {})[seed] = total / len(range(first, last + 1, 2))

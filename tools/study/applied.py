@@ -53,10 +53,14 @@ def gradient_table(steps: Sequence[Row]) -> list[str]:
 
 
 def _shares(rows: Sequence[Row]) -> list[str]:
-    """Return the cells of scales and shares, over all seeds of a run."""
+    """Return the cells of scales and shares, over all seeds of a run.
+
+    Steps that were skipped are left out: Adam did not move there.
+    """
     scales, shares, clips = [], [], []
     for seed in sorted({row["seed"] for row in rows}):
-        own = sorted((r for r in rows if r["seed"] == seed), key=lambda r: (r["iteration"], r["step"]))
+        of_run = (r for r in rows if r["seed"] == seed and r["actor/correction_scale"] is not None)
+        own = sorted(of_run, key=lambda r: (r["iteration"], r["step"]))
         of_seed = _column(own, "actor/correction_scale")
         kept = slice(max(len(own) - FOLLOWING, 1))
         scales.append(of_seed[kept])

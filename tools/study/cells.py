@@ -9,7 +9,7 @@ from typing import Any
 from tools.study.judge import mean_interval
 
 # {title of a panel: what `number` returns}
-SIZES = {"effective rate": "effective", "||C|| relative to the gradient": "actor/clipping_bias_logit"}
+SIZES = {"effective rate": "effective", "norm of C in the run's unit": "actor/clipping_bias_logit"}
 
 
 def number(row: dict[str, Any], metric: str) -> float | None:
@@ -31,6 +31,17 @@ def interval(values: Sequence[float]) -> str:
         return ""
     middle, half = mean_interval(values)
     return f"{middle:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}") + f" ({len(values)})"
+
+
+def difference(values: Sequence[float]) -> str:
+    """Return mean and half of the 95 % t interval of differences. Example: "-0.025 ± 0.022"."""
+    middle, half = mean_interval(values)
+    return f"{middle:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+
+def shown_p(p: float) -> str:
+    """Return a p value with three decimals. Example: 0.00004 is "< 0.001"."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -28,15 +28,15 @@ Grid = Mapping[str, Mapping[float, Mapping[int, float]]]
 
 @dataclass(frozen=True)
 class Contrast:
-    """Area of `left` minus area of `right`, paired by seed. p and holm are NaN with less than two seeds."""
+    """Area of `left` minus area of `right`, paired by seed. Only a complete one has p and holm, else NaN."""
 
     left: str
     right: str
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
-    mean: float
-    p: float
-    holm: float  # p, adjusted for the number of declared contrasts
+    differences: tuple[float, ...]  # one per seed
+    p: float = math.nan
+    holm: float = math.nan  # p, adjusted for the number of declared contrasts
 
     @property
     def complete(self) -> bool:
@@ -69,19 +69,23 @@ def area(endpoints: Mapping[float, float], best: float) -> float:
 def best_of(grid: Grid) -> float:
     """Return the highest mean over seeds of any arm of the first stage and rate.
 
-    The second family came later. It does not change the areas of the first stage.
+    The second family came later. It does not change the areas of the first stage. Without runs of that stage
+    it is the highest of all.
     """
     later = {left for left, _ in SECOND_FAMILY}
-    cells = [cell for name, arm in grid.items() if name not in later for cell in arm.values() if cell]
+    first = {name: arm for name, arm in grid.items() if name not in later} or grid
+    cells = [cell for arm in first.values() for cell in arm.values() if cell]
     return max(statistics.fmean(cell.values()) for cell in cells)
 
 
 def areas(grid: Grid, arms: Sequence[str]) -> tuple[tuple[float, ...], dict[str, dict[int, float]]]:
     """Return (rates, {arm: {seed: area}}) over the rates and seeds that all these arms have.
 
-    Empty if there are less than two such rates, or no such seed. The rates are chosen first: those at which
-    every arm has a run.
+    Empty if there are no arms, less than two such rates, or no such seed. The rates are chosen first: those
+    at which every arm has a run.
     """
+    if not arms:
+        return (), {}
     rates = tuple(sorted(set.intersection(*({r for r, cell in grid[a].items() if cell} for a in arms))))
     if len(rates) < 2:
         return rates, {}
@@ -92,7 +96,8 @@ def areas(grid: Grid, arms: Sequence[str]) -> tuple[tuple[float, ...], dict[str,
 
 
 def contrasts(grid: Grid, pairs: Iterable[tuple[str, str]] = CONTRASTS) -> list[Contrast]:
-    """Return the contrasts whose arms have runs, with Holm's adjustment over all that are declared.
+    """Return the contrasts whose arms have runs; for complete ones p with Holm's adjustment over all that are
+    declared.
 
     Only the seeds of SEEDS count, which were declared.
     """
@@ -105,12 +110,11 @@ def contrasts(grid: Grid, pairs: Iterable[tuple[str, str]] = CONTRASTS) -> list[
         seeds = tuple(seed for seed in of[left] if seed in SEEDS)
         if not seeds:
             continue
-        apart = [of[left][s] - of[right][s] for s in seeds]
-        found.append(Contrast(left, right, rates, seeds, statistics.fmean(apart), paired_p(apart), math.nan))
-    tested = [c for c in found if not math.isnan(c.p)]
-    adjusted = holm([c.p for c in tested], len(pairs))
-    final = {id(c): value for c, value in zip(tested, adjusted, strict=True)}
-    return [replace(c, holm=final.get(id(c), math.nan)) for c in found]
+        apart = tuple(of[left][s] - of[right][s] for s in seeds)
+        found.append(Contrast(left, right, rates, seeds, apart))
+    tested = [paired_p(c.differences) for c in found if c.complete]
+    ps, adjusted = iter(tested), iter(holm(tested, len(pairs)))
+    return [replace(c, p=next(ps), holm=next(adjusted)) if c.complete else c for c in found]
 
 
 def paired_p(differences: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.study.cells import SIZES, interval, number, table
+from tools.study.cells import SIZES, difference, interval, number, shown_p, table
 from tools.study.collect import EXACT_MATCH
 from tools.study.contrasts import SEEDS, endpoint, holm, paired_p
 from tools.study.figures import STYLES
@@ -145,11 +145,11 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
         return ["No declared contrast has runs of both arms at both lags yet."]
     complete = {key: paired_p(apart) for key, apart in found.items() if len(apart) == len(SEEDS)}
     adjusted = holm(list(complete.values()), len(TESTED) * len(CONTRASTS))
-    tested = {key: [f"{p:.3f}", f"{q:.3f}"] for (key, p), q in zip(complete.items(), adjusted, strict=True)}
+    tested = {key: [shown_p(p), shown_p(q)] for (key, p), q in zip(complete.items(), adjusted, strict=True)}
     head = [
         "contrast",
         f"mean of lags {OVER[0]} and {OVER[1]}",
-        "difference (seeds)",
+        "difference, 95 % t interval (seeds)",
         "p",
         "Holm",
         "change since lag 0",
@@ -160,13 +160,17 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
             [
                 f"`{left}` - `{right}`",
                 TITLES[suffix],
-                interval(apart),
+                _counted(apart),
                 *tested.get((suffix, left, right), ["not complete", "not complete"]),
-                interval(differences(by_suffix[suffix], left, right, by_suffix[""])),
+                _counted(differences(by_suffix[suffix], left, right, by_suffix[""])),
             ]
             for (suffix, left, right), apart in found.items()
         ],
     )
+
+
+def _counted(values: Sequence[float]) -> str:
+    return f"{difference(values)} ({len(values)})" if values else ""
 
 
 def differences(of: Ends[int], left: str, right: str, before: Ends[int] | None = None) -> list[float]:

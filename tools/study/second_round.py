@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from tools.study import lag_report
-from tools.study.cells import SIZES, interval, markdown, number, table
+from tools.study.cells import SIZES, difference, interval, markdown, number, shown_p, table
 from tools.study.collect import EXACT_MATCH, read_parquet
 from tools.study.contrasts import (
     EQUIVALENCE_RATE,
@@ -40,7 +40,6 @@ from tools.study.contrasts import (
     equivalence_differences,
 )
 from tools.study.figures import STYLES
-from tools.study.judge import mean_interval
 from tools.study.matrix import ARMS, OTHERS, RATES
 
 Row = dict[str, Any]
@@ -65,6 +64,8 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     """
     equivalent = equivalence_table(grid_of(rows))
     rows = [row for row in rows if row["seed"] in SEEDS]
+    if not rows:
+        return equivalent, []
     grid = grid_of(rows)
     later = {arm: cells for arm, cells in grid.items() if arm in OTHERS}
     more_runs = f", and {runs_of(later)} of the second family" if later else ""
@@ -113,31 +114,34 @@ def cell_table(grid: Grid) -> list[str]:
 
 
 def area_table(grid: Grid, arms: Sequence[str]) -> list[str]:
-    """Return a table of the areas over the rates and seeds that all `arms` have; a sentence without any."""
+    """Return a table of the areas over the rates and seeds that all `arms` have; a sentence without any.
+
+    Only areas of all declared seeds have an interval.
+    """
     rates, of = areas(grid, arms)
     if not of:
         return ["The arms have no two rates and no seed in common yet, so there is no area."]
     over = f"area over {', '.join(f'{rate:g}' for rate in rates)}"
-    lines = [markdown(["arm", "seeds", over, "95 % interval"]), markdown(["---"] * 4)]
+    lines = []
     for arm, seeds in of.items():
         values = list(seeds.values())
         low, high = bootstrap(values)
-        shown = f"{low:.2f} to {high:.2f}" if len(values) > 1 else ""
-        lines.append(markdown([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown]))
-    return lines
+        shown = f"{low:.2f} to {high:.2f}" if len(values) == len(SEEDS) else ""
+        lines.append([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown])
+    return table(["arm", "seeds", over, "95 % interval, bootstrapped over seeds"], lines)
 
 
 def contrast_table(found: Sequence[Contrast]) -> list[str]:
     """Return a table of the declared contrasts. Only complete ones have p values: others are descriptions."""
     if not found:
         return ["No declared contrast has runs of both arms yet."]
-    head = ["contrast", "rates", "seeds", "difference of areas", "p", "Holm"]
-    lines = [markdown(head), markdown(["---"] * len(head))]
+    head = ["contrast", "rates", "seeds", "difference of areas, 95 % t interval", "p", "Holm"]
+    rows = []
     for c in found:
         tested = [shown_p(c.p), shown_p(c.holm)] if c.complete else ["not complete", "not complete"]
-        counts = [f"{len(c.rates)}", f"{len(c.seeds)}", f"{c.mean:+.3f}"]
-        lines.append(markdown([f"`{c.left}` - `{c.right}`", *counts, *tested]))
-    return lines
+        counts = [f"{len(c.rates)}", f"{len(c.seeds)}", difference(c.differences)]
+        rows.append([f"`{c.left}` - `{c.right}`", *counts, *tested])
+    return table(head, rows)
 
 
 def equivalence_table(grid: Grid) -> list[str]:
@@ -151,15 +155,8 @@ def equivalence_table(grid: Grid) -> list[str]:
     whole = len(apart) == len(EQUIVALENCE_SEEDS)
     p = shown_p(equivalence(apart, MARGIN)) if whole else "not complete"
     name = f"`{EQUIVALENT[0]}` - `{EQUIVALENT[1]}`"
-    middle, half = mean_interval(apart)
-    shown = f"{middle:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
     head = ["equivalence", "rate", "seeds", "difference of endpoints, 95 % t interval", f"p, margin {MARGIN}"]
-    return table(head, [[name, f"{EQUIVALENCE_RATE:g}", f"{len(apart)}", shown, p]])
-
-
-def shown_p(p: float) -> str:
-    """Return a p value with three decimals. Example: 0.00004 is "< 0.001"."""
-    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+    return table(head, [[name, f"{EQUIVALENCE_RATE:g}", f"{len(apart)}", difference(apart), p]])
 
 
 def draw(grid: Grid, rows: Sequence[Row], output: Path) -> None:
