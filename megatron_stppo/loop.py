@@ -78,7 +78,7 @@ def train(
             rollouts.load_for("update")
             row, last, batch = update(learner, batch, iteration, hold)
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
-            row |= training.guard.look(done, row, batch, group_N)
+            row |= training.guard.look(done, row, batch, group_N, hold)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | rollouts.measure()
         _check(config, row)

@@ -138,10 +138,11 @@ def update(
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     ratios, steps = Ratios(batch, a), list[dict[str, float]]()
+    count = config.update.epochs * config.update.minibatches
     for epoch in range(config.update.epochs):
         for chosen in _minibatches(learner, batch, iteration, epoch):
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-            step = actor_step(actor, loss, chosen, packer, hold, index=len(steps))
+            step = actor_step(actor, loss, chosen, packer, hold, len(steps), count)
             if batch.old_logprob_T is None:
                 assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"
                 batch = replace(batch, old_logprob_T=step.ratios.logprob_T)

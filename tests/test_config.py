@@ -115,7 +115,7 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("algorithm={preset: open_loop, rate: kl}", ["rate_profile=[1.0, 0.55,", "rate='kl'", "give null"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
         ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
-        ("deadlines.rollout=1e9", ["deadlines.rollout=1000000000.0", "less than or equal to 100000000"]),
+        ("deadlines.rollout=1e9", ["deadlines.rollout=1000000000.0", "less than or equal to 10000000"]),
         ("run.name=../elsewhere", ["run.name='../elsewhere'", "pattern"]),
         ("update.epochs", ["update.epochs", "section.field=value"]),
         ("run.name.x=1", ["run.name", "'name' is a value, not a section"]),

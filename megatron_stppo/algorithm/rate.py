@@ -32,10 +32,11 @@ LOWEST = 0.01  # of the factor of `kl`
 class RateInput:
     """What the controllers read before a step.
 
-    Example: index 0, last 1, KL 0.03 with target 0.01: the factor of `kl` is 1 / 1.5.
+    Example: index 1 of 2 steps, last 1, KL 0.03 with target 0.01: the factor of `kl` is 1 / 1.5.
     """
 
     index: int  # of the step in its iteration, from 0
+    steps: int  # of an iteration
     last: float  # factor of the last step that was taken; 1 before the first
     kl: float  # estimate of KL(old policy, current policy) on the step's tokens, nats per token
     log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
@@ -50,16 +51,20 @@ def open_loop(given: RateInput) -> float:
 
 
 def kl(given: RateInput) -> float:
-    """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if 0 < KL < target / 2, clamped to [0.01, 1].
+    """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if KL < target / 2, clamped to [0.01, 1].
 
-    At KL = 0 the factor stays: the first step of an iteration measures no change of the policy.
+    The first of several steps of an iteration does not raise the factor, and neither does a later one at
+    KL = 0, which follows steps that were not applied: the KL there is no effect of steps. It is 0, but for
+    rounding and, with old_policy=behaviour, the age of the rollouts. An iteration of one step has no other
+    KL, so that its factor rises to 1 where the rollouts are not too old.
 
-    Example: target 0.01, KLs 0, 0.03, 0.03, 0.01, 0.004 from factor 1: 1, 2/3, 4/9, 4/9, 2/3.
+    Example: four steps, target 0.01, KLs 0, 0.03, 0.03, 0.004 from factor 1: 1, 2/3, 4/9, 2/3.
     """
     factor = given.last
+    measures = given.steps == 1 or (given.index > 0 and given.kl > 0)
     if given.kl > 2 * given.target:
         factor /= FACTOR
-    elif 0 < given.kl < given.target / 2:
+    elif measures and given.kl < given.target / 2:
         factor *= FACTOR
     return min(max(factor, LOWEST), 1.0)
 

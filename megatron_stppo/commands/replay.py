@@ -87,7 +87,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             hold = not has_signal(batch, config.algorithm, group_N)
             row, _, batch = update(learner, batch, number - 1, hold)
             row |= describe_batch(batch) | numbers
-            row |= guard.look(number, row, batch, group_N)
+            row |= guard.look(number, row, batch, group_N, hold)
         metrics.log(number, row)
     learner.load_for("checkpoint")
     saver.save(done[-1], learner.trainers, {"iteration": done[-1]} | guard.state())
@@ -129,7 +129,8 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
             )
     if learner.config.old_logprob_source == "behaviour":  # also if the run had another old policy
         return with_behaviour(batch), group_N, {}
-    if batch.old_logprob_T is not None and torch.equal(batch.old_logprob_T, batch.rollout_logprob_T):
+    engine_T, old_T = batch.rollout_logprob_T, batch.old_logprob_T
+    if old_T is not None and len(old_T) and torch.equal(old_T, engine_T):
         raise ConfigError(
             f"algorithm.old_policy=score: RUN_DIR={run}: the old log-probs of iteration {iteration} are the "
             "engine's; set it to behaviour, or replay the run's rollouts"

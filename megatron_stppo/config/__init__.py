@@ -1,7 +1,7 @@
 """The fields of a run, which is one YAML file; checked without torch. config_file.py reads the file.
 
 Every section belongs to the stage of the same name. `megatron:` is passed to megatron's TransformerConfig
-unchanged.
+unchanged, if validation/megatron_fields.py accepts it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Config(Section):
     cold_start: ColdStartConfig = ColdStartConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     megatron: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
-        default_factory=dict, description="fields of megatron's TransformerConfig, verbatim"
+        default_factory=dict,
+        description="fields of megatron's TransformerConfig, verbatim; those that other fields or the "
+        "model's config.json determine are refused",
     )
 
     @property

@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
     tool_wait: float = Field(
         600.0,
         ge=0,
-        le=100_000_000,
+        le=10_000_000,
         description="seconds that a rollout waits for unavailable tools; then the run writes a checkpoint "
         "and ends with exit code 85",
     )

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-# A limit in seconds, at most three years: gloo and faulthandler cannot wait for much longer.
-Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+# A limit in seconds, at most four months. Limits are added up, and faulthandler cannot wait for 9.3e9 s.
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 
 
 class ConfigError(ValueError):

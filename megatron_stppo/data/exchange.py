@@ -25,7 +25,7 @@ from megatron_stppo.parallel.collectives import (
     all_to_all,
     gather_records,
 )
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.types import Batch, Summary, Trajectory
 
 
@@ -81,7 +81,7 @@ class Played:
             recorded_P = joined(self.own, layers, chosen, experts)
         except ConfigError as error:
             misuse = str(error)
-        raise_together(misuse, lambda failures: ConfigError(next(iter(failures.values()))), str)
+        raise_together(misuse, lambda failures: ConfigError(first(failures)), str)
         assert recorded_P is not None
         return deal(recorded_P, batch, self._given(), wanted)
 

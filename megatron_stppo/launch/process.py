@@ -59,6 +59,15 @@ def set_ranks() -> None:
         )
 
 
+def threads(processes: int) -> int:
+    """Return the threads for each of `processes` on this machine: a share of its cores, but no more than the
+    cores that this process is bound to, by Slurm for example.
+
+    Example: 8 processes on 64 cores have 8 threads each, and 4 if each is bound to 4 cores.
+    """
+    return min(max(1, (os.cpu_count() or 1) // processes), len(os.sched_getaffinity(0)))
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -186,10 +195,7 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     if cuda:
         torch.cuda.set_device(device_index())
     elif world_size() > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-        share = max(1, (os.cpu_count() or 1) // local)
-        # a rank may be bound to some cores, by Slurm for example
-        torch.set_num_threads(min(share, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
     # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"

@@ -45,7 +45,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron's configuration of a model of this shape.
 
-    Fields under `megatron:` in the run's configuration override the values that are set here.
+    Fields under `megatron:` in the run's configuration override the values that are set here. Fields that
+    would give another network have been refused (validation/megatron_fields.py).
     """
     on_cpu = not torch.cuda.is_available()
     ways: dict[str, dict[str, Any]] = {

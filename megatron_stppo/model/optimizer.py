@@ -45,9 +45,7 @@ class Trainer:
             self.model,
             use_gloo_process_groups=groups.carry_bytes(),
         )
-        # In megatron the scheduler sets the weight decay; wd_mult is 0 for norms.
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        self._configure()
         self._set_adam_steps(0)
 
     def zero(self) -> None:
@@ -148,7 +146,15 @@ class Trainer:
             self.optimizer.load_state_dict(state)
         self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**(memory or {}))
         self.warmup = warmup  # the checkpoint's value: adding iterations does not change the warm-up
+        self._configure()
         self._set_adam_steps(updates)
+
+    def _configure(self) -> None:
+        """Set the fields of `settings` that megatron's state has too: a checkpoint may have other values."""
+        for group in self.optimizer.param_groups:
+            group["betas"] = self.settings.betas
+            # in megatron the scheduler sets the weight decay; wd_mult is 0 for norms
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
 
     def _set_adam_steps(self, updates: int) -> None:
         # megatron's state_dict expects the moments to exist before the first step. Without apex or
@@ -160,9 +166,10 @@ class Trainer:
             for group in wrapped.optimizer.param_groups:
                 if not plain:
                     group["step"] = updates
-                elif all(parameter.device.type == "cpu" for parameter in group["params"]):
+                else:
                     # One loop per parameter. Not on CUDA, where it requires the step counts on the device.
-                    group["fused"] = True
+                    on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
+                    group["fused"] = True if on_cpu else None
                 for parameter in group["params"]:
                     state = wrapped.optimizer.state[parameter]
                     for moment in MOMENTS:

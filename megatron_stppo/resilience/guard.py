@@ -28,6 +28,16 @@ from megatron_stppo.types import Batch
 log = logging.getLogger(__name__)
 
 
+# {whether rewards do not vary: (why no step of the actor was applied, what the user can do)}
+_HELD = {
+    True: ("rewards do not vary", "look at the episodes and their rewards, or use more or other tasks"),
+    False: (
+        "no token carries loss",
+        "look at the outcomes of the episodes; algorithm.mismatch=mask can remove all tokens",
+    ),
+}
+
+
 class UpdateGuard:
     """Checks every update, and warns, dumps, rolls back or ends the run as the configuration requires.
 
@@ -40,16 +50,23 @@ class UpdateGuard:
         self._run, self._mesh, self._trainers, self._saver = run, mesh, dict(trainers), saver
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
         self._taken: int | None = None  # step of the last rollback's checkpoint
-        self._held = 0  # iterations in a row whose rewards did not vary
+        self._held = 0  # iterations in a row in which no step of the actor was applied
 
-    def look(self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor) -> dict[str, float]:
+    def look(
+        self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor, hold: bool = False
+    ) -> dict[str, float]:
         """Check an update; return the columns fault/* for the iteration's row.
+
+        hold: whether the actor's steps were held because rewards do not vary. The metrics of steps that were
+        not applied are no spikes, and later ones are not compared with them.
 
         Collective. All ranks return the same values. Raises DoNotRestart when more steps than
         run.nonfinite_budget were refused.
         """
-        self._count_held(iteration, row.get("actor/held", 0.0) == 1.0)
-        spikes = [str(spike) for spike in self._spikes.look(row)]
+        unapplied = row.get("actor/held", 0.0) == 1.0
+        self._count_held(iteration, unapplied, hold)
+        compared = {k: v for k, v in row.items() if not (unapplied and k.startswith("actor/"))}
+        spikes = [str(spike) for spike in self._spikes.look(compared)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
         spiked = any_rank(bool(spikes))
         where = _where_not_finite(batch) if refused else []
@@ -71,19 +88,16 @@ class UpdateGuard:
         self._spikes.restore(state.get("spikes", {}))
         self._held = state.get("held", 0)
 
-    def _count_held(self, iteration: int, held: bool) -> None:
-        """Count the iterations in a row whose rewards did not vary.
+    def _count_held(self, iteration: int, held: bool, by_rewards: bool) -> None:
+        """Count the iterations in a row in which no step of the actor was applied.
 
         Warns at the 1st, 2nd, 4th, 8th, .. of them, so that a long series does not fill the console.
         """
         self._held = self._held + 1 if held else 0
         if self._held & (self._held - 1) == 0 and self._held:
             often = f", {self._held} iterations in a row" if self._held > 1 else ""
-            self._warn(
-                iteration,
-                f"rewards do not vary, so the actor is not updated{often}; look at the episodes and their "
-                "rewards, or use more or other tasks",
-            )
+            why, advice = _HELD[by_rewards]
+            self._warn(iteration, f"{why}, so the actor is not updated{often}; {advice}")
 
     def _spend_budget(self, where: list[str]) -> None:
         """Raise DoNotRestart if more steps than run.nonfinite_budget were not finite.

@@ -158,7 +158,7 @@ def _local(config: Config, recorded: Recorded | None) -> LocalReplicas:
     names = recorded.names if recorded else [f"replica-{i}" for i in range(config.serving.replicas or 0)]
     count, tensor = len(names), config.engine_tensor
     trainer = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, len(os.sched_getaffinity(0)) // (trainer + count * tensor))
+    threads = process.threads(trainer + count * tensor)
     first_gpu = check_gpus(trainer, count, tensor)
     arguments = ("--replay-from", str(recorded.run)) if recorded else ()
     serving = Serving(config.run.folder, tensor, arguments, threads, first_gpu)

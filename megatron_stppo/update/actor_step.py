@@ -145,14 +145,20 @@ class ActorLoss:
 
 
 def actor_step(
-    actor: Trainer, loss: ActorLoss, chosen: Sequence[int], packer: Packer, hold: bool = False, index: int = 0
+    actor: Trainer,
+    loss: ActorLoss,
+    chosen: Sequence[int],
+    packer: Packer,
+    hold: bool = False,
+    index: int = 0,
+    steps: int = 1,
 ) -> ActorStep:
     """Make one optimizer step on the chosen trajectories. Collective.
 
     If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`, and
     where no token carries loss, everything is computed and reported, but weights and optimizer state do not
     change: Adam would take a step on its momentum and the weight decay alone.
-    index: of the step in its iteration, from 0.
+    index: of the step in its iteration, from 0. steps: of an iteration.
     """
     a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
     hold = hold or tokens == 0
@@ -181,7 +187,7 @@ def actor_step(
     ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     to_old = sums["kl_to_old"] * per_token
-    factor = _rate_scale(actor, loss, ratios, to_old, index) if finite else 1.0
+    factor = _rate_scale(actor, loss, ratios, to_old, index, steps) if finite else 1.0
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
     on_rate = factor if on_gradient else scale * factor
     finite = finite and math.isfinite(bias_norm)
@@ -210,13 +216,15 @@ def actor_step(
     return ActorStep(metrics, ratios)
 
 
-def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, to_old: float, index: int) -> float:
+def _rate_scale(
+    actor: Trainer, loss: ActorLoss, ratios: StepRatios, to_old: float, index: int, steps: int
+) -> float:
     """Return the factor of algorithm.rate. to_old: estimate of KL(old policy, current policy)."""
     a, batch = loss.algorithm, loss.batch
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
     log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
     last = actor.memory.rate_scale
-    return RATES[a.rate](RateInput(index, last, to_old, log_ratio_N, a.rate_profile, a.rate_kl))
+    return RATES[a.rate](RateInput(index, steps, last, to_old, log_ratio_N, a.rate_profile, a.rate_kl))
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from megatron_stppo.messages import did_you_mean
 
 # Fields of megatron that would change what is trained.
 REFUSED = dict.fromkeys(
-    ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+    ("attention_dropout", "hidden_dropout"),
     "importance ratios need the same network twice",
 ) | dict.fromkeys(
     ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
@@ -34,6 +34,11 @@ DECIDED = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
     "pipeline_model_parallel_layout": "parallel.pipeline",
     "calculate_per_token_loss": "the losses, which have their own denominators",
+    "moe_router_load_balancing_type": "the losses, of which only the policy gradient trains the router",
+    **dict.fromkeys(
+        ("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_router_force_load_balancing"),
+        "the importance ratios, which need the same network twice",
+    ),
 }
 # Fields of megatron that say which function the network computes.
 ARCHITECTURE = """
@@ -47,9 +52,9 @@ ARCHITECTURE = """
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
     moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
     moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
-    moe_router_force_load_balancing moe_router_load_balancing_type moe_apply_probs_on_input
+    moe_apply_probs_on_input
 """.split()
-DECIDED |= dict.fromkeys(ARCHITECTURE, "the model's config.json in model.path")
+DECIDED |= dict.fromkeys(ARCHITECTURE, "the architecture, which config.json in model.path determines")
 
 
 def check(config: Config) -> None:

@@ -8,14 +8,14 @@ import torch
 
 from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
 
-FIRST = RateInput(0, 1.0, 0.0, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
+FIRST = RateInput(0, 1, 1.0, 0.0, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
 
 
-def factors_of_kl(kls: list[float]) -> list[float]:
+def factors_of_kl(kls: list[float], steps: int = 8) -> list[float]:
     """Return the factors of consecutive steps with these KL divergences. The target is 0.01."""
     found, last = [], 1.0
-    for kl in kls:
-        last = RATES["kl"](replace(FIRST, last=last, kl=kl))
+    for number, kl in enumerate(kls):
+        last = RATES["kl"](replace(FIRST, index=number % steps, steps=steps, last=last, kl=kl))
         found.append(last)
     return found
 
@@ -41,6 +41,22 @@ def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
     down = factors_of_kl([1.0] * 13)
     assert down[10] == pytest.approx(1.5**-11) and down[11:] == [0.01, 0.01]
     assert factors_of_kl([1.0] * 13 + [0.001])[-1] == pytest.approx(0.015)
+
+
+def test_a_first_kl_of_rounding_does_not_raise_what_the_next_step_lowers() -> None:
+    """Two steps per iteration. With old_policy=behaviour the first KL is the rounding of the engine."""
+    found = factors_of_kl([2.5e-7, 0.5] * 3, steps=2)
+    assert found == pytest.approx([1, 2 / 3, 2 / 3, 4 / 9, 4 / 9, 8 / 27])
+    assert factors_of_kl([0.5, 0.5], steps=2) == pytest.approx([2 / 3, 4 / 9]), "old rollouts lower it"
+
+
+def test_with_one_step_per_iteration_the_factor_rises_to_1() -> None:
+    """It has been lowered by iterations of several steps, before a resumption."""
+    found, last = [], 8 / 27
+    for _ in range(4):
+        last = RATES["kl"](replace(FIRST, last=last))
+        found.append(last)
+    assert found == pytest.approx([4 / 9, 2 / 3, 1, 1])
 
 
 def test_the_effective_sample_size_of_ratios_1_and_3_is_16_tenths() -> None:

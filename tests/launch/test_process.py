@@ -36,6 +36,15 @@ def test_only_the_warnings_of_named_modules_and_categories_are_silent() -> None:
     ]
 
 
+def test_threads_are_a_share_of_the_cores_and_at_most_those_that_a_process_is_bound_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process.os, "cpu_count", lambda: 64)
+    for bound, processes, expected in ((64, 8, 8), (4, 8, 4), (64, 1, 64), (64, 100, 1)):
+        monkeypatch.setattr(process.os, "sched_getaffinity", lambda _, n=bound: set(range(n)))
+        assert process.threads(processes) == expected
+
+
 def test_a_transformer_engine_whose_libraries_do_not_load_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

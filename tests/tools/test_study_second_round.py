@@ -75,6 +75,13 @@ def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_now
     assert line.format(12, "+0.031 ± 0.021", "0.036") in lines
     assert "10 runs of the first stage are finished." in lines, "of the seeds 5 to 9"
     assert any(row.startswith("| `open_loop` |  |  | 0.50 ± 0.00 (5) |") for row in lines)
+    alone = tmp_path / "alone"
+    collect.merge(alone, [], [row for row in rows if row["seed"] == 16], [])
+    assert second_round.sections(alone, alone) == [
+        "| equivalence | rate | seeds | difference of endpoints, 95 % t interval | p, margin 0.05 |",
+        "| --- | --- | --- | --- | --- |",
+        line.format(1, "+0.000", "not complete"),
+    ]
 
 
 def test_runs_of_the_second_family_alone_have_cells_and_no_contrast(tmp_path: Path) -> None:

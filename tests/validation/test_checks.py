@@ -222,7 +222,13 @@ def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_f
     assert message == "megatron.context_parallel_size=2: follows from parallel.context; leave it out"
     message = refusal(path, ["megatron.layernorm_epsilon=1e-5"])
     assert message == (
-        "megatron.layernorm_epsilon=1e-05: follows from the model's config.json in model.path; leave it out"
+        "megatron.layernorm_epsilon=1e-05: follows from the architecture, which config.json in model.path "
+        "determines; leave it out"
+    )
+    message = refusal(path, ["megatron.moe_expert_capacity_factor=0"])
+    assert message == (
+        "megatron.moe_expert_capacity_factor=0: follows from the importance ratios, which need the same "
+        "network twice; leave it out"
     )
     assert set(DECIDED) <= set(megatron_field_names())
     check(load(path, ["megatron.recompute_granularity=full"]), 2, "train")

@@ -125,8 +125,7 @@ def area_table(grid: Grid, arms: Sequence[str]) -> list[str]:
     lines = []
     for arm, seeds in of.items():
         values = list(seeds.values())
-        low, high = bootstrap(values)
-        shown = f"{low:.2f} to {high:.2f}" if len(values) == len(SEEDS) else ""
+        shown = "{:.2f} to {:.2f}".format(*bootstrap(values)) if len(values) == len(SEEDS) else ""
         lines.append([f"`{arm}`", f"{len(values)}", f"{statistics.fmean(values):.3f}", shown])
     return table(["arm", "seeds", over, "95 % interval, bootstrapped over seeds"], lines)
 
