@@ -53,10 +53,10 @@ def open_loop(given: RateInput) -> float:
 def kl(given: RateInput) -> float:
     """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if KL < target / 2, clamped to [0.01, 1].
 
-    The first of several steps of an iteration does not raise the factor, and neither does a later one at
-    KL = 0, which follows steps that were not applied: the KL there is no effect of steps. It is 0, but for
-    rounding and, with old_policy=behaviour, the age of the rollouts. An iteration of one step has no other
-    KL, so that its factor rises to 1 where the rollouts are not too old.
+    The first of several steps of an iteration does not raise the factor: no step has changed the policy yet,
+    so its KL is rounding or, with old_policy=behaviour, the age of the rollouts. A later step at KL = 0 does
+    not raise it either: the steps before it were not applied. An iteration of one step has no other KL, so
+    that its factor rises to 1 where the rollouts are not too old.
 
     Example: four steps, target 0.01, KLs 0, 0.03, 0.03, 0.004 from factor 1: 1, 2/3, 4/9, 2/3.
     """
