@@ -265,6 +265,7 @@ def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
         max_sequences=r.max_sequences,
         kv_cache_gib=r.kv_cache_gib,
         gpu_memory_utilization=r.gpu_memory_utilization,
+        timeout=config.timeout,
         routes=routes,
         adapters=adapters if adapters is not None and adapters.alone else None,
     )

@@ -23,6 +23,7 @@ import functools
 import gc
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,11 +71,13 @@ class Engine:
         max_sequences: int = 256,
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.6,
+        timeout: timedelta = timedelta(minutes=30),
         routes: bool = False,
         adapters: ServedAdapters | None = None,
     ) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
+        timeout: the timeout of each collective of the ranks of a replica.
         routes: record the experts of every token (Finished.routes), for a model with experts.
         adapters: A and B that the engine applies itself, and that `parameters` returns too.
         vLLM re-seeds torch, numpy and random: restore their states after building the engine.
@@ -94,6 +97,7 @@ class Engine:
             max_sequences=max_sequences,
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
+            timeout=timeout,
             routes=routes,
             adapters=adapters,
         )

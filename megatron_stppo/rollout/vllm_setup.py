@@ -13,6 +13,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,12 +60,14 @@ def build_vllm(
     max_sequences: int,
     kv_cache_gib: float,
     gpu_memory_utilization: float,
+    timeout: timedelta,
     routes: bool,
     adapters: ServedAdapters | None = None,
 ) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     float32_logits: compute the logits in float32 even if the dtype is bfloat16.
+    timeout: the timeout of each collective of vLLM's process groups.
     routes: the worker records the experts that its routers choose (engine_routes.py).
     adapters: A and B that vLLM applies itself (engine_adapters.py).
     Raises ConfigError if vLLM does not have the pinned version or no LoRA for `adapters`, if torch.cuda was
@@ -96,6 +99,7 @@ def build_vllm(
             max_sequences=max_sequences,
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
+            timeout=timeout,
             token=token,
             routes=routes,
             adapters=adapters,
@@ -126,6 +130,7 @@ def engine_arguments(
     max_sequences: int,
     kv_cache_gib: float,
     gpu_memory_utilization: float,
+    timeout: timedelta,
     token: str,
     routes: bool = False,
     adapters: ServedAdapters | None = None,
@@ -133,7 +138,7 @@ def engine_arguments(
     """Return vLLM's arguments for this platform.
 
     token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
-    from those of all other engines. routes, adapters: see build_vllm.
+    from those of all other engines. timeout, routes, adapters: see build_vllm.
     """
     return EngineArgs(
         model=str(model_path),
@@ -154,6 +159,8 @@ def engine_arguments(
         generation_config="vllm",  # ignore top_k and temperature of the checkpoint
         enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
         disable_log_stats=True,
+        distributed_timeout_seconds=int(timeout.total_seconds()),
+        cpu_distributed_timeout_seconds=int(timeout.total_seconds()),
         **lora_arguments(adapters),
         **_platform_arguments(kv_cache_gib, token, routes),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=40, max_observation_tokens
 SETTINGS = RolloutSettings(LIMITS, deadline=5.0, overlap_tools=False)
 TASKS = [task(index) for index in range(6)]
 SEED = 11
+TIMEOUT = timedelta(minutes=50)  # torch's default for gloo is 30
 
 
 def start(folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
     from megatron_stppo.rollout.engine import Engine
 
-    engine = Engine(folder, tensor=tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    sizes = {"max_context": CONTEXT, "max_sequences": 16, "kv_cache_gib": 0.05}
+    engine = Engine(folder, tensor=tensor, timeout=TIMEOUT, **sizes)
     return player(engine, folder, tensor)
 
 
@@ -71,12 +74,18 @@ def refused(play: Callable[..., list[Trajectory]]) -> tuple[str, str]:
     return "not refused", ""
 
 
-def observe_pair(folder: Path) -> tuple[list[list[Trajectory]], set[str]]:
-    """(trajectories of three rollouts, names of the mapped shared memory, marked where they are deleted)."""
+def observe_pair(folder: Path) -> tuple[list[list[Trajectory]], set[str], list[timedelta]]:
+    """(trajectories of three rollouts, names of the mapped shared memory, marked where they are deleted,
+    timeouts of the groups over which vLLM and the environments' answers travel)."""
     play = start(folder, 2)
+    from vllm.distributed.parallel_state import get_tp_group
+
+    groups = get_tp_group().device_group, get_tp_group().cpu_group
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     maps = Path("/proc/self/maps").read_text().splitlines()
     memory = {line.partition("/dev/shm/")[2] for line in maps if "cpushm" in line}
-    return [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))], memory
+    played = [play(TASKS), play(TASKS), play(TASKS, replace(SETTINGS, overlap_tools=True))]
+    return played, memory, timeouts
 
 
 def observe_replicas(folder: Path) -> tuple[list[Trajectory], str, tuple[str, str]]:
@@ -174,7 +183,8 @@ def test_new_engine_refuses_traffic_until_weights_are_published_and_then_plays_t
 def test_two_ranks_as_one_engine_agree_bitwise_and_leave_no_names_of_shared_memory(
     tiny_folder: Path, reference: Any
 ) -> None:
-    (first, memory), (second, _) = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
+    (first, memory, timeouts), (second, _, _) = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
+    assert timeouts == [TIMEOUT, TIMEOUT], "a tool may be waited for longer than torch's default"
     assert memory and all(name.endswith(" (deleted)") for name in memory), "a killed run would leave it"
     assert first == second
     awaited, again, overlapped = first

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,7 @@ def _built(folder: Path, tensor: int, rank: int) -> Iterator:
         max_sequences=16,
         kv_cache_gib=1.0,
         gpu_memory_utilization=0.5,
+        timeout=timedelta(minutes=30),
         token="",
     )
     dist.init_process_group("fake", rank=rank, world_size=tensor, store=FakeStore())
