@@ -111,7 +111,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     }
     update = config.update.model_copy(update=sections)
     config = config.model_copy(update={"parallel": case.parallel, "update": update})
-    mesh, dtype, a = groups.replace(case.parallel), process.dtype(config), config.algorithm
+    mesh, dtype = groups.replace(case.parallel, config.timeout), process.dtype(config)
     actor = build.trainer("actor", shape, config, mesh, dtype)
     trunk = actor.chunks if config.model.lora.rank else None
     critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
@@ -134,6 +134,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     # sides of 1.
     given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
     before = _whole(trainers, shape, config, mesh) if own_T is None else {}
+    a = config.algorithm
     loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
     numbers = actor_step(actor, loss, chosen, packer).metrics
     numbers |= critic_step(critic, given, chosen, a.value_clip, packer)

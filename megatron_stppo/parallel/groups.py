@@ -76,10 +76,16 @@ def carry_bytes() -> bool:
     return dist.get_backend() != "fake"
 
 
-def replace(parallel: ParallelConfig) -> MeshRank:
-    """Replace the process groups by those of `parallel`. Models built on the old groups become unusable."""
+def replace(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> MeshRank:
+    """Replace the process groups by those of `parallel`. Models built on the old groups become unusable.
+
+    timeout: see initialize.
+    """
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:  # megatron lists the default group as None
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    return initialize(parallel)
+    return initialize(parallel, timeout)
 
 
 def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> MeshRank:

@@ -32,6 +32,9 @@ def check(
     rank: int = 0,
 ) -> int:
     process.prepare(engine=False)
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
     from megatron_stppo.config import Config
     from megatron_stppo.layout_check.check import compare
 
@@ -47,7 +50,10 @@ def check(
     }
     model_section = {"path": model, "lora": {"rank": rank}}
     config = Config.model_validate({"model": model_section, "parallel": parallel, "algorithm": algorithm})
-    return compare(config, Path(output))
+    broken = compare(config, Path(output))
+    left, of_last_case = dist.distributed_c10d._world.pg_map, parallel_state._global_process_group_list
+    assert len(left) == len(of_last_case), "process groups of earlier cases are left"
+    return broken
 
 
 def make_mistakes() -> None:
