@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_stppo.reshard.plan import ReshardPlan, RowCopy, buckets
 from megatron_stppo.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.reshard.verify import Checks, Summed
 
+Result = TypeVar("Result")
 WORD = 8  # bytes; segments of a buffer are aligned to words, so that any type can be viewed in place
 
 
@@ -29,19 +30,20 @@ class ErrorHolder:
     """The first error of a rank, held until the last collective has run.
 
     The other ranks wait in the next collective. A rank that fails must therefore continue to exchange bytes,
-    which are then meaningless, and report its error at the end. An instance calls a function and stores its
-    error. Calls after an error do nothing.
+    which are then meaningless, and report its error at the end. An instance calls a function and returns its
+    result, or stores its error and returns None. Calls after an error do nothing.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def __call__(self, function: Callable[..., None], *args: object) -> None:
+    def __call__(self, function: Callable[..., Result], *args: object) -> Result | None:
         if self.error is None:
             try:
-                function(*args)
+                return function(*args)
             except Exception as error:  # the caller reports it to all ranks after the last collective
                 self.error = error
+        return None
 
 
 class Home(NamedTuple):
@@ -92,16 +94,27 @@ class Exchange:
         self._arriving: list[Summed] = []
         self._home: list[Home] = []
         self._staging: Staging | None = None
-        self._addresses = self._addresses_now()
-        self._bind()
+        self._addresses: list[int] = []
+
+    def prepare(self) -> Staging:
+        """Return the buffers that `run` needs, with views of the tensors at their present addresses.
+
+        Not collective: it allocates memory, and a rank without a buffer could not exchange bytes.
+        """
+        if self._addresses != (addresses := self._addresses_now()):
+            self._bind()
+            self._addresses = addresses
+        staging = self._staging or Staging(self.buckets, self._device)
+        # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
+        # anew.
+        self._staging = None if self._device.type == "cuda" else staging
+        return staging
 
     @torch.no_grad()
-    def run(self, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks) -> None:
+    def run(
+        self, staging: Staging, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks
+    ) -> None:
         """Execute the whole plan. Collective. An error of this rank is stored in `guard`."""
-        if self._addresses != self._addresses_now():
-            self._addresses = self._addresses_now()
-            self._bind()
-        staging = self._staging or Staging(self.buckets, self._device)
         travelling: dist.Work | None = None
         for index, bucket in enumerate(self.buckets):
             guard(on_bucket, index)
@@ -122,9 +135,6 @@ class Exchange:
             guard(self._copy_at_home, 0, checks)
         for summed in self._arriving:
             checks.due(summed)
-        # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
-        # anew.
-        self._staging = None if self._device.type == "cuda" else staging
 
     def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: ErrorHolder) -> None:
         if work is not None:

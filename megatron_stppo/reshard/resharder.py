@@ -154,8 +154,12 @@ class Resharder:
             self._device,
             lambda number: (number + version) % share == 0,
         )
+        staging = guard(self._exchange.prepare)
         guard(self._zero_padding)
-        self._exchange.run(guard, self._on_bucket, checks)
+        self._raise_together(guard.error)
+        assert staging is not None, "a rank without it has raised"
+        self._exchange.run(staging, guard, self._on_bucket, checks)
+        guard(checks.sum)
         self._raise_together(guard.error)
         differ, compared, total = checks.exchange()
         error = None

@@ -57,6 +57,7 @@ class Checks:
         self._numbers: list[list[int]] = [[0] * world for _ in range(2)]  # copies so far to, from each rank
         self._sent: list[tuple[list[int], Tensor]] = []  # target ranks, sums
         self._due: list[tuple[Summed, list[int]]] = []
+        self._found: list[Tensor] = []  # the sums of _due
 
     def sent(self, summed: Summed) -> None:
         """Record copies that are sent now, and sum the chosen ones."""
@@ -65,22 +66,24 @@ class Checks:
             self._sent.append(([ranks[index] for index in chosen], summed.sums(chosen)))
 
     def due(self, summed: Summed) -> None:
-        """Record copies that must be in their targets at the end; `exchange` sums the chosen ones."""
+        """Record copies that must be in their targets at the end; `sum` sums the chosen ones."""
         ranks = [copy.source_rank for copy in summed.copies]
         if chosen := self._choose(self._numbers[1], ranks):
             self._due.append((summed, chosen))
 
+    def sum(self) -> None:
+        """Sum the chosen copies in their targets, after everything is written."""
+        self._found = [summed.sums(chosen) for summed, chosen in self._due]
+
     def exchange(self) -> tuple[list[RowCopy], int, int]:
-        """Compare the checksums of sources and targets. Collective.
+        """Compare the checksums of sources and targets, after `sum`. Collective.
 
         Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
         """
         to = [rank for ranks, _ in self._sent for rank in ranks]
         due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
         leaving = self._by_rank(to, [sums for _, sums in self._sent])
-        found = self._by_rank(
-            [copy.source_rank for copy in due], [summed.sums(chosen) for summed, chosen in self._due]
-        )
+        found = self._by_rank([copy.source_rank for copy in due], self._found)
         due.sort(key=lambda copy: copy.source_rank)
         expected = torch.empty(len(due), dtype=torch.int64, device=self._device)
         from_each, to_each = Counter(copy.source_rank for copy in due), Counter(to)

@@ -1,3 +1,6 @@
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +125,21 @@ def fail_in_bucket_3():
     return said
 
 
+def fail_to_allocate():
+    """A rank without buffers cannot exchange bytes, and a rank without sums cannot compare them."""
+    resharder, _, target, expected = case(model_shape(vocab=1000), Layout(2, 2, 1), 1)
+    for place in ("execute.Staging", "verify.Checks.sum"):
+        error = torch.OutOfMemoryError(place) if dist.get_rank() == 2 else None
+        with ExitStack() as stack:
+            if error is not None:
+                stack.enter_context(mock.patch(f"megatron_stppo.reshard.{place}", side_effect=error))
+            stack.enter_context(pytest.raises(ReshardError, match=f"rank 2: OutOfMemoryError: {place}"))
+            resharder.sync(1)
+        refused(resharder)
+    resharder.sync(1)
+    assert equal(target, expected)
+
+
 def corrupt_a_byte_after_it_arrived():
     resharder, hook, target, expected = case(model_shape(vocab=1000), Layout(2, 2, 1), 1)
     last = resharder.sync(1).buckets - 1
@@ -175,6 +193,7 @@ def disagree():
 def every_case():
     sync_all_topologies()
     merge_adapters()
+    fail_to_allocate()
     return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived(), compare_every_third_copy()
 
 
