@@ -40,10 +40,13 @@ def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
 
 def check_layers(path: Path, state: Mapping[str, Any], model: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError if the checkpoint's model has other layers, whose parameters have other names."""
-    if state["layers"] != layers_of(model):
+    written, here = state["layers"], layers_of(model)
+    if written != here:
+        where = " on a machine with a GPU and TransformerEngine" if written == "transformer_engine" else ""
         raise ConfigError(
-            f"{path}: was written with model.layers={state['layers']}, this run has {layers_of(model)}; set "
-            f"model.layers={state['layers']}, or convert it to a Hugging Face folder with `convert to-hf`"
+            f"{path}: was written with model.layers={written}, this run has {here}; set "
+            f"model.layers={written}{where}. To go on with {here}, convert the checkpoint to a Hugging Face folder "
+            f"with `convert to-hf` and model.layers={written}{where}"
         )
 
 
