@@ -122,7 +122,7 @@ class RolloutConfig(Section):
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
     )
-    temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    temperature: float = Field(1.0, ge=0.01, description="sampling temperature; vLLM's smallest is 0.01")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
     max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
     max_prompt_tokens: int = Field(2048, ge=1, description="tasks with longer prompts are not played")

@@ -100,9 +100,9 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_field(ru
     for message, beginning in zip(
         run(refuse),
         (
-            "was written with model.layers=local, this run has transformer_engine; set model.layers=local. To",
+            "was written with model.layers=local, this run has transformer_engine; set model.layers=local.",
             "was written with model.layers=transformer_engine, this run has local; set "
-            "model.layers=transformer_engine on a machine with a GPU and TransformerEngine. To go on with local",
+            "model.layers=transformer_engine on a machine with a GPU and TransformerEngine.",
             "was written with parallel.expert=1, whose optimizer state does not fit parallel.expert=4 with "
             "update's distributed=false",
             "was written with update.critic.distributed=true, this run has false; set it as it was",
