@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_stppo.config import RunConfig
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.resilience import guard
 
 HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
 APPLIED = {"actor/held": 0.0, "actor/objective": 3.0, "actor/gradient_norm": 8.0}
+MESH = MeshRank(0, 1, *(0, 1) * 4, layout=Layout())
 BATCH: Any = None  # a guard without dumps reads no batch
 
 
 @pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> guard.UpdateGuard:
-    """A guard in one process, without models."""
-    monkeypatch.setattr(guard, "any_rank", lambda own: own)
-    mesh: Any = SimpleNamespace(rank=0)
+def guarded() -> Iterator[guard.UpdateGuard]:
+    """The guard of a run of one process, without models."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saver: Any = None
-    return guard.UpdateGuard(RunConfig(dump="none", spike_window=8), mesh, {}, saver)
+    yield guard.UpdateGuard(RunConfig(dump="none", spike_window=8), MESH, {}, saver)
+    dist.destroy_process_group()
 
 
 def test_steps_that_were_not_applied_are_no_spikes_and_later_ones_are_not_compared_with_them(
