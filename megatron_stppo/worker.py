@@ -234,7 +234,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
 
 
 def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
-    """Build the reshard from the policy to the engine.
+    """Build the reshard from the policy to the engine. Collective.
 
     From now on the engine generates only with weights that this reshard has published.
     """
@@ -247,6 +247,7 @@ def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
         engine.parameters(),
         transfers(shape, training, serving, served_adapters(config.model.lora, shape)),
         served_terms(weights, shape, config, mesh),
+        ranks_per_node=process.ranks_per_node(),
     )
     engine.published = reshard.published
     return reshard

@@ -76,6 +76,15 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def ranks_per_node() -> int:
+    """Return the number of ranks of a node, the largest one if nodes differ. Collective."""
+    import torch
+
+    from megatron_stppo.parallel.collectives import all_reduce_max
+
+    return int(all_reduce_max(torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))])))
+
+
 @functools.cache
 def prepare(engine: bool = True, device: str = "cpu") -> None:
     """Set up what must be in place before megatron is imported.

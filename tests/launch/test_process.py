@@ -1,7 +1,8 @@
-"""Warnings that a rank shows, and a TransformerEngine whose libraries do not load."""
+"""Warnings that a rank shows, the ranks of a node, and a TransformerEngine whose libraries do not load."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.launch import process
+from tests.ranks import run_ranks
 
 PROGRAM = """
 import warnings
@@ -55,3 +57,14 @@ def test_a_transformer_engine_whose_libraries_do_not_load_is_one_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"libcudnn_graph\.so\.9: undefined symbol; put the folders"):
         process.check_transformer_engine()
+
+
+def nodes_of_two_and_of_one() -> tuple[int, int]:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    one_node = process.ranks_per_node()
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if os.environ["RANK"] == "2" else "2"
+    return one_node, process.ranks_per_node()
+
+
+def test_all_ranks_agree_on_the_ranks_of_a_node_even_if_nodes_differ() -> None:
+    assert run_ranks(nodes_of_two_and_of_one, 3) == [(3, 2)] * 3
