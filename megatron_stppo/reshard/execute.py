@@ -94,7 +94,7 @@ class Exchange:
         self._arriving: list[Summed] = []
         self._home: list[Home] = []
         self._staging: Staging | None = None
-        self._addresses: list[int] = []
+        self._addresses: list[int] | None = None  # those to which the views belong
 
     def prepare(self) -> Staging:
         """Return the buffers that `run` needs, with views of the tensors at their present addresses.
@@ -102,6 +102,7 @@ class Exchange:
         Not collective: it allocates memory, and a rank without a buffer could not exchange bytes.
         """
         if self._addresses != (addresses := self._addresses_now()):
+            self._addresses = None
             self._bind()
             self._addresses = addresses
         staging = self._staging or Staging(self.buckets, self._device)

@@ -154,15 +154,12 @@ class Resharder:
             self._device,
             lambda number: (number + version) % share == 0,
         )
-        staging = guard(self._exchange.prepare)
-        guard(self._zero_padding)
-        self._raise_together(guard.error)
-        assert staging is not None, "a rank without it has raised"
-        self._exchange.run(staging, guard, self._on_bucket, checks)
+        self._exchange_rows(guard, checks)
         guard(checks.sum)
         self._raise_together(guard.error)
-        differ, compared, total = checks.exchange()
-        error = None
+        checks.exchange()
+        differ, compared, total = guard(checks.compare) or ((), 0, 0)
+        error = guard.error
         if differ:
             first = differ[0]
             error = ReshardError(
@@ -172,6 +169,13 @@ class Resharder:
         self._raise_together(error)
         sums = all_reduce_sum(torch.tensor([compared, total]), self._group)
         return int(sums[0]), int(sums[1])
+
+    def _exchange_rows(self, guard: ErrorHolder, checks: Checks) -> None:
+        staging = guard(self._exchange.prepare)
+        guard(self._zero_padding)
+        self._raise_together(guard.error)
+        assert staging is not None, "a rank without it has raised"
+        self._exchange.run(staging, guard, self._on_bucket, checks)
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise ReshardError on all ranks if any rank has an error. Collective."""

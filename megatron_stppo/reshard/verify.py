@@ -57,7 +57,9 @@ class Checks:
         self._numbers: list[list[int]] = [[0] * world for _ in range(2)]  # copies so far to, from each rank
         self._sent: list[tuple[list[int], Tensor]] = []  # target ranks, sums
         self._due: list[tuple[Summed, list[int]]] = []
-        self._found: list[Tensor] = []  # the sums of _due
+        self._named: list[RowCopy] = []  # the chosen copies that are due, by their sources' ranks
+        # Their sums in the targets, and those that the sources' ranks send; the sums that this rank sends.
+        self._found = self._expected = self._leaving = torch.empty(0)
 
     def sent(self, summed: Summed) -> None:
         """Record copies that are sent now, and sum the chosen ones."""
@@ -73,30 +75,36 @@ class Checks:
 
     def sum(self) -> None:
         """Sum the chosen copies in their targets, after everything is written."""
-        self._found = [summed.sums(chosen) for summed, chosen in self._due]
-
-    def exchange(self) -> tuple[list[RowCopy], int, int]:
-        """Compare the checksums of sources and targets, after `sum`. Collective.
-
-        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
-        """
-        to = [rank for ranks, _ in self._sent for rank in ranks]
         due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
-        leaving = self._by_rank(to, [sums for _, sums in self._sent])
-        found = self._by_rank([copy.source_rank for copy in due], self._found)
-        due.sort(key=lambda copy: copy.source_rank)
-        expected = torch.empty(len(due), dtype=torch.int64, device=self._device)
-        from_each, to_each = Counter(copy.source_rank for copy in due), Counter(to)
+        self._leaving = self._by_rank(self._to(), [sums for _, sums in self._sent])
+        self._found = self._by_rank(
+            [copy.source_rank for copy in due], [summed.sums(chosen) for summed, chosen in self._due]
+        )
+        self._expected = torch.empty_like(self._found)
+        self._named = sorted(due, key=lambda copy: copy.source_rank)
+
+    def exchange(self) -> None:
+        """Exchange the checksums of sources and targets, after `sum`. Collective; it allocates no memory."""
+        from_each, to_each = Counter(copy.source_rank for copy in self._named), Counter(self._to())
         dist.all_to_all_single(
-            expected,
-            leaving,
+            self._expected,
+            self._leaving,
             [from_each[rank] for rank in range(self._world)],
             [to_each[rank] for rank in range(self._world)],
             group=self._group,
         )
-        expected, found = torch.stack([expected, found]).cpu()  # the host waits once
+
+    def compare(self) -> tuple[list[RowCopy], int, int]:
+        """Compare the checksums, after `exchange`.
+
+        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
+        """
+        expected, found = torch.stack([self._expected, self._found]).cpu()  # the host waits once
         differ = (expected != found).nonzero().flatten().tolist()
-        return [due[i] for i in differ], len(due), int(found.sum())
+        return [self._named[i] for i in differ], len(self._named), int(found.sum())
+
+    def _to(self) -> list[int]:
+        return [rank for ranks, _ in self._sent for rank in ranks]
 
     def _choose(self, numbers: list[int], ranks: list[int]) -> list[int]:
         chosen = []

@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
-        timeout: the timeout of each collective of the ranks of a replica.
+        timeout: the timeout of vLLM's process groups, over which the ranks of a replica communicate.
         routes: record the experts of every token (Finished.routes), for a model with experts.
         adapters: A and B that the engine applies itself, and that `parameters` returns too.
         vLLM re-seeds torch, numpy and random: restore their states after building the engine.

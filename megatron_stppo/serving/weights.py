@@ -244,6 +244,8 @@ class Link:
         except OWN_ERRORS:
             raise
         except (RuntimeError, OSError) as caught:  # of a connection, GivenUp, or a ReshardError
+            if isinstance(caught.__cause__, OWN_ERRORS):  # which the reshard reported to all ranks
+                raise
             # without its traceback, whose frames refer to the group: see bridge.leave
             error = caught.with_traceback(None)
         if error is not None:

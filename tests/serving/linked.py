@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,8 @@ def train(folder: Path) -> dict[str, Any]:
 
 
 def train_two(folder: Path) -> dict[str, Any]:
-    """Serve a replica of two ranks, and one of which a rank is killed inside a sync."""
+    """Serve a replica of two ranks, one of which a rank is killed inside a sync, and one for which this rank
+    has no memory left."""
     trainer = Trainer(folder, Layout())
     good = trainer.link("good", 2)
     seen: dict[str, Any] = {"good": good.sync(1)}
@@ -126,6 +128,16 @@ def train_two(folder: Path) -> dict[str, Any]:
     trainer.change(-1)
     good.sync(2)
     good.close()
+    full = trainer.link("full")
+    full.sync(1)
+    trainer.done("full has version 1")
+    error = torch.OutOfMemoryError("the GPU is full")
+    with mock.patch("megatron_stppo.reshard.execute.Exchange.prepare", side_effect=error):
+        try:
+            full.sync(2)
+        except RuntimeError as raised:
+            seen["full"] = f"{type(raised).__name__}: {raised}"
+    full.close()
     return seen
 
 

@@ -114,6 +114,7 @@ def test_a_replica_of_two_ranks_gets_a_half_each_and_ends_if_one_of_them_dies(tm
             "trainer": (linked.train_two, 1, (tmp_path,)),
             "good": (linked.serve, 2, (tmp_path, ONE, "good", (1, 2))),
             "inside": (linked.fail, 2, (tmp_path, ONE, "inside", 1)),
+            "full": (linked.fail, 1, (tmp_path, ONE, "full")),
         }
     )
     assert ended["good"].result() == [[(1.0, 1), (-1.0, 2)]] * 2
@@ -126,6 +127,8 @@ def test_a_replica_of_two_ranks_gets_a_half_each_and_ends_if_one_of_them_dies(tm
     assert said.startswith("weights could not be sent to the replica of group inside: ") and seconds < 10
     with pytest.raises(RankError, match="rank 1 died"):
         ended["inside"].result()
+    assert seen["full"] == "ReshardError: rank 0: OutOfMemoryError: the GPU is full", "no lost replica"
+    assert ended["full"].result()[0].startswith("ReshardError: rank 0: OutOfMemoryError: the GPU is full; ")
 
 
 def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(default_group: None) -> None:
