@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_stppo.config.section import Section
+from megatron_stppo.config.section import Seconds, Section
 
 
 class DataConfig(Section):
@@ -23,7 +23,7 @@ class RetrievalConfig(Section):
     index: Path | None = Field(None, description="bm25: a folder that build-index wrote")
     url: str | None = Field(None, description="http: a /retrieve endpoint")
     topk: int = Field(3, ge=1, le=100, description="documents per query")
-    timeout: float = Field(10.0, gt=0, description="seconds per request")
+    timeout: Seconds = Field(10.0, description="seconds per request")
     retries: int = Field(3, ge=0, description="further attempts after a failed request")
     token_env: str | None = Field(
         None, description="name of the environment variable that holds the bearer token"
@@ -78,7 +78,7 @@ class EnvironmentConfig(Section):
         "its histories",
     )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
-    deadline: float = Field(30.0, gt=0, description="seconds that a call of an environment may take")
+    deadline: Seconds = Field(30.0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(
         600.0,
         ge=0,

@@ -32,7 +32,10 @@ class RunConfig(Section):
         description="write from a copy in host memory while training continues; false: wait for the disk",
     )
     end_margin: float = Field(
-        300, ge=0, description="seconds before SLURM_JOB_END_TIME that are reserved for the last checkpoint"
+        300,
+        ge=0,
+        le=10_000_000,
+        description="seconds before SLURM_JOB_END_TIME that are reserved for the last checkpoint",
     )
     nonfinite_budget: int = Field(
         5, ge=0, description="number of skipped non-finite steps above which the run ends with exit code 93"
