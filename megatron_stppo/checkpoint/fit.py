@@ -45,8 +45,8 @@ def check_layers(path: Path, state: Mapping[str, Any], model: Sequence[torch.nn.
         where = " on a machine with a GPU and TransformerEngine" if written == "transformer_engine" else ""
         raise ConfigError(
             f"{path}: was written with model.layers={written}, this run has {here}; set "
-            f"model.layers={written}{where}. To go on with {here}, convert the checkpoint to a Hugging Face "
-            f"folder with `convert to-hf` and model.layers={written}{where}"
+            f"model.layers={written}{where}. With it, `convert to-hf` writes a Hugging Face folder, from "
+            f"which a run with {here} can start"
         )
 
 

@@ -155,10 +155,11 @@ class Resharder:
             lambda number: (number + version) % share == 0,
         )
         self._exchange_rows(guard, checks)
-        guard(checks.sum)
+        sums = guard(checks.sum)
         self._raise_together(guard.error)
-        checks.exchange()
-        differ, compared, total = guard(checks.compare) or ((), 0, 0)
+        assert sums is not None, "a rank without them has raised"
+        checks.exchange(sums)
+        differ, compared, total = guard(sums.compare) or ((), 0, 0)
         error = guard.error
         if differ:
             first = differ[0]
@@ -167,10 +168,11 @@ class Resharder:
                 f"{first.target_offset + first.size - 1} from rank {first.source_rank}"
             )
         self._raise_together(error)
-        sums = all_reduce_sum(torch.tensor([compared, total]), self._group)
-        return int(sums[0]), int(sums[1])
+        totals = all_reduce_sum(torch.tensor([compared, total]), self._group)
+        return int(totals[0]), int(totals[1])
 
     def _exchange_rows(self, guard: ErrorHolder, checks: Checks) -> None:
+        """Write all rows. Collective. The buffers are freed on return, before the checksums need memory."""
         staging = guard(self._exchange.prepare)
         guard(self._zero_padding)
         self._raise_together(guard.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,26 @@ class Summed:
         return self._checksum(None if len(chosen) == len(self.copies) else chosen)
 
 
+class Sums(NamedTuple):
+    """The checksums of one sync on one rank: int64, ordered by the rank at the other end of the copy."""
+
+    copies: list[RowCopy]  # that must have arrived
+    found: Tensor  # [len(copies)], computed in the targets
+    expected: Tensor  # [len(copies)], computed in the sources; undefined until Checks.exchange
+    leaving: Tensor  # [sum(to_each)], of the copies that this rank sent
+    from_each: list[int]  # number of copies from each rank, of `copies`
+    to_each: list[int]  # number of copies to each rank, of `leaving`
+
+    def compare(self) -> tuple[list[RowCopy], int, int]:
+        """Compare the checksums, after Checks.exchange.
+
+        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
+        """
+        expected, found = torch.stack([self.expected, self.found]).cpu()  # the host waits once
+        differ = (expected != found).nonzero().flatten().tolist()
+        return [self.copies[i] for i in differ], len(self.copies), int(found.sum())
+
+
 class Checks:
     """The copies that this rank sends in one sync, and the copies that must arrive in its own tensors.
 
@@ -57,9 +78,6 @@ class Checks:
         self._numbers: list[list[int]] = [[0] * world for _ in range(2)]  # copies so far to, from each rank
         self._sent: list[tuple[list[int], Tensor]] = []  # target ranks, sums
         self._due: list[tuple[Summed, list[int]]] = []
-        self._named: list[RowCopy] = []  # the chosen copies that are due, by their sources' ranks
-        # Their sums in the targets, and those that the sources' ranks send; the sums that this rank sends.
-        self._found = self._expected = self._leaving = torch.empty(0)
 
     def sent(self, summed: Summed) -> None:
         """Record copies that are sent now, and sum the chosen ones."""
@@ -73,38 +91,27 @@ class Checks:
         if chosen := self._choose(self._numbers[1], ranks):
             self._due.append((summed, chosen))
 
-    def sum(self) -> None:
-        """Sum the chosen copies in their targets, after everything is written."""
-        due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
-        self._leaving = self._by_rank(self._to(), [sums for _, sums in self._sent])
-        self._found = self._by_rank(
-            [copy.source_rank for copy in due], [summed.sums(chosen) for summed, chosen in self._due]
-        )
-        self._expected = torch.empty_like(self._found)
-        self._named = sorted(due, key=lambda copy: copy.source_rank)
+    def sum(self) -> Sums:
+        """Return the checksums; those of the targets are computed now, after everything is written.
 
-    def exchange(self) -> None:
-        """Exchange the checksums of sources and targets, after `sum`. Collective; it allocates no memory."""
-        from_each, to_each = Counter(copy.source_rank for copy in self._named), Counter(self._to())
-        dist.all_to_all_single(
-            self._expected,
-            self._leaving,
-            [from_each[rank] for rank in range(self._world)],
-            [to_each[rank] for rank in range(self._world)],
-            group=self._group,
-        )
-
-    def compare(self) -> tuple[list[RowCopy], int, int]:
-        """Compare the checksums, after `exchange`.
-
-        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
+        Not collective. It allocates all memory that `exchange` needs.
         """
-        expected, found = torch.stack([self._expected, self._found]).cpu()  # the host waits once
-        differ = (expected != found).nonzero().flatten().tolist()
-        return [self._named[i] for i in differ], len(self._named), int(found.sum())
+        to = [rank for ranks, _ in self._sent for rank in ranks]
+        due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
+        source = [copy.source_rank for copy in due]
+        found = self._by_rank(source, [summed.sums(chosen) for summed, chosen in self._due])
+        return Sums(
+            copies=sorted(due, key=lambda copy: copy.source_rank),
+            found=found,
+            expected=torch.empty_like(found),
+            leaving=self._by_rank(to, [sums for _, sums in self._sent]),
+            from_each=self._per_rank(source),
+            to_each=self._per_rank(to),
+        )
 
-    def _to(self) -> list[int]:
-        return [rank for ranks, _ in self._sent for rank in ranks]
+    def exchange(self, sums: Sums) -> None:
+        """Fill sums.expected with the checksums that the sources' ranks computed. Collective."""
+        dist.all_to_all_single(sums.expected, sums.leaving, sums.from_each, sums.to_each, group=self._group)
 
     def _choose(self, numbers: list[int], ranks: list[int]) -> list[int]:
         chosen = []
@@ -113,6 +120,10 @@ class Checks:
                 chosen.append(index)
             numbers[rank] += 1
         return chosen
+
+    def _per_rank(self, ranks: list[int]) -> list[int]:
+        count = Counter(ranks)
+        return [count[rank] for rank in range(self._world)]
 
     def _by_rank(self, ranks: list[int], sums: list[Tensor]) -> Tensor:
         """Return the sums ordered by rank; sums of the same rank keep their order."""

@@ -67,7 +67,7 @@ def build_vllm(
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     float32_logits: compute the logits in float32 even if the dtype is bfloat16.
-    timeout: the timeout of vLLM's process groups. Another one makes vLLM compile anew on a GPU.
+    timeout: the timeout of vLLM's process groups; part of the key of vLLM's compile cache.
     routes: the worker records the experts that its routers choose (engine_routes.py).
     adapters: A and B that vLLM applies itself (engine_adapters.py).
     Raises ConfigError if vLLM does not have the pinned version or no LoRA for `adapters`, if torch.cuda was

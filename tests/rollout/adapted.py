@@ -25,6 +25,7 @@ def observe(
 
     import torch
     from vllm.config.lora import MaxLoRARanks
+    from vllm.distributed.parallel_state import get_tp_group
     from vllm.platforms.interface import UnspecifiedPlatform
 
     from megatron_stppo.config import Config, ConfigError
@@ -44,6 +45,8 @@ def observe(
     engine = build_engine(config, torch.float32, routes=False)
     learner = build_learner(config, shape, mesh, torch.float32, training=False)
     sync, seen = engine_sync(learner, engine), dict[str, Any]()
+    group = get_tp_group().cpu_group._get_backend(torch.device("cpu"))
+    seen["timeouts"] = group.options._timeout, config.timeout
     seen["vLLM's ranks"] = get_args(MaxLoRARanks)
     try:
         lora_arguments(ServedAdapters(4, ("q_proj",), alone=True), UnspecifiedPlatform())

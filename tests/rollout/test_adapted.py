@@ -49,6 +49,8 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
     assert all(rank["old model is freed"] for rank in ranks), "before the new engine is built"
     assert all(planned == held for planned, held in (rank["bytes"] for rank in ranks))
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
+    engine_timeout, run_timeout = ranks[0]["timeouts"]
+    assert engine_timeout == run_timeout, "build_engine passes the timeout of the configuration"
     assert ranks[0]["no LoRA"] == (
         "model.lora.sync=adapter: vLLM has no LoRA on UnspecifiedPlatform; set model.lora.sync=merged"
     )
