@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.study import collect, lag_report, second_round
+from tools.study import cells, collect, lag_report, second_round
 from tools.study.lag_settings import LAGGED, SUMMED
 
 Row = dict[str, Any]
@@ -69,29 +69,20 @@ def test_contrasts_are_over_the_mean_of_lags_4_and_8_and_have_p_values_with_five
     seeds = range(5, 10)
     five = {"s_ppo": of(0.1, 0.75, seeds), "ppo": {lag: dict.fromkeys(seeds, 0.25) for lag in (4, 8)}}
     # (0.1 + s / 10 + 0.75) / 2 - 0.25 for s of 0 to 4
-    assert lag_report.differences(five, "s_ppo", "ppo") == pytest.approx([0.175, 0.225, 0.275, 0.325, 0.375])
+    apart = cells.differences(five, "s_ppo", "ppo", (4, 8))
+    assert apart == pytest.approx({5: 0.175, 6: 0.225, 7: 0.275, 8: 0.325, 9: 0.375})
     two = {
         arm: {lag: {s: cell[s] for s in (5, 6)} for lag, cell in lags.items()} for arm, lags in five.items()
     }
     five["s_ppo"][0], five["ppo"][0] = {5: 0.75, 6: 0.75}, {5: 0.5, 6: 0.5}
     # since lag 0 the differences of seeds 5 and 6 are 0.175 and 0.225 less 0.25: -0.05 +- 12.706 * 0.025
-    assert lag_report.differences(two, "s_ppo", "ppo", five) == pytest.approx([-0.075, -0.025])
+    assert lag_report.changes(two, five, "s_ppo", "ppo") == pytest.approx({5: -0.075, 6: -0.025})
     lines = lag_report.contrast_table({"": five, "_behaviour": two})
     # 0.275 +- 2.776 * 0.0791 / sqrt(5); t = 0.275 / 0.03536 = 7.778 and 4 degrees of freedom: p = 0.00148,
     # and Holm's correction is over the 2 x 3 declared tests
     first, second = (line for line in lines if "`s_ppo` - `ppo`" in line)
     assert "| old policy computed anew | +0.275 ± 0.098 (5) | 0.001 | 0.009 | -0.050 ± 0.318 (2) |" in first
     assert "| old_policy: behaviour | +0.200 ± 0.318 (2) | not complete | not complete | -0.050 ±" in second
-
-
-def test_the_third_task_has_a_table_over_its_rates_and_lags() -> None:
-    rows = [*curve("sums_3_lag_0", "ppo", 5, 0.75), *curve("sums_6_lag_4", "ppo", 5, 0.5)]
-    for row in rows:
-        row |= {"rollout/response_tokens": 60.0, "rollout/turns": 1.5 if row["iteration"] else 2.0}
-    _, lines = lag_report.sections(rows, Path(), Path())
-    assert "Tokens per turn: 40 on average, 30 to 40 over the iterations." in lines
-    assert "| arm | 0.0003, lag 0 | 0.0003, lag 4 | 0.0006, lag 0 | 0.0006, lag 4 |" in lines
-    assert "| `ppo` | 0.75 (1) |  |  | 0.50 (1) |" in lines
 
 
 def test_means_of_a_metric_are_over_runs_and_iterations() -> None:

@@ -1,28 +1,28 @@
-"""The part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet."""
+"""The part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet.
+
+sums_report.py has the part about the third task.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.study.cells import SIZES, difference, interval, number, shown_p, table
-from tools.study.collect import EXACT_MATCH
-from tools.study.contrasts import SEEDS, endpoint, holm, paired_p
+from tools.study import sums_report
+from tools.study.cells import SIZES, Ends, arm_cells, counted, differences, ends, number, table, tested_cells
 from tools.study.figures import STYLES
 from tools.study.lag_settings import LAGGED, LAGS, SUMMED
 from tools.study.matrix import LAG_ARMS
 
 Row = dict[str, Any]
-Place = TypeVar("Place", bound=Hashable)
-Ends = Mapping[str, Mapping[Place, Mapping[int, float]]]  # {arm: {place: {seed: endpoint}}}
 PICTURE = "lags.png"
 TITLES = {
     "": "old policy computed anew",
@@ -46,7 +46,8 @@ def sections(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str],
     lines, tables = _of_lags(lagged, folder, shown) if lagged else ([], [])
     if wrong:
         lines += ["", f"Left out, because trajectories had other ages than declared: {', '.join(wrong)}."]
-    return lines, tables + _of_sums([row for row in kept if row["setting"] in SUMMED])
+    of_sums, more = sums_report.sections([row for row in kept if row["setting"] in SUMMED])
+    return lines + of_sums, tables + more
 
 
 def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
@@ -56,20 +57,10 @@ def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str],
     for suffix, found in by_suffix.items():
         if found:
             head = [TITLES[suffix], *(f"lag {lag}" for lag in LAGS)]
-            tables += ["", *table(head, [_cells(arm, found[arm], LAGS) for arm in found])]
+            tables += ["", *table(head, [arm_cells(arm, found[arm], LAGS) for arm in found])]
     draw(rows, folder / PICTURE)
     lines = ["", "### Lag", "", f"{len(runs)} runs are finished, with the declared ages.", ""]
     return [*lines, f"![lags]({shown / PICTURE})", "", *contrast_table(by_suffix)], tables
-
-
-def _of_sums(rows: Sequence[Row]) -> list[str]:
-    if not rows:
-        return []
-    found = ends(rows, lambda setting: SUMMED[setting])
-    places = list(SUMMED.values())
-    head = ["arm", *(f"{rate:g}, lag {lag}" for rate, lag in places)]
-    title = ["", "### Third task", "", f"{turn_tokens(rows)}", ""]
-    return title + table(head, [_cells(arm, found[arm], places) for arm in found])
 
 
 def _lag(setting: str) -> int:
@@ -79,23 +70,6 @@ def _lag(setting: str) -> int:
 def of_suffix(rows: Sequence[Row], suffix: str) -> list[Row]:
     """Return the rows of the settings with this suffix. Example: "_mask" for lag_4_mask."""
     return [row for row in rows if LAGGED[row["setting"]][1] == suffix]
-
-
-def ends(rows: Sequence[Row], place: Callable[[str], Place]) -> dict[str, dict[Place, dict[int, float]]]:
-    """Return {arm: {place: {seed: endpoint}}}, with the place of each setting, such as its lag."""
-    curves: dict[tuple[str, Place, int], dict[int, float]] = defaultdict(dict)
-    for row in rows:
-        if row[EXACT_MATCH] is not None:
-            at = row["algorithm"], place(row["setting"]), row["seed"]
-            curves[at][row["iteration"]] = row[EXACT_MATCH]
-    found: dict[str, dict[Place, dict[int, float]]] = {}
-    for (arm, at, seed), curve in curves.items():
-        found.setdefault(arm, {}).setdefault(at, {})[seed] = endpoint(curve)
-    return {arm: found[arm] for arm in LAG_ARMS if arm in found}
-
-
-def _cells(arm: str, of: Mapping[Place, Mapping[int, float]], places: Sequence[Place]) -> list[str]:
-    return [f"`{arm}`", *(interval(list(of.get(place, {}).values())) for place in places)]
 
 
 def other_ages(rows: Sequence[Row]) -> list[str]:
@@ -120,15 +94,6 @@ def _name(row: Row) -> str:
     return f"{row['setting']}-{row['algorithm']}-{row['seed']}"
 
 
-def turn_tokens(rows: Sequence[Row]) -> str:
-    """Return a sentence about the mean length of a turn: of an iteration, the lowest and the highest."""
-    of = [r["rollout/response_tokens"] / r["rollout/turns"] for r in rows if r["rollout/turns"]]
-    if not of:
-        return "The runs have no turns."
-    middle = statistics.fmean(of)
-    return f"Tokens per turn: {middle:.0f} on average, {min(of):.0f} to {max(of):.0f} over the iterations."
-
-
 def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
     """Return a table of the declared contrasts over the declared seeds that have all their runs.
 
@@ -139,13 +104,11 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
         (suffix, left, right): apart
         for suffix in TESTED
         for left, right in CONTRASTS
-        if (apart := differences(by_suffix.get(suffix, {}), left, right))
+        if (apart := differences(by_suffix.get(suffix, {}), left, right, OVER))
     }
     if not found:
         return ["No declared contrast has runs of both arms at both lags yet."]
-    complete = {key: paired_p(apart) for key, apart in found.items() if len(apart) == len(SEEDS)}
-    adjusted = holm(list(complete.values()), len(TESTED) * len(CONTRASTS))
-    tested = {key: [shown_p(p), shown_p(q)] for (key, p), q in zip(complete.items(), adjusted, strict=True)}
+    tested = tested_cells(found, len(TESTED) * len(CONTRASTS))
     head = [
         "contrast",
         f"mean of lags {OVER[0]} and {OVER[1]}",
@@ -160,35 +123,23 @@ def contrast_table(by_suffix: Mapping[str, Ends[int]]) -> list[str]:
             [
                 f"`{left}` - `{right}`",
                 TITLES[suffix],
-                _counted(apart),
-                *tested.get((suffix, left, right), ["not complete", "not complete"]),
-                _counted(differences(by_suffix[suffix], left, right, by_suffix[""])),
+                counted(apart.values()),
+                *tested[suffix, left, right],
+                counted(changes(by_suffix[suffix], by_suffix.get("", {}), left, right).values()),
             ]
             for (suffix, left, right), apart in found.items()
         ],
     )
 
 
-def _counted(values: Sequence[float]) -> str:
-    return f"{difference(values)} ({len(values)})" if values else ""
+def changes(of: Ends[int], before: Ends[int], left: str, right: str) -> dict[int, float]:
+    """Return {seed: the difference of the arms over the lags of OVER, minus that of `before` at lag 0}.
 
-
-def differences(of: Ends[int], left: str, right: str, before: Ends[int] | None = None) -> list[float]:
-    """Return the mean endpoint over the lags of `left` minus that of `right`, for each seed that has both.
-
-    before: endpoints whose value at lag 0 is subtracted from each mean.
-    Example: endpoints 0.6 and 0.4 at lags 4 and 8 against 0.5 and 0.1 give 0.2; if they were 0.7 and 0.6 at
-    lag 0, the changes are -0.2 and -0.3, and their difference is 0.1.
+    Example: endpoints 0.6 and 0.4 at lags 4 and 8 against 0.5 and 0.1 differ by 0.2; 0.7 and 0.6 at lag 0
+    differ by 0.1. The change is 0.1.
     """
-    cells = [of.get(arm, {}).get(lag, {}) for arm in (left, right) for lag in OVER]
-    cells += [] if before is None else [before.get(arm, {}).get(0, {}) for arm in (left, right)]
-    shared = sorted(set.intersection(*(set(cell) for cell in cells)) & set(SEEDS))
-
-    def mean(arm: str, seed: int) -> float:
-        start = 0.0 if before is None else before[arm][0][seed]
-        return statistics.fmean(of[arm][lag][seed] for lag in OVER) - start
-
-    return [mean(left, seed) - mean(right, seed) for seed in shared]
+    since, at_start = differences(of, left, right, OVER), differences(before, left, right, (0,))
+    return {seed: since[seed] - at_start[seed] for seed in since if seed in at_start}
 
 
 def draw(rows: Sequence[Row], output: Path) -> None:

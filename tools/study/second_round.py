@@ -1,6 +1,7 @@
 """The tables and figures of the second round, in docs/study.md, from curves.parquet.
 
-Here are those of the learning rates; lag_report.py has those of the lags and of the third task.
+Here are those of the learning rates. lag_report.py has those of the lags, sums_report.py those of the third
+task.
 """
 
 from __future__ import annotations

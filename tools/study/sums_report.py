@@ -1,0 +1,67 @@
+"""The part of docs/study.md about the third task, whose turns are longer: from the rows of curves.parquet."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tools.study.cells import Ends, arm_cells, counted, differences, ends, table, tested_cells
+from tools.study.contrasts import SEEDS
+from tools.study.lag_settings import SUMMED
+from tools.study.matrix import LAG_ARMS
+
+Row = dict[str, Any]
+Place = tuple[float, int]  # rate and lag
+# The declared contrasts, each at both rates, over the mean of the lags.
+CONTRASTS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"), ("st_ppo", "s_ppo"))
+RATES = sorted({rate for rate, _ in SUMMED.values()})
+KNOWN = 7  # the seed of which four results were known when the contrasts were declared
+
+
+def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Return the lines of the results and those of the appendix, none without runs."""
+    if not rows:
+        return [], []
+    found = ends(rows, lambda setting: SUMMED[setting])
+    places = list(SUMMED.values())
+    head = ["arm", *(f"{rate:g}, lag {lag}" for rate, lag in places)]
+    runs = sum(len(seeds) for arm in found.values() for seeds in arm.values())
+    declared = len(SUMMED) * len(LAG_ARMS) * len(SEEDS)
+    lines = ["", "### Third task", "", f"{runs} of {declared} runs are finished. {turn_tokens(rows)}", ""]
+    title = ["", "Third task:", ""]
+    return lines + contrast_table(found), title + table(
+        head, [arm_cells(arm, found[arm], places) for arm in found]
+    )
+
+
+def turn_tokens(rows: Sequence[Row]) -> str:
+    """Return a sentence about the mean length of a turn: of an iteration, the lowest and the highest."""
+    of = [r["rollout/response_tokens"] / r["rollout/turns"] for r in rows if r["rollout/turns"]]
+    if not of:
+        return "The runs have no turns."
+    middle = statistics.fmean(of)
+    return f"Tokens per turn: {middle:.0f} on average, {min(of):.0f} to {max(of):.0f} over the iterations."
+
+
+def contrast_table(of: Ends[Place]) -> list[str]:
+    """Return a table of the declared contrasts over the declared seeds that have all their runs.
+
+    Only complete ones have p values: others are descriptions.
+    """
+    found = {}
+    for rate in RATES:
+        over = [place for place in SUMMED.values() if place[0] == rate]
+        for left, right in CONTRASTS:
+            if apart := differences(of, left, right, over):
+                found[rate, left, right] = apart
+    if not found:
+        return ["No declared contrast has runs of both arms at both lags yet."]
+    tested = tested_cells(found, len(RATES) * len(CONTRASTS))
+    head = ["contrast", "rate", "mean of lags 0 and 4: difference, 95 % t interval (seeds)", "p", "Holm"]
+    rows = []
+    for (rate, left, right), apart in found.items():
+        others = [apart[seed] for seed in apart if seed != KNOWN]
+        cells = [f"`{left}` - `{right}`", f"{rate:g}", counted(apart.values())]
+        rows.append([*cells, *tested[rate, left, right], counted(others)])
+    return table([*head, f"without seed {KNOWN}"], rows)
