@@ -17,7 +17,7 @@ import pytest
 from megatron_stppo import __main__ as command_line
 from megatron_stppo.serving import keys
 from tests.broken_inputs.inputs import Said
-from tests.validation.test_checks import write_step
+from tests.validation.test_run_folder import write_step
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""What a run needs of the folders of other runs and of its own: a checkpoint to resume, records to replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.checkpoint import step_folder
+from megatron_stppo.config import ConfigError
+from megatron_stppo.config_file import load
+from megatron_stppo.validation import serving
+from megatron_stppo.validation.checks import check_checkpoint
+from megatron_stppo.validation.run_folder import check_new, check_resume, finished
+from megatron_stppo.validation.sources import check_replay, check_source
+
+# Of a checkpoint of an asynchronous run, in which 96 groups were trained on and 32 are open.
+BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "lengths": {}}
+
+
+def test_a_missing_checkpoint_is_refused_with_the_existing_ones(path: Path) -> None:
+    config = load(path)
+    check_checkpoint(config, None)
+    with pytest.raises(ConfigError, match="train first"):
+        check_checkpoint(config, "latest")
+    (config.run.folder / "checkpoints" / "step_4").mkdir(parents=True)
+    check_checkpoint(config, "step_4")
+    with pytest.raises(ConfigError, match="step_4"):
+        check_checkpoint(config, "step_5")
+
+
+@pytest.mark.parametrize(
+    "record", ["metrics.jsonl", "trajectories/iteration-00001.jsonl", "checkpoints/step_1/x"]
+)
+def test_a_new_run_is_refused_in_a_folder_that_holds_a_run(path: Path, record: str) -> None:
+    config = load(path)
+    check_new(config)
+    file = config.run.folder / record
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (config.run.folder / "config.yaml").touch()
+    if record == "metrics.jsonl":
+        check_new(config)  # an attempt that ended before its first row has nothing to lose
+        file.write_text("{}\n")
+    with pytest.raises(ConfigError, match=f"holds {record.partition('/')[0]}; give another run.name"):
+        check_new(config)
+
+
+def test_only_an_existing_run_is_resumed(path: Path) -> None:
+    config = load(path)
+    with pytest.raises(ConfigError, match="holds no run; to start one, leave --resume out"):
+        check_resume(config)
+    right = config.run.root / f"{config.run.name}s" / "config.yaml"
+    right.parent.mkdir(parents=True)
+    right.touch()
+    with pytest.raises(ConfigError, match=f"did you mean run.name={config.run.name}s?"):
+        check_resume(config)
+    config.run.folder.mkdir()
+    with pytest.raises(ConfigError, match="holds no run"):
+        check_resume(config)
+    (config.run.folder / "checkpoints").mkdir()  # what convert to-megatron writes
+    check_resume(config)
+
+
+def test_a_run_is_finished_when_the_last_iteration_has_a_complete_checkpoint(path: Path) -> None:
+    assert finished(load(path)) is None, "a new run"
+    checkpoints = load(path).run.folder / "checkpoints"
+    write_step(checkpoints, 4)
+    last, more = load(path, ["run.iterations=4"]), load(path, ["run.iterations=5"])
+    assert (finished(last), finished(more)) == (4, None)
+    (checkpoints / "step_4" / "state.json").unlink()
+    assert finished(last) is None, "it is resumed from an earlier one"
+
+
+def write_step(checkpoints: Path, step: int) -> None:
+    """Publish a checkpoint that holds nothing but its state."""
+    scratch = checkpoints / f"step_{step}.tmp-0"
+    scratch.mkdir(parents=True)
+    (scratch / "state.json").write_text(json.dumps({"trainers": {"actor": [], "critic": []}}))
+    files = {"state.json": step_folder.describe(scratch / "state.json")}
+    step_folder.publish(scratch, checkpoints / f"step_{step}", step_folder.Manifest(step, files, "", {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        (
+            {"trainers": {"actor": []}},
+            r"algorithm.advantage=gae: trains a critic, .*step_4 holds no critic; set",
+        ),
+        (
+            {"shape": {"hidden": 64, "max_positions": 1}},
+            r"model.path=.*: its hidden=128, that of .*step_4 is 64; give",
+        ),
+        ({"shape": {"max_positions": 1}}, ""),
+        ({"trainers": "damaged"}, ""),
+        ({"ledger": BOOK}, ""),
+        (
+            {"ledger": BOOK | {"tasks": 4}},
+            "rollout.tasks_per_iteration=64: the checkpoint has admitted groups of a run with 4; resume with "
+            "rollout.tasks_per_iteration=4",
+        ),
+        (
+            {"ledger": BOOK | {"samples": 3}},
+            "rollout.samples_per_task=1: .*; resume with .*samples_per_task=3",
+        ),
+        ({"ledger": BOOK | {"tasks": 4, "first": 128}}, ""),  # no group is open
+    ],
+)
+def test_a_run_is_resumed_with_the_models_and_the_episodes_that_it_has(
+    path: Path, changed: dict[str, object], said: str
+) -> None:
+    config = load(path, ["serving.replicas=1"])
+    step = config.run.folder / "checkpoints" / "step_4"
+    step.mkdir(parents=True)
+    (step.parent / "LATEST").write_text("step_4")
+    state = {"iteration": 4, "trainers": {"actor": [], "critic": []}, "shape": {"hidden": 128}} | changed
+    (step / "state.json").write_text(json.dumps(state))
+    if not said:
+        return check_resume(config)
+    with pytest.raises(ConfigError, match=said):
+        check_resume(config)
+
+
+def test_a_run_that_trained_episodes_out_of_their_order_is_not_resumed_colocated(path: Path) -> None:
+    config = load(path)
+    serving.check_resumed(config, BOOK)
+    lengths = {"episodes": 1, "tokens": 8}
+    with pytest.raises(ConfigError, match=r"serving\.replicas=null: .* has trained 1 tasks before others"):
+        serving.check_resumed(config, BOOK | {"trained": {"99": lengths}})
+
+
+def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_path: Path) -> None:
+    config, other = load(path), tmp_path / "runs" / "other"
+
+    def said(what: str, source: Path, start: str | None = None) -> str:
+        with pytest.raises(ConfigError) as raised:
+            check_replay(config, what, source, start)
+        assert len(str(raised.value).splitlines()) == 1
+        return str(raised.value)
+
+    assert "no such folder" in said("rollouts", other)
+    (other / "trajectories").mkdir(parents=True)
+    assert "trajectories/ holds no iteration" in said("rollouts", other)
+    (other / "trajectories" / "iteration-00001.jsonl").touch()
+    check_replay(config, "rollouts", other, None)
+    replaying = load(path, ["algorithm.routing_replay=rollout"])
+    with pytest.raises(ConfigError, match="trajectories/ does not contain the experts"):
+        check_replay(replaying, "rollouts", other, None)
+    assert "run.dump=faults or all" in said("batches", other)
+    assert "--start=step_3: not in" in said("rollouts", other, "step_3")
+    (other / "checkpoints" / "step_3").mkdir(parents=True)
+    check_source(config, "--from", other, "step_3")
+    config.run.folder.joinpath("trajectories/iteration-00001.jsonl").mkdir(parents=True)
+    assert "holds trajectories; give another run.name" in said("rollouts", other)
