@@ -10,6 +10,8 @@ import pytest
 from tests.tools.test_study_lag_report import curve
 from tools.study import lag_report, sums_report
 
+Row = dict[str, Any]
+
 
 def test_the_third_task_has_a_table_over_its_rates_and_lags() -> None:
     rows = [*curve("sums_3_lag_0", "ppo", 5, 0.75), *curve("sums_6_lag_4", "ppo", 5, 0.5)]
@@ -33,7 +35,8 @@ def test_its_contrasts_are_over_both_lags_of_a_rate_and_are_shown_without_the_se
         "ppo": {(6e-4, lag): dict.fromkeys(five, 0.25) for lag in (0, 4)} | of(0.5, 0.25, 3e-4, two),
         "st_ppo": {(6e-4, 0): dict.fromkeys(five, 0.5)},
     }
-    higher, *others = [line for line in sums_report.contrast_table(found) if "`s_ppo` - `ppo`" in line][::-1]
+    shown = sums_report.contrast_table(found, sums_report.CONTRASTS)
+    higher, *others = [line for line in shown if "`s_ppo` - `ppo`" in line][::-1]
     # (0.1 + s / 10 + 0.75) / 2 - 0.25 for s of 0 to 4: the mean is 0.275, with t = 7.778 and p = 0.00148,
     # which is the smallest of 8 declared tests. Without s = 2, whose difference is the mean, the standard
     # deviation is sqrt(0.025 / 3) = 0.0913 and the half width 3.182 * 0.0913 / 2 = 0.145.
@@ -43,7 +46,25 @@ def test_its_contrasts_are_over_both_lags_of_a_rate_and_are_shown_without_the_se
     assert others == [
         "| `s_ppo` - `ppo` | 0.0003 | +0.125 ± 0.000 (2) | not complete | not complete | +0.125 ± 0.000 (2) |"
     ], "(0.5 + 0.5) / 2 - (0.5 + 0.25) / 2 on both seeds"
-    assert not any("st_ppo" in line for line in sums_report.contrast_table(found)), "it has one lag of two"
+    assert not any("st_ppo" in line for line in shown), "it has one lag of two"
+
+
+def test_the_contrast_that_was_declared_later_is_tested_alone() -> None:
+    rows: list[Row] = []
+    for seed in range(5, 10):
+        for lag in (0, 4):
+            rows += curve(f"sums_6_lag_{lag}", "s_ppo", seed, 0.1 + (seed - 5) / 10 if lag == 0 else 0.75)
+            rows += curve(f"sums_6_lag_{lag}", "kl", seed, 0.25)
+    for row in rows:
+        row |= {"rollout/response_tokens": 60.0, "rollout/turns": 2.0}
+    lines, tables = sums_report.sections(rows)
+    turns = "Tokens per turn: 30 on average, 30 to 30 over the iterations."
+    assert f"10 of 100 runs are finished. {turns}" in lines
+    after = lines[lines.index("Declared after the results at 6e-4 were known:") :]
+    # The differences of the test above; one test of one needs no correction.
+    row = "| `s_ppo` - `kl` | 0.0006 | +0.275 ± 0.098 (5) | 0.001 | 0.001 | +0.275 ± 0.145 (4) |"
+    assert after[-1] == row and row not in lines[: -len(after)]
+    assert tables[-1] == "| `kl` |  |  | 0.25 ± 0.00 (5) | 0.25 ± 0.00 (5) |"
 
 
 def test_a_run_without_turns_is_said() -> None:
