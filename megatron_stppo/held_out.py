@@ -48,6 +48,7 @@ def held_out(
         "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in every),
         "evaluate/turns": sum(len(t.turns) for t in played.every) / len(every),
         "evaluate/failed": counted["error"] + counted["timeout"],
+        "evaluate/overlong_prompts": sum(t.overlong_prompt > 0 for t in every),
         "evaluate/episodes": len(every),
         "evaluate/tokens_per_second": sum(turn.tokens for t in played.every for turn in t.turns) / seconds,
         **{f"evaluate/{name}": value for name, value in environment_metrics(every).items()},

@@ -33,8 +33,9 @@ from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
 from megatron_stppo.serving.keys import FOLDER, Connection
 from megatron_stppo.serving.live import Live
-from megatron_stppo.serving.messages import MOST_BYTES, Alive, FromReplica, Hello, process_name
+from megatron_stppo.serving.messages import Alive, FromReplica, Hello, process_name
 from megatron_stppo.serving.news import NewsSource, Send
+from megatron_stppo.serving.payloads import limit_of
 from megatron_stppo.serving.replayed import Replayed
 from megatron_stppo.serving.replica import FirstRank, Replica
 from megatron_stppo.serving.transport import Dialer
@@ -114,7 +115,8 @@ def first_rank(
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment
     recording = journal.Journal(started.run, name)
-    dialer = Dialer(started.connection, MOST_BYTES, lambda: activity.counters)
+    limit = limit_of(config, read_shape(config.model.path))
+    dialer = Dialer(started.connection, limit, lambda: activity.counters)
 
     def send(message: FromReplica) -> None:
         """Send the newest counters, and then the message: an iteration that ends with it has both."""

@@ -7,6 +7,7 @@ could imitate a message of another role.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_stppo.types import Message
 # Private-use characters, which messages should not contain. They enclose the marks that temporarily replace
 # special tokens in messages.
 OPEN, CLOSE = "\ue000", "\ue001"
+_OPENING = re.compile(f"{OPEN}([0-9]{{1,8}})(?={OPEN})")  # the last OPEN may begin the next one
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
@@ -103,11 +105,12 @@ def mark_special(tokenizer: Any, value: Any) -> tuple[Any, dict[str, str]]:
 
 
 def unused_opening(value: Any) -> str:
-    """Return a string that no string of the value contains, to begin marks with."""
-    opening, strings = OPEN, list(_strings(value))
-    while any(opening in text for text in strings):
-        opening += OPEN
-    return opening
+    """Return a string that no string of the value contains, to begin marks with. Example: OPEN "0" OPEN.
+
+    One pass, and a few characters: hostile text may consist of OPEN, and of texts that look like openings.
+    """
+    used = {found.group(1) for text in _strings(value) for found in _OPENING.finditer(text)}
+    return next(f"{OPEN}{n}{OPEN}" for n in itertools.count() if str(n) not in used)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -168,7 +171,9 @@ def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]
     after, begin = 0, 0  # indices of the token and of the character after the last special token
     for index, start, end in [*_spans(encoded, text, special), (len(ids), len(text), len(text))]:
         piece = text[begin:start]
-        plain, count = marks.subn(lambda found: texts[found.group()], piece) if texts else (piece, 0)
+        plain, count = (
+            marks.subn(lambda found: texts.get(found.group(), found.group()), piece) if texts else (piece, 0)
+        )
         if count:
             out += encode_plain(tokenizer, plain)
         else:

@@ -20,6 +20,7 @@ from megatron_stppo.endpoint.refusal import Refusal
 from megatron_stppo.endpoint.reply import Reply
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MOST_TOKENS = 2**31 - 1  # of max_tokens; more means the same, and ranks could not exchange it
 
 
 @dataclass
@@ -47,6 +48,10 @@ class Ask:
     abandoned: bool = False  # the client has closed the connection before it got the reply
     reply: Future[Reply | Refusal] = field(default_factory=Future)
 
+    def forget(self) -> None:
+        """Drop the conversation, which is not needed once a reply is made."""
+        self.units, self.messages, self.tools, self.request = (), [], [], None
+
 
 def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
     """Return what POST /v1/chat/completions asks for. Raises Refusal.
@@ -63,17 +68,18 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
     if given.get("tool_choice") not in (None, "auto", "none"):
         raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
     calls_tools = tools and given.get("tool_choice") != "none"
-    most = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
     return Ask(
         kind=("chat", json.dumps(tools, sort_keys=True)),
         units=tuple(map(compared, messages)),
         chat=True,
         messages=messages,
         tools=tools,
-        max_tokens=min(most) if most else None,
-        logprobs=bool(given.get("logprobs")),
+        max_tokens=_max_tokens(
+            max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
+        ),
+        logprobs=bool(request.logprobs),
         request=request.model_copy(update={"tool_choice": "auto"}) if calls_tools else None,
-        **_common(given),
+        **_common(given, request),
     )
 
 
@@ -89,35 +95,46 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     is_text = isinstance(prompt, str)
     if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
         raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
-    _validated(CompletionRequest, given | {"prompt": "a"})  # ours is checked above, at once
-    if (given.get("logprobs") or 0) > 1:
+    request = _validated(CompletionRequest, given | {"prompt": "a"})  # ours is checked above, at once
+    assert isinstance(request, CompletionRequest)
+    if (request.logprobs or 0) > 1:
         raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
     return Ask(
         kind="text" if is_text else "ids",
         units=prompt if is_text else tuple(prompt),
         chat=False,
-        max_tokens=given.get("max_tokens"),
-        logprobs=given.get("logprobs") is not None,
-        **_common(given),
+        # vLLM's default of 16 is not ours
+        max_tokens=_max_tokens(max_tokens=request.max_tokens if "max_tokens" in given else None),
+        logprobs=request.logprobs is not None,
+        **_common(given, request),
     )
 
 
-def _common(given: Mapping[str, Any]) -> dict[str, Any]:
-    stop = given.get("stop") or ()
+def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
+    """Return the fields of an Ask that chats and texts share. `given` is read for the digest only.
+
+    A client may write 16 as 16.0 or "16": the numbers of `request` are integers.
+    """
+    stop = request.stop or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
         raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
-    for name in ("max_tokens", "max_completion_tokens"):
-        if given.get(name) is not None and given[name] < 1:
-            raise Refusal(400, f"{name}: must be at least 1")
     return {
         "stop": stop,
-        "keep_stop": bool(given.get("include_stop_str_in_output")),
-        "stream": bool(given.get("stream")),
-        "usage_in_stream": bool((given.get("stream_options") or {}).get("include_usage")),
-        "token_ids": bool(given.get("return_token_ids")),
+        "keep_stop": bool(request.include_stop_str_in_output),
+        "stream": bool(request.stream),
+        "usage_in_stream": bool(request.stream_options and request.stream_options.include_usage),
+        "token_ids": bool(request.return_token_ids),
         "digest": hashlib.blake2b(json.dumps(given, sort_keys=True).encode()).digest(),
     }
+
+
+def _max_tokens(**given: int | None) -> int | None:
+    """Return the smallest of the given limits; None without one."""
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise Refusal(400, f"{name}: must be at least 1")
+    return min((min(value, MOST_TOKENS) for value in given.values() if value is not None), default=None)
 
 
 def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:

@@ -37,6 +37,10 @@ class AgentEnvironment:
         self._session: Session | None = None
         self._agent: asyncio.Task[object] | None = None
 
+    @property
+    def tool_calls(self) -> int:
+        return 0 if self._session is None else self._recorder.tool_calls
+
     async def reset(self, task: Task, seed: int) -> Request:
         """Start the agent, and return its first request.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,14 @@ class _Conversation:
     kind: Hashable
     units: Sequence[Hashable]
     tokens: list[int]
-    ends: list[tuple[int, int]] = field(default_factory=list)  # (units, tokens) up to each completion
+    # (units, tokens) up to each completion; None for one without units, which no request can repeat
+    ends: list[tuple[int | None, int]] = field(default_factory=list)
 
 
 class Histories:
     """See the module.
 
-    Example, with letters as units: after record(place("", "ab"), "", "abX", new=(1, 2), completion=(7,)),
+    Example, with letters as units: after record(place("", "ab"), "", "ab", "X", new=(1, 2), completion=(7,)),
     place("", "abXc") is Match(0, 3, (1, 2, 7), True), and place("", "ac") is Match(1, 0, (), False).
     """
 
@@ -59,8 +61,7 @@ class Histories:
         found: tuple[int, bool, int, int] | None = None  # (units, continues, -history, tokens)
         for number, history in enumerate(self._recorded):
             for position, (end, tokens) in enumerate(history.ends):
-                begins = history.kind == kind and history.units[:end] == units[:end]
-                if begins:
+                if end is not None and history.kind == kind and history.units[:end] == units[:end]:
                     last = position == len(history.ends) - 1
                     found = max(found or (0, False, 0, 0), (end, last, -number, tokens))
         if found is None:
@@ -73,18 +74,20 @@ class Histories:
         self,
         place: Match,
         kind: Hashable,
-        units: Sequence[Hashable],
+        units: Any,
+        added: Any,
         new: Sequence[int],
         completion: Sequence[int],
     ) -> None:
         """Record a completion at the place of its request, to which nothing was recorded in between.
 
-        units: those of the request, and those with which the client will repeat the completion. new: the ids
-        of what was new in the request. completion: the sampled ids.
+        units: of the request. added: those with which the client will repeat the completion; none for a text
+        completion without text: an equal request then asks for another sample. new: the ids of what was new
+        in the request. completion: the sampled ids.
         """
         if not place.continues:
             self._recorded.append(_Conversation(kind, (), list(place.tokens)))
         history = self._recorded[place.history]
-        history.units = units
+        history.units = units + added
         history.tokens += [*new, *completion]
-        history.ends.append((len(units), len(history.tokens)))
+        history.ends.append((len(history.units) if added else None, len(history.tokens)))

@@ -61,6 +61,7 @@ class Recorder:
         earlier, reply = self._answered.get(ask.digest, (None, None))
         if earlier is not None and reply is not None and (ask.is_retry or earlier.abandoned):
             self._answered[ask.digest] = ask, reply
+            ask.forget()
             return reply
         if self.completions >= self._rules.max_completions:
             self._limit(
@@ -88,9 +89,9 @@ class Recorder:
         self.completions += 1
         reply = self._reply(ask, (*match.tokens, *new), completion)
         self.tool_calls = len(reply.calls)
-        units = _with_completion(ask, reply)
-        self._histories.record(match, ask.kind, units, new, completion.token_ids)
+        self._histories.record(match, ask.kind, ask.units, _repeated(ask, reply), new, completion.token_ids)
         self._answered[ask.digest] = ask, reply
+        ask.forget()  # otherwise an episode would keep the whole conversation once per turn
         return ask, reply
 
     @property
@@ -132,7 +133,8 @@ class Recorder:
             calls=calls,
             finish_reason=finish,
             stop_reason=stop,
-            prompt_ids=prompt_ids,
+            prompt_tokens=len(prompt_ids),
+            prompt_ids=prompt_ids if ask.token_ids else (),
             token_ids=completion.token_ids,
             pieces=tuple(map(self._piece, completion.token_ids)) if ask.logprobs else (),
             logprobs=completion.logprobs,
@@ -155,6 +157,8 @@ class Recorder:
             parsed = self._rules.parser(self._rules.tokenizer, ask.request.tools).extract_tool_calls(
                 text, ask.request
             )
+            for call in parsed.tool_calls:  # half a surrogate pair in JSON ("\\ud83d") cannot be sent
+                f"{call.function.name}{call.function.arguments}".encode()
         except Exception:  # the policy may write anything, and a parser may fail: then it has called no tool
             log.warning("vLLM's tool parser failed on a completion", exc_info=True)
             return text, ()
@@ -166,17 +170,16 @@ class Recorder:
         )
 
 
-def _with_completion(ask: Ask, reply: Reply) -> Any:
-    """Return the units with which a client repeats the request and its completion."""
-    units: Any = ask.units
+def _repeated(ask: Ask, reply: Reply) -> Any:
+    """Return the units with which a client repeats the completion, after those of the request."""
     if not ask.chat:
-        return units + (reply.text if isinstance(units, str) else reply.token_ids)
+        return reply.text if isinstance(ask.units, str) else reply.token_ids
     calls = [
         {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call, name, arguments in reply.calls
     ]
     (message,) = template_messages([{"role": "assistant", "content": reply.text, "tool_calls": calls}])
-    return (*units, compared(message))
+    return (compared(message),)
 
 
 def _begun(tokenizer: Any, text: str) -> list[int]:

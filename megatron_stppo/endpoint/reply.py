@@ -40,21 +40,22 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 class Reply:
     """A completion, as text and as tokens.
 
-    Example: Reply("Hi", (), "stop", None, (1, 2), (5, 9), ("Hi", ""), (-0.1, -2.0)).
+    Example: Reply("Hi", (), "stop", None, 2, (1, 2), (5, 9), ("Hi", ""), (-0.1, -2.0)).
     """
 
     text: str  # without the calls of tools, and without the stop string unless the client asked for it
     calls: tuple[tuple[str, str, str], ...]  # (id, name of the function, arguments as JSON)
     finish_reason: str
     stop_reason: str | None  # the stop string
-    prompt_ids: tuple[int, ...]
+    prompt_tokens: int
+    prompt_ids: tuple[int, ...]  # if the client asked for token ids
     token_ids: tuple[int, ...]
     pieces: tuple[str, ...]  # the text of each token, if the client asked for log-probs
     logprobs: tuple[float, ...]
 
     @property
     def usage(self) -> UsageInfo:
-        prompt, completion = len(self.prompt_ids), len(self.token_ids)
+        prompt, completion = self.prompt_tokens, len(self.token_ids)
         return UsageInfo(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 

@@ -99,7 +99,8 @@ class Environment(Protocol):
 class CompletionEnvironment(Protocol):
     """An environment that answers completions with requests for further ones, such as an agent's.
 
-    It reads and writes tokens where an Environment reads and writes text.
+    It reads and writes tokens where an Environment reads and writes text. If it has a number `tool_calls`,
+    these are the calls of tools of the last completion; they count where `complete` fails.
     """
 
     async def reset(self, task: Task, seed: int) -> Request: ...

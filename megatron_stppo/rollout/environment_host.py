@@ -22,7 +22,14 @@ from typing import Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
-from megatron_stppo.environments.base import AnyEnvironment, Completion, Request, StepResult, ToolAway
+from megatron_stppo.environments.base import (
+    AnyEnvironment,
+    Completion,
+    CompletionEnvironment,
+    Request,
+    StepResult,
+    ToolAway,
+)
 from megatron_stppo.messages import one_line, printable
 from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.generation import RolloutError
@@ -48,6 +55,7 @@ class Answer:
     request: Request | None = None  # in place of the messages, of a CompletionEnvironment
     result: StepResult | None = None
     failure: Literal["error", "timeout"] | None = None
+    tool_calls: int = 0  # of a failure, if the environment knows them
     detail: str = ""
     misuse: str = ""  # a programming error in the environment; it ends the run
 
@@ -173,15 +181,21 @@ class EnvironmentHost:
             async with asyncio.timeout(self._deadline):
                 return await call()
 
+        def failed(kind: Literal["error", "timeout"], detail: str) -> Answer:
+            environment = self._environments.get(index)
+            known = isinstance(environment, CompletionEnvironment)
+            calls = getattr(environment, "tool_calls", 0) if known else 0
+            return Answer(index, failure=kind, tool_calls=calls, detail=one_line(detail))
+
         async with self._semaphore:
             try:
                 answer = await self._tools.call(attempt)
             except ToolAway as away:  # take() ends the rollout
-                answer = Answer(index, failure="error", detail=one_line(str(away)))
+                answer = failed("error", str(away))
             except TimeoutError as error:
                 detail = str(error) or f"no answer within {self._deadline:g} s"
                 log.warning("episode %d: environment timed out: %s", index, printable(detail))
-                answer = Answer(index, failure="timeout", detail=one_line(detail))
+                answer = failed("timeout", detail)
             except ConfigError as error:
                 answer = Answer(index, misuse=printable(error).replace("\n", " "))
             except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -189,7 +203,7 @@ class EnvironmentHost:
                     raise  # __exit__ cancelled the call, not the environment
                 # a failure of an environment is an outcome of its episode and does not end the run
                 log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
-                answer = Answer(index, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
+                answer = failed("error", f"{type(error).__name__}: {error}")
         self._answers.put((ticket, answer))
         self._answered()
 

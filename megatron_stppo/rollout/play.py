@@ -128,6 +128,7 @@ class Player:
             raise ConfigError(answer.misuse)
         episode = self._playing[answer.index].episode
         if answer.failure is not None:
+            episode.tool_calls += answer.tool_calls
             episode.end(answer.failure, answer.detail)
         elif answer.result is not None:
             episode.answer(answer.result)

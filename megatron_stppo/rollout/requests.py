@@ -7,6 +7,7 @@ includes the token that completes the stop string and the end-of-text token.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from megatron_stppo.rollout.engine_routes import EngineRoutes
 from megatron_stppo.rollout.generation import Finished, Reason
 from megatron_stppo.rollout.stop_strings import StopFinder
 from megatron_stppo.types import version_runs
+
+FINDERS = 256  # stop strings of so many kinds of request are kept; an agent may invent new ones for each turn
 
 
 @dataclass
@@ -40,11 +43,14 @@ class Requests:
     """
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], context: int, vocabulary: int) -> None:
-        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self._end_ids = end_ids
         self._context, self._vocabulary = context, vocabulary
         self._running: dict[str, _Running] = {}
         self._begun = 0  # requests so far, of all rollouts
-        self._finders: dict[tuple[str, ...], StopFinder] = {}
+        printed: dict[int, str] = {}  # the text of each token id that was generated
+        self._finder = functools.lru_cache(FINDERS)(
+            lambda stop_strings: StopFinder(tokenizer, stop_strings, printed)
+        )
 
     def __len__(self) -> int:
         return len(self._running)
@@ -152,11 +158,6 @@ class Requests:
 
     def clear(self) -> None:
         self._running.clear()
-
-    def _finder(self, stop_strings: tuple[str, ...]) -> StopFinder:
-        if stop_strings not in self._finders:
-            self._finders[stop_strings] = StopFinder(self._tokenizer, stop_strings)
-        return self._finders[stop_strings]
 
 
 def given_id(output: EngineCoreOutput) -> str:

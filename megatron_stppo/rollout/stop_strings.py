@@ -2,8 +2,9 @@
 
 A stop string of n bytes that ends in the newest token lies within the last n tokens that print text, because
 each of them holds at least one byte. Decoding and searching these n tokens is therefore exact. It is done
-only if the newest token can hold the last character of a stop string. The text of each token id is cached.
-Special tokens are decoded as text, because the environment reads the same text.
+only if the newest token can hold the last character of a stop string. The text of each token id is cached,
+for all finders of an engine together. Special tokens are decoded as text, because the environment reads the
+same text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class StopFinder:
     is "</a>", and completed(ids of "x</a") is None.
     """
 
-    def __init__(self, tokenizer: Decoder, stop_strings: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Decoder, stop_strings: Sequence[str], printed: dict[int, str] | None = None
+    ) -> None:
+        """printed: the texts of token ids that are known; new ones are added. Default: none."""
         if any(not stop for stop in stop_strings):
             raise ValueError(
                 f"stop_strings={tuple(stop_strings)!r}: an empty string stops at once; remove it"
@@ -36,8 +40,7 @@ class StopFinder:
         # The bytes of a split character print as UNFINISHED; they may complete the last character.
         self._endings = frozenset(stop[-1] for stop in self._stops) | {UNFINISHED}
         self._window = max((len(stop.encode()) for stop in self._stops), default=0)
-        self._printed: dict[int, str] = {}
-        self._may_end: dict[int, bool] = {}
+        self._printed = {} if printed is None else printed
 
     def completed(self, token_ids: Sequence[int]) -> str | None:
         """Return the stop string that the last of `token_ids` completes, or None.
@@ -45,17 +48,11 @@ class StopFinder:
         `token_ids` are the tokens of one turn so far. Call this after each token: a stop string that an
         earlier token completed may not be found.
         """
-        if not self._stops or not self._can_end(token_ids[-1]):
+        if not self._stops or self._endings.isdisjoint(self._text(token_ids[-1])):
             return None
         tail = self._decode(self._tail(token_ids))
         found = [(tail.find(stop) + len(stop), stop) for stop in self._stops if stop in tail]
         return min(found)[1] if found else None
-
-    def _can_end(self, token_id: int) -> bool:
-        known = self._may_end.get(token_id)
-        if known is None:
-            known = self._may_end[token_id] = not self._endings.isdisjoint(self._text(token_id))
-        return known
 
     def _tail(self, token_ids: Sequence[int]) -> list[int]:
         start, printing = len(token_ids), 0

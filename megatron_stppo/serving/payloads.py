@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_stppo.config import Config
+from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.messages import one_line
 from megatron_stppo.serving.messages import (
+    MOST_BYTES,
     Alive,
     Done,
     FromReplica,
@@ -21,6 +24,7 @@ from megatron_stppo.serving.messages import (
     ReplicaFailed,
 )
 from megatron_stppo.serving.packed_done import PackedDone, packed
+from megatron_stppo.sharding.hf_names import ModelShape
 
 BEAT = 2.0  # seconds between signs of life
 INBOX = 256 * 2**20  # bytes that were received and not taken; then the socket is not read, and senders wait
@@ -49,14 +53,24 @@ class Unreadable:
     why: str  # one printable line
 
 
-def message_limit(max_context: int, routes_bytes: int = 0) -> int:
-    """Return a bound of a message in bytes, for trajectories of max_context tokens.
+def message_limit(max_context: int, routes_bytes: int = 0, histories: int = 1) -> int:
+    """Return a bound of a message in bytes, for episodes with histories of max_context tokens.
 
     A token takes at most 4 bytes for its id, 8 for its log-prob and 12 for its own version. routes_bytes:
     of one token's recorded experts. The rest is for the text of the tasks that are sent together.
     Example: message_limit(32_768) is 5,242,880.
     """
-    return max_context * (32 + routes_bytes) + 4 * 2**20
+    return histories * max_context * (32 + routes_bytes) + 4 * 2**20
+
+
+def limit_of(config: Config, shape: ModelShape) -> int:
+    """Return the size limit of a run's messages in bytes. Trainer and replicas compute the same one.
+
+    An agent's episode has at most one history per turn.
+    """
+    routes = shape.layers * shape.experts_per_token * dtype_of(shape.experts).itemsize
+    of_token = routes if config.replays_rollout else 0
+    return max(MOST_BYTES, message_limit(config.max_context, of_token, config.environment.max_turns))
 
 
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:

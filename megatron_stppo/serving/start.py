@@ -30,7 +30,7 @@ from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.losses import tell_lost
 from megatron_stppo.serving.measure import ServingMeter
-from megatron_stppo.serving.messages import MOST_BYTES
+from megatron_stppo.serving.payloads import limit_of
 from megatron_stppo.serving.recorded import Recorded
 from megatron_stppo.serving.served import Served
 from megatron_stppo.serving.transport import Listener
@@ -93,7 +93,7 @@ class _First:
         )
         cursor = TaskCursor(tasks.read(config.data.train), run.seed)
         keys.remove(run.folder)
-        listener = Listener(_address(config), MOST_BYTES)
+        listener = Listener(_address(config), limit_of(config, shape))
         keys.make_folder(run.folder)
         with replacing(run.folder / keys.FOLDER / keys.CONFIG) as scratch:
             scratch.write_text(config.dump(), encoding="utf-8")

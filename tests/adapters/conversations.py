@@ -100,7 +100,8 @@ class Talk:
         from megatron_stppo.environments.base import Completion, Request
 
         self.messages += messages
-        request = self.recorder.ask(chat_ask({"messages": self.messages, "tools": [TOOL]}, has_parser=True))
+        given = {"messages": self.messages, "tools": [TOOL], "return_token_ids": True}
+        request = self.recorder.ask(chat_ask(given, has_parser=True))
         assert isinstance(request, Request)
         ids = (*self.tokenizer.encode(text, add_special_tokens=False), self.end)
         reply = self.recorder.complete(Completion(text, ids, (-0.5,) * len(ids), "end"))[1]

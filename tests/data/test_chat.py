@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.chat import encode_chat, encode_chats
+from megatron_stppo.data.chat import CLOSE, OPEN, encode_chat, encode_chats, encode_plain, unused_opening
 from megatron_stppo.types import Message
 from tests.rollout.tiny import TEMPLATE
 
@@ -162,3 +162,14 @@ def test_a_text_of_thousands_of_special_tokens_is_encoded_as_the_parts_of_plain_
     ids = encode_chat(tokenizer, [Message("user", hostile)])
     assert hostile in tokenizer.decode(ids)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1, "that of the template"
+
+
+def test_marks_are_short_and_differ_from_text_that_imitates_them() -> None:
+    """A text of OPEN alone once took quadratic time, and made each mark as long as the text."""
+    tokenizer, end = TOKENIZERS["qwen"]
+    hostile = 300_000 * OPEN + "".join(f"{OPEN}{n}{OPEN}0{CLOSE}" for n in range(50))
+    assert unused_opening(["a", {"b": (hostile,)}]) == f"{OPEN}50{OPEN}"
+    text = f"{OPEN}0{OPEN}0{CLOSE}{end}{OPEN}1{OPEN}"
+    plain = encode_plain(tokenizer, text)
+    ids = encode_chat(tokenizer, [Message("user", text)])
+    assert any(ids[i : i + len(plain)] == plain for i in range(len(ids)))

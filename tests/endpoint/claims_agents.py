@@ -19,8 +19,11 @@ from openai import AsyncOpenAI
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.endpoint.agents import AgentEpisode, open_agent, result_of
-from megatron_stppo.environments.base import StepResult, ToolAway
+from megatron_stppo.endpoint.environment import AgentEnvironment
+from megatron_stppo.environments.base import Completion, Request, StepResult, ToolAway
+from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.types import Message, Task, Trajectory
+from tests.endpoint.claims_requests import TOOL
 from tests.endpoint.world import World
 from tests.rollout.tiny import reference_logprobs, task
 
@@ -228,6 +231,48 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             played.detail,
         )
     assert not [name for name in world.endpoint._sessions], "every door is shut"
+
+
+def test_calls_of_tools_count_where_the_agent_fails_on_them(world: World) -> None:
+    async def breaks(episode: AgentEpisode) -> float:
+        async with client(episode) as sdk:
+            await say(sdk, [user("a")], tools=[TOOL])
+            if episode.task.extra["behave"] == "hangs":
+                await asyncio.sleep(60)
+            raise RuntimeError("the tool broke")
+
+    def make() -> AgentEnvironment:
+        return AgentEnvironment(breaks, world.endpoint, world.rules)
+
+    written = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>'
+    turn = Completion(written, (5, 6), (-0.5, -0.5), "end")
+    with EnvironmentHost(make, concurrency=2, deadline=3.0) as host:
+        for index, kind in enumerate(("raises", "hangs")):
+            host.reset(index, task(index, kind), seed=0)
+        assert all(answer.request for answer in host.take(2))
+        for index in range(2):
+            host.step(index, turn)
+        found = [(answer.failure, answer.tool_calls) for answer in host.take(2)]
+    assert found == [("error", 1), ("timeout", 1)]
+
+
+class Breaks:
+    """A CompletionEnvironment that fails after two calls of tools."""
+
+    tool_calls = 2
+
+    async def reset(self, task: Task, seed: int) -> Request:
+        return Request(0, (5, 6))
+
+    async def complete(self, completion: Completion) -> StepResult:
+        raise RuntimeError("the tool broke")
+
+    async def close(self) -> None: ...
+
+
+def test_the_calls_of_a_failed_completion_are_the_episodes(world: World) -> None:
+    (played,) = world.collect(Breaks)
+    assert (played.outcome, played.tool_calls) == ("error", 2)
 
 
 def test_an_agent_whose_tools_are_away_at_the_start_is_started_again(world: World) -> None:

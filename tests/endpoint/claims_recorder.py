@@ -33,7 +33,7 @@ def said(text: str) -> dict[str, str]:
 
 
 def chat(*messages: dict[str, Any], **given: Any) -> Any:
-    return chat_ask({"messages": list(messages)} | given, has_parser=True)
+    return chat_ask({"messages": list(messages), "return_token_ids": True} | given, has_parser=True)
 
 
 def asked(recorder: Recorder, ask: Any) -> tuple[int, str]:
@@ -159,6 +159,7 @@ def test_what_is_not_a_call_stays_text(world: World) -> None:
     for choice, text in (
         ("auto", "<tool_call>{broken</tool_call>"),
         ("none", '<tool_call>{"name": "f"}</tool_call>'),
+        ("auto", '<tool_call>{"name": "f", "arguments": {"q": "\\ud83d"}}</tool_call>'),  # half a pair
     ):
         asked(one, chat(user(choice), tools=[TOOL], tool_choice=choice))
         reply = answered(one, text)
@@ -170,11 +171,28 @@ def test_texts_and_token_ids_are_continued_too(world: World) -> None:
     assert asked(one, text_ask({"prompt": "Which <|im_end|>"})) == (0, "Which <|im_end|>")
     answered(one, " city", reason="length")
     assert asked(one, text_ask({"prompt": "Which <|im_end|> city is"})) == (0, " is")
-    assert END not in answered(one, "x", reason="length").prompt_ids
+    assert answered(one, "x", reason="length").prompt_tokens == len(TOKENIZER.encode("Which city is")) + 10
     assert one.ask(text_ask({"prompt": [5, 6]})) == Request(1, (5, 6))
     one.complete(Completion("z", (9, END), (-0.5, -0.5), "end"))
     assert one.ask(text_ask({"prompt": [5, 6, 9, END, 7], "max_tokens": 3})) == Request(1, (7,), (), 3)
     assert "must lie in [0, " in refusal(lambda: recorder(world).ask(text_ask({"prompt": [10**6]})))
+
+
+def test_an_equal_request_after_a_completion_without_text_is_another_sample(world: World) -> None:
+    one = recorder(world)
+    assert asked(one, text_ask({"prompt": "Which"})) == (0, "Which")
+    answered(one, "")
+    assert asked(one, text_ask({"prompt": "Which"})) == (1, "Which"), "without the end-of-text token"
+    answered(one, " city", reason="length")
+    assert asked(one, text_ask({"prompt": "Which city is"})) == (1, " is")
+
+
+def test_a_completion_leaves_nothing_of_the_conversation_but_its_tokens(world: World) -> None:
+    one = recorder(world)
+    asked(one, ask := chat(user("a"), return_token_ids=False, tools=[TOOL]))
+    reply = answered(one, "b")
+    assert (ask.messages, ask.units, ask.tools, ask.request) == ([], (), [], None)
+    assert reply.prompt_ids == () and reply.usage.prompt_tokens == reply.prompt_tokens > 0
 
 
 def test_messages_that_the_template_rejects_are_refused(world: World) -> None:

@@ -84,6 +84,14 @@ def test_wrong_values_are_refused_with_the_field(world: World) -> None:
         assert refusal(lambda g=given: chat(**g)).startswith(f"400 {said}"), given
 
 
+def test_numbers_become_integers_that_ranks_can_exchange(world: World) -> None:
+    for given, most in ((16.0, 16), ("16", 16), (10**20, 2**31 - 1), (None, None)):
+        for ask in (chat(max_tokens=given), text_ask({"prompt": "a", "max_tokens": given, "logprobs": 1})):
+            assert ask.max_tokens == most and type(ask.max_tokens) is type(most), given
+    assert chat(max_tokens=9, max_completion_tokens=8.0).max_tokens == 8
+    assert text_ask({"prompt": "a"}).max_tokens is None, "vLLM's default of 16 is not used"
+
+
 def test_a_body_is_bounded_utf8_json(world: World) -> None:
     for content, said in (
         (b"[1]", "400 the body must be a JSON object"),
@@ -129,7 +137,7 @@ def test_thinking_and_the_developers_message_reach_the_template(world: World) ->
 
 def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> None:
     reply = Reply(
-        "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
+        "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, 2, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
     )
     form = Form("m", logprobs=True, token_ids=True, usage=True)
     chunks = [chunk.model_dump() for chunk in chat_chunks(reply, form)]

@@ -7,7 +7,7 @@ from megatron_stppo.endpoint.histories import Histories, Match
 
 def record(histories: Histories, asked: str, answer: str, new: list[int], sampled: list[int]) -> Match:
     place = histories.place("chat", asked)
-    histories.record(place, "chat", asked + answer, new, sampled)
+    histories.record(place, "chat", asked, answer, new, sampled)
     return place
 
 
@@ -60,7 +60,7 @@ def test_the_same_request_twice_is_two_histories_even_with_equal_answers() -> No
 def test_a_history_of_another_kind_is_not_continued() -> None:
     assert two_turns().place("chat with tools", "abXcYd") == Match(1, 0, (), False)
     histories = Histories()
-    histories.record(histories.place("ids", (1, 2)), "ids", (1, 2, 7), (1, 2), (7,))
+    histories.record(histories.place("ids", (1, 2)), "ids", (1, 2), (7,), (1, 2), (7,))
     assert histories.place("ids", (1, 2, 7, 3)) == Match(0, 3, (1, 2, 7), True)
 
 

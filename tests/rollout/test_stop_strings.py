@@ -61,3 +61,11 @@ def test_finder_agrees_with_decoding_everything_after_every_token(
     finder = StopFinder(TOKENIZER, tuple(stops))
     whole = (n for n in range(1, len(ids) + 1) if any(s in plain_text(TOKENIZER, ids[:n]) for s in stops))
     assert first_completion(finder, ids) == next(whole, None)
+
+
+def test_finders_share_the_texts_of_tokens() -> None:
+    printed: dict[int, str] = {}
+    ids = TOKENIZER.encode("a</b>", add_special_tokens=False)
+    for stop in ("</b>", "never"):
+        StopFinder(TOKENIZER, (stop,), printed).completed(ids)
+    assert set(printed) <= set(ids) and printed

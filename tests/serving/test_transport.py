@@ -7,10 +7,19 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megatron_stppo.config import ConfigError
+from megatron_stppo.config import (
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 from megatron_stppo.serving import dialer as dialer_file
 from megatron_stppo.serving import listener as listener_file
 from megatron_stppo.serving.messages import (
@@ -24,8 +33,9 @@ from megatron_stppo.serving.messages import (
     Ready,
     Stop,
 )
-from megatron_stppo.serving.payloads import message_limit, pack
+from megatron_stppo.serving.payloads import limit_of, message_limit, pack
 from megatron_stppo.serving.transport import Dialer, Listener
+from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Task, Trajectory, Turn
 from tests.serving.peers import (
     MAX,
@@ -179,6 +189,28 @@ def test_the_limit_holds_every_trajectory_of_the_context() -> None:
     turn = Turn((2**31,) * n, (-1e-300,) * n, (), -1e-300, versions)
     played = Trajectory(Task("t", (), ("a",), "train", 0), (), (turn,), "ok", routes=bytes(8 * n))
     pack(Done(2**62, played), message_limit(n, 8) - 4 * 2**20)
+
+
+def test_the_limit_of_a_run_holds_an_agents_histories_and_their_experts() -> None:
+    """94 layers with 8 of 128 experts take 752 bytes per token. The least limit is 64 MiB."""
+    shape = ModelShape(
+        *("qwen3_moe", 94, 4096, 64, 4, 128, 1536, 151936, False, False, True, 1e6, 1e-6, 2**17, None, 128, 8)
+    )
+
+    def config(context: int, turns: int, routes: str = "off") -> Config:
+        return Config(
+            model=ModelConfig(path=Path("model")),
+            rollout=RolloutConfig(max_context=context),
+            environment=EnvironmentConfig(max_turns=turns),
+            algorithm=AlgorithmConfig(routing_replay=routes),
+        )
+
+    assert limit_of(config(1000, 3), shape) == 2**26
+    assert limit_of(config(90_000, 50), shape) == 50 * 90_000 * 32 + 2**22
+    routed = config(90_000, 50, "rollout")
+    assert limit_of(routed, shape) == 50 * 90_000 * (32 + 752) + 2**22
+    many = replace(shape, experts=256)
+    assert limit_of(routed, many) == 50 * 90_000 * (32 + 4 * 752) + 2**22, "numbers of 4 bytes"
 
 
 def test_a_failure_of_the_sockets_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
