@@ -104,7 +104,7 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
         units=prompt if is_text else tuple(prompt),
         chat=False,
         # vLLM's default of 16 is not ours
-        max_tokens=_max_tokens(max_tokens=request.max_tokens if "max_tokens" in given else None),
+        max_tokens=_max_tokens(max_tokens=None if given.get("max_tokens") is None else request.max_tokens),
         logprobs=request.logprobs is not None,
         **_common(given, request),
     )

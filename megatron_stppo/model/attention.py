@@ -79,8 +79,13 @@ class Pack(PackedSeqParams):
     rotation: Rotation | None = None  # set by TokenModel, for PackedAttention
 
     @classmethod
-    def of(cls, microbatch: Microbatch, mesh: MeshRank) -> Pack:
+    def of(cls, microbatch: Microbatch, mesh: MeshRank, rotates_in_attention: bool) -> Pack:
+        """rotates_in_attention: only megatron's table of angles has the length max_seqlen then, and
+        PackedAttention knows the pieces. megatron keeps the tables of the last 32 lengths on the device, so
+        the length is a power of two."""
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
+        if rotates_in_attention:
+            longest = 1 << (longest - 1).bit_length()
         return cls(
             qkv_format="thd",
             cu_seqlens_q=offsets,

@@ -42,7 +42,7 @@ class TokenModel(GPTModel):
             input_ids=microbatch.tokens_P[None],
             position_ids=microbatch.position_P[None],
             attention_mask=None,
-            packed_seq_params=Pack.of(microbatch, self.mesh),
+            packed_seq_params=Pack.of(microbatch, self.mesh, self._rotates_in_attention),
         )
         return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
 

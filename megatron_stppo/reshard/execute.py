@@ -76,7 +76,7 @@ class Exchange:
     ) -> None:
         self._group, self._device = group, device
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._source, self._target, self._dtypes, self._terms = source, target, dtypes, terms
+        self._source, self._target, self._terms = source, target, terms
 
         def row_bytes(copy: RowCopy) -> int:
             return widths[copy.hf_key] * dtypes[copy.target_rank, copy.target].itemsize
@@ -85,7 +85,17 @@ class Exchange:
         at_home = [copy for copy in plan.copies if copy.source_rank == copy.target_rank]
         self.bytes_moved = sum(copy.size * row_bytes(copy) for copy in remote)
         self.bytes_self = sum(copy.size * row_bytes(copy) for copy in at_home)
-        self._groups = buckets(remote, row_bytes, bucket_bytes)
+        # Of each bucket, the copies that this rank sends or receives: all of a cluster would take gigabytes.
+        self._groups = [
+            [copy for copy in group if self._rank in (copy.source_rank, copy.target_rank)]
+            for group in buckets(remote, row_bytes, bucket_bytes)
+        ]
+        # {(rank, target tensor): type} of these copies
+        self._dtypes = {
+            (copy.target_rank, copy.target): dtypes[copy.target_rank, copy.target]
+            for group in self._groups
+            for copy in group
+        }
         own = [copy for copy in at_home if copy.source_rank == self._rank]
         self._shares = _shares(own, row_bytes, len(self._groups))
         self.buckets: list[Bucket] = []

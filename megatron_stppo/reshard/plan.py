@@ -52,7 +52,10 @@ class ReshardPlan:
     @cached_property
     def digest(self) -> str:
         """A hash that is equal on two ranks if and only if they planned the same copies in the same order."""
-        return hashlib.sha256(repr(self.copies).encode()).hexdigest()
+        found = hashlib.sha256()
+        for copy in self.copies:  # one by one: those of a cluster are gigabytes of text
+            found.update(repr(copy).encode())
+        return found.hexdigest()
 
 
 class Holder(NamedTuple):

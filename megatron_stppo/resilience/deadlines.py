@@ -40,6 +40,9 @@ BEAT = 2.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank counts as stopped or dead
 STDERR = 2  # faulthandler takes a file descriptor
 GRACE = 20.0  # seconds from a deadline to the end by the timer; the report uses SILENT of them
+READERS = (
+    64  # about so many ranks read all heartbeats: more would keep the run's file system busy for minutes
+)
 # Seconds from an error of the run until the timer ends the process, which loses the exit code. More than an
 # unfinished checkpoint may still take (saving.LAST_SECONDS), less than srun waits (attempt.sh).
 END = 90.0
@@ -130,6 +133,8 @@ class Watchdog:
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
+        if not reads(self._rank, self._world):
+            time.sleep(GRACE)  # the timer ends this process, after the reports of those that read
         first = self._beats()
         time.sleep(SILENT)
         found = verdict(first, self._beats())
@@ -144,6 +149,11 @@ class Watchdog:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
         print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
+
+
+def reads(rank: int, world: int) -> bool:
+    """Return whether a rank reads the heartbeats of all. Example: all of 64 ranks; every 16th of 1,024."""
+    return rank % -(-world // READERS) == 0
 
 
 def read(path: Path) -> Beat | None:

@@ -1,9 +1,10 @@
-"""Grouped queries with the variable-length attention of different versions of torch."""
+"""Grouped queries with the variable-length attention of different versions of torch; the length of tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,3 +86,23 @@ def compare(version: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("version", [older, newer])
 def test_grouped_queries_need_no_enable_gqa(version: Callable[..., Tensor]) -> None:
     run_ranks(compare, 1, version)
+
+
+def lengths_of_tables() -> tuple[list[int], int]:
+    """Return the lengths of megatron's tables of angles if PackedAttention rotates, and one if not."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Pack
+
+    mesh = SimpleNamespace(context_rank=0, context_size=1, context_group=None)
+
+    def length(longest: int, rotates: bool) -> int:
+        offsets, lengths = torch.tensor([0, longest], dtype=torch.int32), torch.tensor([longest])
+        microbatch = SimpleNamespace(sequence_offsets=offsets, longest=longest, lengths=lengths, history=None)
+        return Pack.of(microbatch, mesh, rotates).max_seqlen_q  # type: ignore[arg-type,return-value]
+
+    return [length(n, True) for n in (1, 2, 3, 4, 5, 4096, 4097)], length(5, False)
+
+
+def test_tables_of_angles_have_few_lengths() -> None:
+    """megatron keeps those of 32 lengths on the device."""
+    assert run_ranks(lengths_of_tables, 1) == [([1, 2, 4, 4, 8, 4096, 8192], 5)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.resilience.deadlines import Beat, place, read, verdict
+from megatron_stppo.resilience.deadlines import Beat, place, read, reads, verdict
 from tests.resilience import in_step
 
 START = """
@@ -164,6 +164,11 @@ def test_a_full_disk_does_not_end_the_heartbeats(tmp_path: Path) -> None:
 def test_the_rank_that_others_wait_for_is_named(after: list[Beat | None], said: str) -> None:
     before = [beat(2), beat(2) if after[1] else None]
     assert verdict(before, after).startswith(said)
+
+
+def test_of_many_ranks_some_read_all_heartbeats() -> None:
+    for world, count in ((1, 1), (4, 4), (64, 64), (100, 50), (1024, 64)):
+        assert sum(reads(rank, world) for rank in range(world)) == count
 
 
 def test_the_reported_place_is_the_innermost_frame_of_the_package() -> None:
