@@ -50,7 +50,7 @@ class Ask:
 
     def forget(self) -> None:
         """Drop the conversation, which is not needed once a reply is made."""
-        self.units, self.messages, self.tools, self.request = (), [], [], None
+        self.kind, self.units, self.messages, self.tools, self.request = None, (), [], [], None
 
 
 def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
@@ -74,9 +74,6 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
         chat=True,
         messages=messages,
         tools=tools,
-        max_tokens=_max_tokens(
-            max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
-        ),
         logprobs=bool(request.logprobs),
         request=request.model_copy(update={"tool_choice": "auto"}) if calls_tools else None,
         **_common(given, request),
@@ -97,29 +94,37 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
         raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
     request = _validated(CompletionRequest, given | {"prompt": "a"})  # ours is checked above, at once
     assert isinstance(request, CompletionRequest)
-    if (request.logprobs or 0) > 1:
+    if request.logprobs not in (None, 0, 1):
         raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
     return Ask(
         kind="text" if is_text else "ids",
         units=prompt if is_text else tuple(prompt),
         chat=False,
-        # vLLM's default of 16 is not ours
-        max_tokens=_max_tokens(max_tokens=None if given.get("max_tokens") is None else request.max_tokens),
         logprobs=request.logprobs is not None,
         **_common(given, request),
     )
 
 
 def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
-    """Return the fields of an Ask that chats and texts share. `given` is read for the digest only.
+    """Return the fields of an Ask that chats and texts share.
 
-    A client may write 16 as 16.0 or "16": the numbers of `request` are integers.
+    A client may write 16 as 16.0 or "16": the numbers of `request` are integers. It also has defaults of
+    vLLM, such as max_tokens=16, which are not used.
     """
+    limits = {
+        name: vars(request)[name]
+        for name in ("max_tokens", "max_completion_tokens")
+        if given.get(name) is not None
+    }
+    for name, value in limits.items():
+        if value < 1:
+            raise Refusal(400, f"{name}: must be at least 1")
     stop = request.stop or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
         raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return {
+        "max_tokens": min(MOST_TOKENS, *limits.values()) if limits else None,
         "stop": stop,
         "keep_stop": bool(request.include_stop_str_in_output),
         "stream": bool(request.stream),
@@ -127,14 +132,6 @@ def _common(given: Mapping[str, Any], request: ChatCompletionRequest | Completio
         "token_ids": bool(request.return_token_ids),
         "digest": hashlib.blake2b(json.dumps(given, sort_keys=True).encode()).digest(),
     }
-
-
-def _max_tokens(**given: int | None) -> int | None:
-    """Return the smallest of the given limits; None without one."""
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise Refusal(400, f"{name}: must be at least 1")
-    return min((min(value, MOST_TOKENS) for value in given.values() if value is not None), default=None)
 
 
 def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:

@@ -73,7 +73,9 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            loaded = json.loads(arguments)
+            json.dumps(loaded, ensure_ascii=False).encode()  # not half a surrogate pair ("\\ud83d")
+            arguments = loaded
         except (ValueError, RecursionError):  # the policy wrote it: it stays as it is
             pass
     named = {"name": function["name"], "arguments": arguments}

@@ -4,9 +4,10 @@ A history is what the policy has read and written in one conversation. It is com
 what a client can repeat exactly: messages of a chat, characters of a text, or token ids. Its tokens are those
 that the engine has read and sampled; they are never encoded again.
 
-A request continues a history if it begins with all its units. If it begins only with those up to an earlier
-completion (an edited or shortened conversation, or the same question asked twice), a new history begins,
-which shares the tokens up to that completion. Otherwise a new history begins without shared tokens.
+A request continues a history if it begins with all its units, and its last completion has units (a text
+completion may be empty). If it begins only with those up to an earlier completion (an edited or shortened
+conversation, or the same question asked twice), a new history begins, which shares the tokens up to that
+completion. Otherwise a new history begins without shared tokens.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ class Pack(PackedSeqParams):
 
     @classmethod
     def of(cls, microbatch: Microbatch, mesh: MeshRank, rotates_in_attention: bool) -> Pack:
-        """rotates_in_attention: only megatron's table of angles has the length max_seqlen then, and
-        PackedAttention knows the pieces. megatron keeps the tables of the last 32 lengths on the device, so
-        the length is a power of two."""
+        """rotates_in_attention: whether PackedAttention applies the rotary embedding. Then only the length of
+        megatron's table of angles depends on max_seqlen. megatron keeps 32 tables on the device, so the
+        length is rounded up to a power of two."""
         offsets, longest = microbatch.sequence_offsets, microbatch.longest
         if rotates_in_attention:
             longest = 1 << (longest - 1).bit_length()

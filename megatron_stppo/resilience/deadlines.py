@@ -1,13 +1,14 @@
 """The watchdog: a deadline for every phase of a run.
 
-A rank that exceeds the deadline of its phase reports what all ranks are doing, and ends. It has two threads
-beside the main one, and a timer outside Python. Each covers cases that the others cannot detect:
+A rank that exceeds the deadline of its phase reports what it and the others are doing, and ends. It has two
+threads beside the main one, and a timer outside Python. Each covers cases that the others cannot detect:
 
 - One thread writes a heartbeat every BEAT seconds to heartbeats/rank-N.json of the run: the phase, and the
   position of the main thread. A stopped or dead rank writes none, which the other ranks can detect. It is a
   file because a store would live in one of the processes that may be stopped.
 - One thread waits for the deadline, reports the stacks of this rank's threads, compares the heartbeats of all
-  ranks, and ends the process. gloo releases the GIL while it waits, so that this thread can run.
+  ranks (of more than READERS ranks, some do), and ends the process. gloo releases the GIL while it waits, so
+  that this thread can run.
 - faulthandler's timer ends the process GRACE seconds after the deadline, and prints the stacks on stderr. It
   is for a thread that never releases the GIL, and for a file system of the run that no longer responds.
 
@@ -40,9 +41,8 @@ BEAT = 2.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank counts as stopped or dead
 STDERR = 2  # faulthandler takes a file descriptor
 GRACE = 20.0  # seconds from a deadline to the end by the timer; the report uses SILENT of them
-READERS = (
-    64  # about so many ranks read all heartbeats: more would keep the run's file system busy for minutes
-)
+# At most so many ranks read all heartbeats: more would keep the run's file system busy for minutes.
+READERS = 64
 # Seconds from an error of the run until the timer ends the process, which loses the exit code. More than an
 # unfinished checkpoint may still take (saving.LAST_SECONDS), less than srun waits (attempt.sh).
 END = 90.0
@@ -129,12 +129,13 @@ class Watchdog:
                 self._expire(phase, seconds)
 
     def _expire(self, phase: str, seconds: float) -> None:
-        """Report which rank is late, and end the process with exit code 1."""
+        """Report the stacks and, if this rank reads, which rank is late. End the process with exit code 1."""
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
         if not reads(self._rank, self._world):
-            time.sleep(GRACE)  # the timer ends this process, after the reports of those that read
+            time.sleep(GRACE - BEAT)  # if this rank ended first, the launcher would kill those that read
+            os._exit(1)
         first = self._beats()
         time.sleep(SILENT)
         found = verdict(first, self._beats())

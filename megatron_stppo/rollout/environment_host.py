@@ -185,7 +185,8 @@ class EnvironmentHost:
             environment = self._environments.get(index)
             known = isinstance(environment, CompletionEnvironment)
             calls = getattr(environment, "tool_calls", 0) if known else 0
-            return Answer(index, failure=kind, tool_calls=calls, detail=one_line(detail))
+            counted = calls if type(calls) is int and calls > 0 else 0
+            return Answer(index, failure=kind, tool_calls=counted, detail=one_line(detail))
 
         async with self._semaphore:
             try:

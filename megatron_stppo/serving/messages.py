@@ -22,7 +22,7 @@ from megatron_stppo.sharding.mlp_spans import LayerSpec
 from megatron_stppo.types import Task, Trajectory
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
-# payloads.limit_of is larger where episodes can be
+# payloads.limit_of is larger where an episode can be
 
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -66,11 +66,13 @@ def message_limit(max_context: int, routes_bytes: int = 0, histories: int = 1) -
 def limit_of(config: Config, shape: ModelShape) -> int:
     """Return the size limit of a run's messages in bytes. Trainer and replicas compute the same one.
 
-    An agent's episode has at most one history per turn.
+    An agent's episode has at most one history per turn, others have one.
     """
+    e = config.environment
+    histories = e.max_turns if e.kind == "agent" else 1
     routes = shape.layers * shape.experts_per_token * dtype_of(shape.experts).itemsize
     of_token = routes if config.replays_rollout else 0
-    return max(MOST_BYTES, message_limit(config.max_context, of_token, config.environment.max_turns))
+    return max(MOST_BYTES, message_limit(config.max_context, of_token, histories))
 
 
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:

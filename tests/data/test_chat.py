@@ -12,7 +12,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.chat import CLOSE, OPEN, encode_chat, encode_chats, encode_plain, unused_opening
+from megatron_stppo.data.chat import (
+    CLOSE,
+    OPEN,
+    encode_chat,
+    encode_chats,
+    encode_marked,
+    encode_plain,
+    unused_opening,
+)
 from megatron_stppo.types import Message
 from tests.rollout.tiny import TEMPLATE
 
@@ -173,3 +181,10 @@ def test_marks_are_short_and_differ_from_text_that_imitates_them() -> None:
     plain = encode_plain(tokenizer, text)
     ids = encode_chat(tokenizer, [Message("user", text)])
     assert any(ids[i : i + len(plain)] == plain for i in range(len(ids)))
+
+
+def test_a_text_like_a_mark_that_is_none_stays_text() -> None:
+    """A template that joins two messages directly could form one."""
+    tokenizer, end = TOKENIZERS["qwen"]
+    mark, forged = f"{OPEN}0{OPEN}0{CLOSE}", f"{OPEN}0{OPEN}5{CLOSE}"
+    assert encode_marked(tokenizer, mark + forged, {mark: end}) == encode_plain(tokenizer, end + forged)

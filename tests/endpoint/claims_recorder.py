@@ -191,7 +191,7 @@ def test_a_completion_leaves_nothing_of_the_conversation_but_its_tokens(world: W
     one = recorder(world)
     asked(one, ask := chat(user("a"), return_token_ids=False, tools=[TOOL]))
     reply = answered(one, "b")
-    assert (ask.messages, ask.units, ask.tools, ask.request) == ([], (), [], None)
+    assert (ask.kind, ask.messages, ask.units, ask.tools, ask.request) == (None, [], (), [], None)
     assert reply.prompt_ids == () and reply.usage.prompt_tokens == reply.prompt_tokens > 0
 
 

@@ -191,3 +191,10 @@ def test_any_value_of_any_field_is_accepted_or_refused_in_one_line(world: World)
         ):
             said = refusal(lambda m=message: chat(messages=[m]))
             assert said == "not refused" or said.startswith("400 "), (message, said)
+
+
+def test_arguments_of_a_call_with_half_a_surrogate_pair_stay_text(world: World) -> None:
+    function = {"name": "f", "arguments": '{"q": "\\ud83d"}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    (message,) = template_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert message["tool_calls"][0]["function"]["arguments"] == function["arguments"]

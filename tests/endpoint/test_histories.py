@@ -67,3 +67,11 @@ def test_a_history_of_another_kind_is_not_continued() -> None:
 def test_a_request_shorter_than_a_history_continues_none() -> None:
     assert two_turns().place("chat", "abX") == Match(1, 3, (1, 2, 7, 8), False)
     assert two_turns().place("chat", "ab") == Match(1, 0, (), False), "a retry, or a second sample"
+
+
+def test_a_completion_without_units_is_never_continued() -> None:
+    histories = Histories()
+    record(histories, "ab", "X", [1, 2], [7, 8])
+    record(histories, "abXc", "", [3], [9])
+    for asked in ("abXc", "abXcd"):
+        assert histories.place("chat", asked) == Match(1, 3, (1, 2, 7, 8), False), "after X"

@@ -158,6 +158,7 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     assert alone.pop("evaluate/tokens_per_second") > 0
     assert alone == {name: during[name] for name in alone}
     assert {"evaluate/exact_match", "evaluate/episodes"} <= alone.keys()
+    assert alone["evaluate/overlong_prompts"] == 0
 
     hf = config.parent / "hf"
     done = small_run.run_command(("convert", "to-hf", str(config), "latest", str(hf), *overrides))

@@ -201,7 +201,7 @@ def test_the_limit_of_a_run_holds_an_agents_histories_and_their_experts() -> Non
         return Config(
             model=ModelConfig(path=Path("model")),
             rollout=RolloutConfig(max_context=context),
-            environment=EnvironmentConfig(max_turns=turns),
+            environment=EnvironmentConfig(kind="agent", agent="mine:play", max_turns=turns),
             algorithm=AlgorithmConfig(routing_replay=routes),
         )
 
@@ -209,6 +209,8 @@ def test_the_limit_of_a_run_holds_an_agents_histories_and_their_experts() -> Non
     assert limit_of(config(90_000, 50), shape) == 50 * 90_000 * 32 + 2**22
     routed = config(90_000, 50, "rollout")
     assert limit_of(routed, shape) == 50 * 90_000 * (32 + 752) + 2**22
+    alone = routed.model_copy(update={"environment": EnvironmentConfig(max_turns=50)})
+    assert limit_of(alone, shape) == 90_000 * (32 + 752) + 2**22, "one history"
     many = replace(shape, experts=256)
     assert limit_of(routed, many) == 50 * 90_000 * (32 + 4 * 752) + 2**22, "numbers of 4 bytes"
 

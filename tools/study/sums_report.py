@@ -41,8 +41,10 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def turn_tokens(rows: Sequence[Row]) -> str:
-    """Return a sentence about the mean length of a turn: of an iteration, the lowest and the highest."""
-    of = [r["rollout/response_tokens"] / r["rollout/turns"] for r in rows if r["rollout/turns"]]
+    """Return a sentence about the mean length of a turn in the declared runs: of an iteration, the lowest and
+    the highest."""
+    declared = [r for r in rows if r["algorithm"] in LAG_ARMS and r["rollout/turns"]]
+    of = [r["rollout/response_tokens"] / r["rollout/turns"] for r in declared]
     if not of:
         return "The runs have no turns."
     middle = statistics.fmean(of)
