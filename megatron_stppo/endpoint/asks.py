@@ -119,8 +119,7 @@ def _common(given: Mapping[str, Any], request: ChatCompletionRequest | Completio
     for name, value in limits.items():
         if value < 1:
             raise Refusal(400, f"{name}: must be at least 1")
-    stop = request.stop or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
         raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return {
