@@ -74,7 +74,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             loaded = json.loads(arguments)
-            json.dumps(loaded, ensure_ascii=False).encode()  # not half a surrogate pair ("\\ud83d")
+            json.dumps(loaded, ensure_ascii=False).encode()  # not half a surrogate pair ("\ud83d")
             arguments = loaded
         except (ValueError, RecursionError):  # the policy wrote it: it stays as it is
             pass

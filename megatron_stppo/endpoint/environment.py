@@ -39,6 +39,7 @@ class AgentEnvironment:
 
     @property
     def tool_calls(self) -> int:
+        """Calls of tools that the last completion made."""
         return 0 if self._session is None else self._recorder.tool_calls
 
     async def reset(self, task: Task, seed: int) -> Request:

@@ -157,7 +157,7 @@ class Recorder:
             parsed = self._rules.parser(self._rules.tokenizer, ask.request.tools).extract_tool_calls(
                 text, ask.request
             )
-            for call in parsed.tool_calls:  # half a surrogate pair in JSON ("\\ud83d") cannot be sent
+            for call in parsed.tool_calls:  # half a surrogate pair in JSON ("\ud83d") cannot be sent
                 f"{call.function.name}{call.function.arguments}".encode()
         except Exception:  # the policy may write anything, and a parser may fail: then it has called no tool
             log.warning("vLLM's tool parser failed on a completion", exc_info=True)

@@ -133,7 +133,7 @@ class Watchdog:
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
-        if not reads(self._rank, self._world):
+        if not is_reader(self._rank, self._world):
             time.sleep(GRACE - BEAT)  # if this rank ended first, the launcher would kill those that read
             os._exit(1)
         first = self._beats()
@@ -152,7 +152,7 @@ def _say(text: str) -> None:
         print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
 
 
-def reads(rank: int, world: int) -> bool:
+def is_reader(rank: int, world: int) -> bool:
     """Return whether a rank reads the heartbeats of all. Example: all of 64 ranks; every 16th of 1,024."""
     return rank % -(-world // READERS) == 0
 

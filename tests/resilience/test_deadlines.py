@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.resilience.deadlines import Beat, place, read, reads, verdict
+from megatron_stppo.resilience.deadlines import Beat, is_reader, place, read, verdict
 from tests.resilience import in_step
 
 START = """
@@ -168,7 +168,7 @@ def test_the_rank_that_others_wait_for_is_named(after: list[Beat | None], said: 
 
 def test_of_many_ranks_some_read_all_heartbeats() -> None:
     for world, count in ((1, 1), (4, 4), (64, 64), (100, 50), (1024, 64)):
-        assert sum(reads(rank, world) for rank in range(world)) == count
+        assert sum(is_reader(rank, world) for rank in range(world)) == count
 
 
 def test_the_reported_place_is_the_innermost_frame_of_the_package() -> None:
