@@ -16,9 +16,9 @@ Place = tuple[float, int]  # rate and lag
 Contrast = tuple[float, str, str]  # rate, left and right arm
 PAIRS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"), ("st_ppo", "s_ppo"))
 RATES = sorted({rate for rate, _ in SUMMED.values()})
-# Contrasts of the mean over the lags: the declared ones, and the one declared after the results at 6e-4.
+# Contrasts of the mean over the lags: the declared ones, and those declared when results of `s_ppo` were known.
 CONTRASTS = [(rate, left, right) for rate in RATES for left, right in PAIRS]
-ADDED = [(6e-4, "s_ppo", "kl")]
+ADDED = [(rate, "s_ppo", "kl") for rate in RATES]
 KNOWN = 7  # the seed of which four results were known when the contrasts were declared
 
 
@@ -35,7 +35,7 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     none = ["No declared contrast has runs of both arms at both lags yet."]
     lines += contrast_table(found, CONTRASTS) or none
     if later := contrast_table(found, ADDED):
-        lines += ["", "Declared after the results at 6e-4 were known:", "", *later]
+        lines += ["", "Declared when the results of `s_ppo` were known:", "", *later]
     cells = [arm_cells(arm, found[arm], places) for arm in found]
     return lines, ["", "Third task:", "", *table(head, cells)]
 
