@@ -16,7 +16,7 @@ Place = tuple[float, int]  # rate and lag
 Contrast = tuple[float, str, str]  # rate, left and right arm
 PAIRS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"), ("st_ppo", "s_ppo"))
 RATES = sorted({rate for rate, _ in SUMMED.values()})
-# Contrasts of the mean over the lags: the declared ones, and those declared when results of `s_ppo` were known.
+# Contrasts of the mean over the lags: the declared ones, and those declared when `s_ppo` had its results.
 CONTRASTS = [(rate, left, right) for rate in RATES for left, right in PAIRS]
 ADDED = [(rate, "s_ppo", "kl") for rate in RATES]
 KNOWN = 7  # the seed of which four results were known when the contrasts were declared
