@@ -113,6 +113,8 @@ ARMS: dict[str, Fields] = BASELINES | {
 LAG_ARMS: dict[str, Fields] = BASELINES | {
     "open_loop_4": {"preset": "open_loop", "rate": "open_loop", "rate_profile": PROFILE[:4]} | CONTROLLED,
 }
+# An arm of the third task, whose turns are five times as long: this target allows the same KL per turn.
+ADDED_ARMS: dict[str, Fields] = {"kl_low": ARMS["kl"] | {"rate_kl": 0.002}}
 # The second family: each changes one thing of ppo, or of s_ppo.
 OTHERS: dict[str, Fields] = {
     "select_turn": {"preset": "select_turn", "select": "turn", "select_bound": 0.04} | CONTROLLED,
@@ -130,6 +132,7 @@ GROUPS = {
     "baselines": BASELINES,
     "arms": ARMS,
     "lag_arms": LAG_ARMS,
+    "added_arms": ADDED_ARMS,
     "others": OTHERS,
 }
 ALGORITHMS = {name: fields for group in GROUPS.values() for name, fields in group.items()}

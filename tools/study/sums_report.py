@@ -18,7 +18,7 @@ PAIRS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"), ("s
 RATES = sorted({rate for rate, _ in SUMMED.values()})
 # Contrasts of the mean over the lags: the declared ones, and those declared when `s_ppo` had its results.
 CONTRASTS = [(rate, left, right) for rate in RATES for left, right in PAIRS]
-ADDED = [(rate, "s_ppo", "kl") for rate in RATES]
+ADDED = [(3e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl_low"), (6e-4, "kl_low", "kl")]
 KNOWN = 7  # the seed of which four results were known when the contrasts were declared
 
 
