@@ -9,15 +9,20 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_stppo.config import Config, ConfigError, peft_folder
+from megatron_stppo.config import AlgorithmConfig, Config, ConfigError, peft_folder
 from megatron_stppo.messages import did_you_mean
 
 MAX_BYTES = 65_536  # largest configuration file
 MAX_SHOWN = 200  # characters of a wrong value in a message
+PRESET = "algorithm.preset="
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `a.b=value` overrides, check every field. Raises ConfigError."""
+    """Read a YAML file, apply `a.b=value` overrides, check every field. Raises ConfigError.
+
+    An override of algorithm.preset also replaces the fields that have the values of the file's preset. So it
+    works with a run's config.yaml, which has all fields.
+    """
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -37,7 +42,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(
             f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
         )
-    for override in overrides or []:
+    for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
+        if override.startswith(PRESET):
+            _forget_row(raw)
         _override(raw, override)
     return validate(raw)
 
@@ -135,6 +142,21 @@ def _override(raw: dict[str, Any], text: str) -> None:
         node[last] = _number(parse(value))
     except NOT_YAML:
         raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
+
+
+def _forget_row(raw: dict[str, Any]) -> None:
+    """Remove the algorithm's fields that have the values of its preset, so that another preset sets them."""
+    section = raw.get("algorithm")
+    if not isinstance(section, dict):  # reported when the fields are checked
+        return
+    own = {"preset": section["preset"]} if "preset" in section else {}
+    try:
+        row = AlgorithmConfig.model_validate(own).model_dump(mode="json")
+    except ValidationError:  # the preset is not known, and is about to be replaced
+        return
+    raw["algorithm"] = {
+        name: value for name, value in section.items() if name not in row or value != row[name]
+    }
 
 
 def _number(value: Any) -> Any:

@@ -51,6 +51,34 @@ def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
+@pytest.mark.parametrize("name", ["kl", "grpo", "open_loop", "gspo", "st_ppo"])
+def test_another_preset_replaces_what_a_dumped_configuration_has_from_its_own(
+    name: str, tmp_path: Path
+) -> None:
+    chosen = ["algorithm.clip_high=0.3", "algorithm.kl_coefficient=0"]
+    dumped = written(tmp_path, load(minimal(tmp_path), ["algorithm.preset=st_ppo", *chosen]).dump())
+    (tmp_path / "new").mkdir()
+    expected = load(minimal(tmp_path / "new"), [f"algorithm.preset={name}", *chosen]).algorithm
+    assert load(dumped, [f"algorithm.preset={name}"]).algorithm == expected, "what was chosen stays"
+
+
+def test_an_override_wins_over_the_preset_of_a_later_one(tmp_path: Path) -> None:
+    dumped = written(tmp_path, load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).dump())
+    mixed = load(dumped, ["algorithm.segments=turn", "algorithm.preset=kl"]).algorithm
+    assert (mixed.segments, mixed.correction, mixed.rate) == ("turn", "off", "kl")
+
+
+@pytest.mark.parametrize("own", ["preset: none", "preset: [1]", "clip_low: 0.1"])
+def test_a_preset_that_is_not_known_can_be_replaced(own: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"model: {{path: m}}\nalgorithm: {{{own}}}\n")
+    assert load(path, ["algorithm.preset=ppo"]).algorithm.rate == "constant"
+
+
+def test_a_preset_is_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm: preset=\[1\] is not known; choose from "):
+        load(minimal(tmp_path), ["algorithm.preset=[1]"])
+
+
 def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
     given = load(minimal(tmp_path)).algorithm
     assert given == AlgorithmConfig() == AlgorithmConfig(preset="kl")

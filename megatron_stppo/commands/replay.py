@@ -57,7 +57,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     shape = read_shape(config.model.path)
     mesh, first_rank = process.start(config), process.rank() == 0
     with timed("models", first_rank):
-        learner = build_learner(config, shape, mesh, process.dtype(config))
+        learner = build_learner(attempts.as_begun(config, run), shape, mesh, process.dtype(config))
     state = _start(learner, run, start) if start else {"iteration": 0}
     first = int(state["iteration"])
     done = [n for n in source.recorded(run) if first < n <= config.run.iterations]

@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
         if not isinstance(given, dict):
             return given
         preset = given.get("preset", cls.model_fields["preset"].default)
-        if preset not in VARIANTS:
+        if not isinstance(preset, str) or preset not in VARIANTS:
             remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
             raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}

@@ -187,7 +187,7 @@ def actor_step(
     ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     to_old = sums["kl_to_old"] * per_token
-    factor = _rate_scale(actor, loss, ratios, to_old, index, steps) if finite else 1.0
+    factor = _rate_scale(actor, loss, ratios, to_old, index, steps) if finite else memory.rate_scale
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
     on_rate = factor if on_gradient else scale * factor
     finite = finite and math.isfinite(bias_norm)

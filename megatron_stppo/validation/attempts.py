@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config
-from megatron_stppo.config_file import NOT_YAML, parse
+from megatron_stppo.config_file import NOT_YAML, load, parse
 
 CONFIG = "config.yaml"
 
@@ -28,6 +29,18 @@ def record(config: Config, rank: int) -> None:
     )
     with replacing(folder / CONFIG) as scratch:
         scratch.write_text(config.dump(), encoding="utf-8")
+
+
+def as_begun(config: Config, run: Path) -> Config:
+    """Return `config` with the run.iterations with which the run in the folder `run` began.
+
+    Its warm-up is a share of them: later attempts may add iterations, but do not change it.
+    """
+    first = run / "configs" / "attempt-1.yaml"
+    if not first.exists():
+        return config
+    iterations = load(first).run.iterations
+    return config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations})})
 
 
 def say_changes(config: Config) -> None:

@@ -56,7 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "update": {
         "minibatches": 2,
-        "actor": {"lr": 1e-3, "warmup_fraction": 0},
+        "actor": {"lr": 1e-3, "warmup_fraction": 0.25},  # 4 of 16 steps; the replay has run.iterations=3
         "critic": {"lr": 1e-3, "warmup_fraction": 0},
     },
 }
@@ -202,7 +202,8 @@ def test_batches_replayed_without_an_engine_give_the_same_steps_on_other_ranks_a
     config: Path, replayed: Path, no_engine: str
 ) -> None:
     given = ("run.name=again", "run.iterations=3", "run.nonfinite_budget=1", "--records", "batches")
-    done = command(config.parent, 1, "replay", str(replayed), *given, path=no_engine)
+    warm_up = "update.actor.warmup_fraction=0.6"  # 4 of the 6 steps with which `replayed` began
+    done = command(config.parent, 1, "replay", str(replayed), *given, warm_up, path=no_engine)
     assert done.returncode == 93, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron-stppo: 2 steps")]
     assert "2 steps were not finite, run.nonfinite_budget=1; the last batch: reward_T: 1 of" in line

@@ -27,5 +27,6 @@ def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(t
     assert memories[4].norm_mean == pytest.approx(sum(norms) / 2)
     assert 0 < first["actor/correction_scale"] < 1
     assert (skipped["actor/skipped"], skipped["actor/effective_lr"]) == (1, 0)
+    assert skipped["actor/rate_scale"] == pytest.approx(scales[0]), "the factor of the last step"
     assert (held["actor/held"], held["actor/effective_lr"]) == (1, 0)
     assert 0 < first["actor/effective_lr"] < 5e-3 * first["actor/rate_scale"]
