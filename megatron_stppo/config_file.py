@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -139,9 +139,14 @@ def _override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown}: {part!r} is a value, not a section; remove what follows it")
     try:
-        node[last] = _number(parse(value))
+        given = parse(value)
     except NOT_YAML:
         raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
+    if not _is_text([*path, last]):
+        given = _number(given)
+    elif not isinstance(given, str | None):  # a name such as 2026-11-25, which is a date in YAML
+        given = value
+    node[last] = given
 
 
 def _forget_row(raw: dict[str, Any]) -> None:
@@ -179,6 +184,8 @@ def _explain(error: Any) -> str:
         return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
     if error["type"] == "missing":
         return f"{where}: missing; add it to the file or give {where}=VALUE"
+    if error["type"] == "string_type":
+        return f"{where}={_short(repr(error['input']))}: is not text; give text, in the file in quotes"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # its message already has the value, if it may be shown
         return f"{where}: {message}"
@@ -186,7 +193,20 @@ def _explain(error: Any) -> str:
 
 
 def _fields(path: list[str]) -> list[str]:
+    return list(_annotation(path).model_fields)
+
+
+def _is_text(path: list[str]) -> bool:
+    """Return whether a field has text or a path as its value, or none."""
+    try:
+        annotation = _annotation(path)
+    except (AttributeError, KeyError):  # no such field: reported when the fields are checked
+        return False
+    return set(get_args(annotation) or [annotation]) <= {str, Path, type(None)}
+
+
+def _annotation(path: list[str]) -> Any:
     model: Any = Config
     for part in path:
         model = model.model_fields[part].annotation
-    return list(model.model_fields)
+    return model

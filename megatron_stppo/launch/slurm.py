@@ -16,6 +16,7 @@ FIRST_PORT, PORTS = 20_000, 10_000
 STEPS_APART = (
     997  # ports between two steps of a job, so that they are rarely those of another job on the node
 )
+INTERACTIVE = "4294967290"  # SLURM_STEP_ID of the shell that salloc starts on a node (slurm.h)
 LOOPBACK = "127.0.0.1"  # address of the store when all ranks are on one node
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The only variables that a log may contain: the environment also holds secrets.
@@ -106,18 +107,20 @@ def logged_variables(environment: Mapping[str, str]) -> str:
 
 
 def _in_batch_script(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is the batch script itself.
+    """Return whether this process is the batch script itself, or salloc's shell on a node.
 
-    Slurm sets the variables of task 0 there too, but no SLURM_STEP_ID. SLURM_NTASKS is then the number of
-    tasks that srun will start.
+    Slurm sets the variables of task 0 there too, but no SLURM_STEP_ID, or that of the interactive step.
+    SLURM_NTASKS is then the number of tasks that srun will start.
     """
-    return "SLURM_GTIDS" in environment and "SLURM_STEP_ID" not in environment
+    return "SLURM_GTIDS" in environment and environment.get("SLURM_STEP_ID") in (None, INTERACTIVE)
 
 
 def _check_torchrun(environment: Mapping[str, str]) -> None:
     tasks = environment.get("SLURM_NTASKS", "1")
     if "RANK" not in environment and _in_batch_script(environment) and tasks != "1":
-        raise ConfigError(f"SLURM_NTASKS={tasks}, but this is the batch script itself; start it with srun")
+        raise ConfigError(
+            f"SLURM_NTASKS={tasks}, but this is the batch script itself or salloc's shell; start it with srun"
+        )
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return
     given = "RANK" if "RANK" in environment else "WORLD_SIZE"

@@ -34,7 +34,7 @@ LIMITS = (
     Limit("max_retired_pages", 60, "pages", "GPUs before Ampere only; later ones remap rows"),
     Limit("min_write", 0.5, "GB/s", "actor and critic of 7B: 14 bytes per parameter, 210 GB per checkpoint"),
     Limit("min_read", 0.5, "GB/s", "the same, to resume"),
-    Limit("min_free_space", 500.0, "GB", "two checkpoints of such a run, and records"),
+    Limit("min_free_space", 700.0, "GB", "three checkpoints of such a run, and records"),
     Limit("max_visible", 10.0, "s", "until a node sees the files of all other nodes"),
     Limit(
         "max_skew",

@@ -251,7 +251,10 @@ class Engine:
             if done is not None:
                 finished.append(done)
                 stopped += [output.request_id] if done.reason == "stop" else []
-        self._core.abort_requests(stopped)  # vLLM gets no stop strings and would continue
+        # vLLM gets no stop strings and would continue. Of several at once it makes a set, whose order differs
+        # between processes, and frees their cache in this order: the schedulers of two ranks would diverge.
+        for request in stopped:
+            self._core.abort_requests([request])
         return finished
 
     def _output(self) -> list[EngineCoreOutput]:

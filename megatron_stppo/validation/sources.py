@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.validation import lora
 from megatron_stppo.validation.attempts import CONFIG
@@ -60,8 +61,14 @@ def has_start(config: Config) -> bool:
 
 def check_left(config: Config, source: Path, start: str) -> None:
     """Raise ConfigError if the checkpoint `start` of `source` was written after run.iterations or more."""
-    steps = [int(path.name.removeprefix("step_")) for path in (source / "checkpoints").glob("step_[0-9]*")]
-    done = max(steps) if start == "latest" else int(start.removeprefix("step_"))
+    folder = source / "checkpoints"
+    if start != "latest":
+        done = step_folder.number(start)
+    else:  # the one that is loaded, if it is readable
+        try:
+            done = step_folder.latest(folder)
+        except step_folder.Damaged:
+            done = step_folder.found(folder)[0]
     if done >= config.run.iterations:
         raise ConfigError(
             f"run.iterations={config.run.iterations}: --start={start} of {source} has finished "

@@ -18,6 +18,7 @@ TASK = {
     "SLURM_GTIDS": "8,9,10,11,12,13,14,15",
 }
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0", "SLURM_JOB_ID": "4711"}
+INTERACTIVE = BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -64,7 +65,14 @@ def test_variables_set_by_torchrun_or_the_user_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "alone", [{}, BATCH_SCRIPT, BATCH_SCRIPT | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "8"}]
+    "alone",
+    [
+        {},
+        BATCH_SCRIPT,
+        BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+        INTERACTIVE | {"SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "8"},
+    ],
 )
 def test_a_process_without_a_launcher_stays_a_single_rank(alone: dict[str, str]) -> None:
     assert torchrun_variables(alone) == {}
@@ -98,6 +106,10 @@ def test_the_first_host_of_a_list_is_read(nodes: str, host: str) -> None:
         (TASK | {"SLURM_STEP_NODELIST": "$(id)"}, "is not a list of hosts"),
         (TASK | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but srun sets 16; unset WORLD_SIZE"),
         (BATCH_SCRIPT | {"SLURM_NTASKS": "64"}, "SLURM_NTASKS=64, but this is the batch script itself"),
+        (
+            INTERACTIVE | {"SLURM_NTASKS": "8"},
+            "SLURM_NTASKS=8, but this is .* or salloc's shell; start it with",
+        ),
         ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
         (stop, _generate(engine, PROMPTS[:1], 64, temperature=TEMPERATURE, stop_strings=(stop,))[0])
         for stop in stops
     ]
+    seen["freed"] = _freed(engine, stops[0])
     seen["ended"] = _generate(engine, PROMPTS * 8, 64, temperature=1.0)
     seen["full"] = _generate(engine, [LONG * 2], 999, temperature=1.0)
     seen["long"] = _generate(engine, [LONG], 4, temperature=0.0)
@@ -84,6 +86,19 @@ def _generate(
     return [finished[str(number)] for number in range(len(prompts))]
 
 
+def _freed(engine: Any, stop: str) -> list[list[list[str]]]:
+    """Stop 8 equal requests in one step. Return, for each step, what each call gave vLLM to free."""
+    options = {"seed": 0, "max_tokens": 64, "temperature": TEMPERATURE, "stop_strings": (stop,)}
+    for number in range(8):
+        engine.add(str(number), PROMPTS[0], **options)
+    steps = []
+    while engine.unfinished:
+        with mock.patch.object(engine._core, "abort_requests", wraps=engine._core.abort_requests) as freed:
+            engine.step()
+        steps.append([list(call.args[0]) for call in freed.call_args_list])
+    return [calls for calls in steps if calls]
+
+
 def _stop_strings(engine: Any, finished: Finished) -> list[str]:
     """Return pairs of characters at the border of two successive tokens of a generation."""
     text = [engine.tokenizer.decode([i], skip_special_tokens=False) for i in finished.token_ids]
@@ -96,6 +111,13 @@ def _stop_strings(engine: Any, finished: Finished) -> list[str]:
 @pytest.fixture(scope="module")
 def seen(seen_alone: dict[str, Any]) -> dict[str, Any]:
     return seen_alone["engine"]
+
+
+def test_requests_that_stop_in_one_step_are_freed_one_after_the_other(seen: dict[str, Any]) -> None:
+    """vLLM makes a set of those that are freed in one call. Its order differs between processes."""
+    ((*calls,),) = seen["freed"]
+    assert [len(given) for given in calls] == [1] * 8
+    assert calls == sorted(calls), "in the order of their outputs"
 
 
 def test_greedy_tokens_are_those_of_transformers(seen: dict[str, Any], reference: Any) -> None:

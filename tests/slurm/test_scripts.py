@@ -157,6 +157,17 @@ def test_every_script_requests_the_resources_of_its_plan(script: Path) -> None:
     assert all(subprocess.run(["bash", "-n", path]).returncode == 0 for path in (script, *SHARED))
 
 
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.stem)
+def test_arguments_of_every_script_are_overrides_and_win_over_its_own(script: Path, tmp_path: Path) -> None:
+    options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
+    variables = {"PYTHON": "echo", "ROOT": str(tmp_path), "REPLICAS": "0"}
+    given = ("run.seed=7", "run.iterations=2 ")
+    with cluster.submit(tmp_path / "slurm", script, *options, arguments=given, **variables) as job:
+        job.process.wait(60)
+    log = (tmp_path / "job/attempts/latest/rank-0.log").read_text()
+    assert log.endswith(" run.seed=7 run.iterations=2 \n"), log
+
+
 def test_every_plan_has_a_script() -> None:
     colocated = {path.stem for path in BATCH if not path.stem.endswith(ASYNCHRONOUS)}
     assert colocated == set(GPUS) - {"qwen2.5-72b"}
@@ -191,6 +202,7 @@ def test_the_check_of_the_nodes_runs_on_two_ranks_and_the_job_ends_with_its_code
         options = ("--nodes=1", "--ntasks-per-node=2")
         with cluster.submit(tmp_path / f"slurm-{name}", CHECK, *options, arguments=given, **variables) as job:
             codes[name] = job.process.wait(300)
+        assert "--wait=120 --wait=0 " in (job.folder / "steps").read_text(), "srun takes the last one"
         assert "all-reduce within a node" in (job.folder / "job.out").read_text(), (
             "the table is in the job's output"
         )

@@ -13,7 +13,7 @@ from megatron_stppo.config_file import load
 from megatron_stppo.validation import serving
 from megatron_stppo.validation.checks import check_checkpoint
 from megatron_stppo.validation.run_folder import check_new, check_resume, finished
-from megatron_stppo.validation.sources import check_replay, check_source
+from megatron_stppo.validation.sources import check_left, check_replay, check_source
 
 # Of a checkpoint of an asynchronous run, in which 96 groups were trained on and 32 are open.
 BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "lengths": {}}
@@ -155,3 +155,15 @@ def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_
     check_source(config, "--from", other, "step_3")
     config.run.folder.joinpath("trajectories/iteration-00001.jsonl").mkdir(parents=True)
     assert "holds trajectories; give another run.name" in said("rollouts", other)
+
+
+def test_what_is_left_is_counted_from_the_checkpoint_that_is_loaded(path: Path, tmp_path: Path) -> None:
+    config, folder = load(path, ["run.iterations=5"]), tmp_path / "checkpoints"
+    for name in ("step_3", "step_5", "step_6.tmp-0"):
+        (folder / name).mkdir(parents=True)
+    check_left(config, tmp_path, "step_3")
+    for start in ("latest", "step_5"):
+        with pytest.raises(ConfigError, match=rf"--start={start} of .* has finished 5 iterations"):
+            check_left(config, tmp_path, start)
+    (folder / "LATEST").write_text("step_3")
+    check_left(config, tmp_path, "latest")
