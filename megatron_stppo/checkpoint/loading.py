@@ -97,7 +97,9 @@ def _agree(folder: Path, step: int | None) -> Path | None:
     If `step` is given, no other step is considered. Rank 0 lists the candidates, and every rank verifies its
     share of the files. Raises CheckpointError if no candidate matches its manifest.
     """
-    candidates = _candidates(folder, step) if dist.get_rank() == 0 else []
+    candidates = []
+    if dist.get_rank() == 0:
+        candidates = steps.candidates(folder) if step is None else [step]
     refused = []
     for n in decode(broadcast_bytes(encode(candidates), source=0), list[int]):
         path = folder / f"step_{n}"
@@ -110,22 +112,6 @@ def _agree(folder: Path, step: int | None) -> Path | None:
     if refused:
         raise CheckpointError(f"{folder}: no readable checkpoint; {'; '.join(refused)}")
     return None
-
-
-def _candidates(folder: Path, step: int | None) -> list[int]:
-    """Return the steps in the order in which they are tried: the one that LATEST names, then the others,
-    newest first."""
-    if step is not None:
-        return [step]
-    there = steps.found(folder)
-    if not there:
-        return []
-    try:
-        named = steps.latest(folder)
-    except Damaged as error:
-        log.warning("%s %s; the newest step is used", folder / steps.LATEST, error)
-        return there
-    return [named, *(n for n in there if n != named)]
 
 
 def _fault(path: Path) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ import msgspec
 from megatron_stppo.atomic_replace import replace_folder, replacing
 from megatron_stppo.messages import one_line
 
+log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST, EPISODES = "state.json", "MANIFEST.json", "LATEST", "episodes.msgpack"
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
@@ -108,6 +110,20 @@ def found(folder: Path) -> list[int]:
     return sorted(
         (int(match[1]) for p in folder.iterdir() if (match := STEP.fullmatch(p.name))), reverse=True
     )
+
+
+def candidates(folder: Path) -> list[int]:
+    """Return the steps in the order in which they are tried: the one that LATEST names, then the others,
+    newest first."""
+    there = found(folder)
+    if not there:
+        return []
+    try:
+        named = latest(folder)
+    except Damaged as error:
+        log.warning("%s %s; the newest step is used", folder / LATEST, error)
+        return there
+    return [named, *(n for n in there if n != named)]
 
 
 def number(name: str) -> int:

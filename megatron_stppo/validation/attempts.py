@@ -35,6 +35,7 @@ def as_begun(config: Config, run: Path) -> Config:
     """Return `config` with the run.iterations with which the run in the folder `run` began.
 
     Its warm-up is a share of them: later attempts may add iterations, but do not change it.
+    Raises ConfigError if the configuration of the run's first attempt cannot be read.
     """
     first = run / "configs" / "attempt-1.yaml"
     if not first.exists():

@@ -61,14 +61,8 @@ def has_start(config: Config) -> bool:
 
 def check_left(config: Config, source: Path, start: str) -> None:
     """Raise ConfigError if the checkpoint `start` of `source` was written after run.iterations or more."""
-    folder = source / "checkpoints"
-    if start != "latest":
-        done = step_folder.number(start)
-    else:  # the one that is loaded, if it is readable
-        try:
-            done = step_folder.latest(folder)
-        except step_folder.Damaged:
-            done = step_folder.found(folder)[0]
+    latest = start == "latest"
+    done = step_folder.candidates(source / "checkpoints")[0] if latest else step_folder.number(start)
     if done >= config.run.iterations:
         raise ConfigError(
             f"run.iterations={config.run.iterations}: --start={start} of {source} has finished "

@@ -109,8 +109,8 @@ def always_noticed(root: Path, examples: int, random_seed: int) -> int:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(loading.__name__).addHandler(handler)
-    logging.getLogger(loading.__name__).propagate = False
+    logging.getLogger(loading.__package__).addHandler(handler)
+    logging.getLogger(loading.__package__).propagate = False
     one_per_step = st.tuples(*(st.none() | damages(step) for step in STEPS))
     pointer = st.none() | st.just(b"-") | st.sampled_from(POINTERS) | st.binary(max_size=80)
 

@@ -61,7 +61,7 @@ class Trainer:
     def find_dead_later(self, name: str) -> None:
         """Do what the hub does when a replica's process has ended.
 
-        Gloo often finds out before. Without the hub, all 4 ranks lost the error (see abandon.py) in 4 of 85
+        Gloo often finds out before. Without the hub, all 4 ranks lost the error (see abandon.py) in 4 of 86
         syncs and waited for the timeout.
         """
 
