@@ -34,13 +34,15 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
         *curve("rate_24", "s_ppo", 5, 0.125, scale=0.5),
         *curve("rate_6", "momentum_reset", 5, 0.75),
         *curve("rate_12", "momentum_reset", 5, 0.5),
+        *curve("rate_6", "kl_low", 5, 1.0),
+        *curve("rate_12", "kl_low", 5, 1.0),
     ]
     folder, document = tmp_path / "study", tmp_path / "study.md"
     collect.merge(folder, [], rows, [])
     document.write_text(f"{BEGIN}{END}")
     report(folder, document, second_round.sections)
     lines = document.read_text().splitlines()
-    assert "9 runs of the first stage are finished, and 2 of the second family." in lines
+    assert "Finished runs: 9 of the first stage, 2 of the second family, 2 with the lower target." in lines
     assert "| arm | 0.00015 | 0.0003 | 0.0006 | 0.0012 | 0.0024 | rates at 90% of 0.75 |" in lines
     # 0.75 and 0.5: 0.625 +- 12.706 * 0.125
     assert "| `ppo` |  |  | 0.62 ± 1.59 (2) | 0.25 ± 0.00 (2) |  |  |" in lines
@@ -52,6 +54,8 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     assert "| `s_ppo` | 1 | 1.000 |  |" in lines
     # (0.75 + 0.5) / 2 / 0.75 = 0.833, less 0.667; 0.333 and 0.25: 0.292 +- 12.706 * 0.0417
     assert "| `momentum_reset` - `ppo` | 2 | 1 | +0.167 | not complete | not complete |" in lines
+    # 1 / 0.75, less 1: the best cell is one of the first stage
+    assert "| `s_ppo` - `kl_low` | 2 | 1 | -0.333 | not complete | not complete |" in lines
     assert "| `s_ppo` - `ppo` | 2 | 2 | +0.292 ± 0.529 | not complete | not complete |" in lines
     assert (folder / second_round.PICTURE).stat().st_size > 0
     assert second_round.line(rows, "s_ppo", "effective") == ([6e-4, 1.2e-3, 2.4e-3], [3e-4, 6e-4, 1.2e-3])
@@ -73,7 +77,7 @@ def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_now
     lines = second_round.sections(tmp_path, tmp_path)
     # one-sided, 11 degrees of freedom: t tables have 1.796 at 0.05 and 2.201 at 0.025
     assert line.format(12, "+0.031 ± 0.021", "0.036") in lines
-    assert "10 runs of the first stage are finished." in lines, "of the seeds 5 to 9"
+    assert any(line.startswith("Finished runs: 10 of the first stage,") for line in lines), "of the seeds 5 to 9"
     assert any(row.startswith("| `open_loop` |  |  | 0.50 ± 0.00 (5) |") for row in lines)
     alone = tmp_path / "alone"
     collect.merge(alone, [], [row for row in rows if row["seed"] == 16], [])
@@ -88,7 +92,7 @@ def test_runs_of_the_second_family_alone_have_cells_and_no_contrast(tmp_path: Pa
     rows = [*curve("rate_6", "select_turn", 5, 0.5), *curve("rate_12", "select_turn", 5, 0.25)]
     collect.merge(tmp_path, [], rows, [])
     lines = second_round.sections(tmp_path, tmp_path)
-    assert "0 runs of the first stage are finished, and 2 of the second family." in lines
+    assert "Finished runs: 0 of the first stage, 2 of the second family, 0 with the lower target." in lines
     assert "| `select_turn` |  |  | 0.50 (1) | 0.25 (1) |  | 0.0006 |" in lines
 
 

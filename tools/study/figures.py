@@ -48,6 +48,7 @@ STYLES = {
     "open_loop": ("#009e73", "-"),
     "open_loop_4": ("#009e73", "-"),
     "kl": ("#cc79a7", "-"),
+    "kl_low": ("#cc79a7", "--"),
     "ess": ("#e69f00", "-"),
     "select_turn": ("#56b4e9", "-"),
     "momentum_reset": ("#000000", "--"),

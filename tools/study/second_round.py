@@ -26,6 +26,7 @@ from tools.study.contrasts import (
     EQUIVALENCE_RATE,
     EQUIVALENCE_SEEDS,
     EQUIVALENT,
+    LOWER_TARGET,
     MARGIN,
     SECOND_FAMILY,
     SEEDS,
@@ -41,7 +42,7 @@ from tools.study.contrasts import (
     equivalence_differences,
 )
 from tools.study.figures import STYLES
-from tools.study.matrix import ARMS, OTHERS, RATES
+from tools.study.matrix import ADDED_ARMS, ARMS, OTHERS, RATES
 
 Row = dict[str, Any]
 PICTURE = "rates.png"
@@ -68,19 +69,23 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     if not rows:
         return equivalent, []
     grid = grid_of(rows)
-    later = {arm: cells for arm, cells in grid.items() if arm in OTHERS}
-    more_runs = f", and {runs_of(later)} of the second family" if later else ""
-    count = runs_of(grid) - runs_of(later)
+    first, later, lower = (
+        {arm: cells for arm, cells in grid.items() if arm in group} for group in (ARMS, OTHERS, ADDED_ARMS)
+    )
+    counts = [f"{runs_of(first)} of the first stage", f"{runs_of(later)} of the second family"]
+    counts.append(f"{runs_of(lower)} with the lower target")
     draw(grid, rows, folder / PICTURE)
-    lines = [f"{count} runs of the first stage are finished{more_runs}.", "", f"![rates]({shown / PICTURE})"]
+    lines = [f"Finished runs: {', '.join(counts)}.", "", f"![rates]({shown / PICTURE})"]
     lines += ["", *contrast_table(contrasts(grid))]
-    if more := contrasts(grid, SECOND_FAMILY):
-        lines += ["", *contrast_table(more)]
+    for pairs in (SECOND_FAMILY, LOWER_TARGET):
+        if more := contrasts(grid, pairs):
+            lines += ["", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
-    tables += ["", *area_table(grid, [arm for arm in grid if arm not in OTHERS])]
-    if later:
-        tables += ["", *area_table(grid, [arm for arm in grid if arm in {*later, "ppo", "s_ppo"}])]
+    tables += ["", *area_table(grid, list(first))]
+    for group, beside in ((later, {"ppo", "s_ppo"}), (lower, {"kl", "s_ppo"})):
+        if group:
+            tables += ["", *area_table(grid, [arm for arm in grid if arm in {*group, *beside}])]
     return lines, tables
 
 
@@ -99,7 +104,7 @@ def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
     grid: dict[str, dict[float, dict[int, float]]] = {}
     for (arm, rate, seed), curve in sorted(found.items()):
         grid.setdefault(arm, {}).setdefault(rate, {})[seed] = endpoint(curve)
-    return {arm: grid[arm] for arm in (*ARMS, *OTHERS) if arm in grid}
+    return {arm: grid[arm] for arm in (*ARMS, *ADDED_ARMS, *OTHERS) if arm in grid}
 
 
 def cell_table(grid: Grid) -> list[str]:
