@@ -84,7 +84,7 @@ $(AGENTS):
 test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
 	$(PYTEST) tests/adapters tests/commands/test_peft_package.py
 
-chaos: $(STAMP) ## try to lose a checkpoint or a task for 30 minutes; write the result to docs/reliability.md
+chaos: $(STAMP) ## try to lose a checkpoint or a task, about 40 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
 
 AUDIT := .venv-audit

@@ -153,8 +153,8 @@ class RolloutConfig(Section):
         gt=0,
         description="mean |trainer - engine| of the log-probs of tokens of the current policy version, in "
         "nats, above which the run ends; with top_p below 1 the limit is larger by -log(top_p); iterations "
-        "without such tokens are not checked, which with serving.update=complete and max_staleness above 0 "
-        "are all but the first",
+        "without such tokens are not checked; with serving.update=complete and max_staleness above 0 only "
+        "the first iteration has them",
     )
 
 

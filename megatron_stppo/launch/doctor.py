@@ -102,7 +102,7 @@ def _build(torch_version: str) -> str:
     if local == "cpu":
         return "CPU build"
     if importlib.util.find_spec("nvidia") is not None or local.startswith("cu"):
-        return "CUDA build: works on a CPU too, but is large; see README, Install"
+        return "CUDA build: works on a CPU too, but is large; see docs/install.md"
     return "build unknown"
 
 
