@@ -15,7 +15,8 @@ enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 enum SurrogateSum : int { OBJECTIVE, CLIPPED, LIVE, BIAS_SQ, GRAD_SQ, K1, K3, LOGIT_BIAS_SQ, LOGIT_GRAD_SQ, SURROGATE_SUMS };
 constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
 // Tokens + segments that one partial sum covers. On an H100, tiles of 4,096 are 5 to 15 % faster than tiles of 2,048 from
-// 4M tokens on, and up to 39 % slower with at most 0.5M tokens (docs/performance.md).
+// 4M tokens on, and up to 39 % slower with at most 0.5M tokens (docs/performance.md). Training calls the surrogate with
+// about update.logit_rows tokens (4,096), for which no size has been measured on a GPU.
 constexpr int64_t SURROGATE_TILE = 4096;
 constexpr int SURROGATE_ROWS = 4;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
 

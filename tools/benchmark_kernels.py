@@ -85,7 +85,7 @@ def sizes(device: str, quick: bool) -> Sizes:
         heads = [(2048, 151936), (3584, 152064), (5120, 151936), (8192, 128256), (7168, 129280)]
         linear = [(8192, h, v, BFLOAT16) for h, v in heads[: 1 if quick else None]]
         linear += [] if quick else [(32768, 8192, 128256 // 8, BFLOAT16)]  # a local shard, no collective
-        curve = [2**k for k in range(14, 25, 5 if quick else 2)]
+        curve = [2**k for k in range(12, 25, 4 if quick else 2)]
         gae, passes = [(64, 2048), (2048, 2048)], PASSES
         budget, tokens = 0.3, 2**22
     # one whole weight, columns of weights, norms
@@ -185,8 +185,8 @@ def surrogate_group(
         ours("fallback of ST-PPO", "torch", by_turn, segment_offsets=offsets),
         theirs("token-level PPO, eager", token_ppo),
         theirs("token-level PPO, bare", bare_ppo),
-        theirs("token-level PPO, torch.compile", torch.compile(token_ppo), missing),
-        theirs("bare, torch.compile", torch.compile(bare_ppo), missing),
+        theirs("token-level PPO, torch.compile", torch.compile(token_ppo, dynamic=False), missing),
+        theirs("bare, torch.compile", torch.compile(bare_ppo, dynamic=False), missing),
     ]
     return bench.rows(section, size, tokens, moved, variants, cold)
 

@@ -23,10 +23,9 @@ from megatron_stppo import ops
 REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would take longer than the benchmark
 IGNORED = -100
 CHUNK = 4096  # rows of logits, the default of ops.linear_logprob
-FLOAT32_SUMS = (
-    "linear_logprob",
-    "linear_loss",
-)  # sum the gradient of the weight in float32, whatever its type
+FLOAT32_LOGITS = "linear_loss, logits in float32"
+# these sum the gradient of the weight in float32, whatever its type
+FLOAT32_SUMS = ("linear_logprob", "linear_loss", FLOAT32_LOGITS)
 
 
 class Produced(torch.autograd.Function):
@@ -81,7 +80,7 @@ def vocab_rows(
         if dtype != torch.float32:
             functions["in float32"] = gather_logprob_float32
         functions["in float32, with entropy"] = gather_logprob_entropy
-        functions["torch.compile"] = missing or torch.compile(gather_logprob_float32)
+        functions["torch.compile"] = missing or torch.compile(gather_logprob_float32, dynamic=False)
         for name in passes:
             variants = [
                 vocab_variant(label, function, name, fresh, target, cotangent, reference)
@@ -167,14 +166,23 @@ def linear_rows(
                 with implementation("extension"):
                     return torch.autograd.grad(ops.linear_logprob(*given, target)[0], given, g)
 
-            def loss(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
+            def loss(
+                _: None,
+                target: Tensor = ignoring,
+                g: Tensor = cotangent,
+                given: Any = given,
+                float32_logits: bool = False,
+            ) -> Any:
                 def of_chunk(one: ops.Chunk) -> tuple[Tensor, Tensor]:
                     loss = (g[one.first : one.last] * one.logprob).sum()
                     return loss, one.logprob.detach().sum()[None]
 
                 bounds = ops.chunk_bounds(None, len(target))
                 with implementation("extension"):
-                    return torch.autograd.grad(ops.linear_loss(*given, target, bounds, of_chunk)[0], given)
+                    total, *_ = ops.linear_loss(
+                        *given, target, bounds, of_chunk, float32_logits=float32_logits
+                    )
+                    return torch.autograd.grad(total, given)
 
             def unfused(
                 _: None,
@@ -201,6 +209,9 @@ def linear_rows(
                 ),
                 Variant("logits, log_softmax + gather", unfused, reference=reference),
             ]
+            if dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU
+                run = functools.partial(loss, float32_logits=True)
+                variants.append(Variant(FLOAT32_LOGITS, run, reference=reference, ours=True))
             for name, function in linear_opponents(bench.device).items():
                 if isinstance(function, str):
                     variants.append(Variant(name, missing=function))

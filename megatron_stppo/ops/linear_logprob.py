@@ -282,13 +282,15 @@ def _kept(logits: Tensor, rows: Tensor) -> Tensor:
 def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a float32 gradient [rows, V_local] in bfloat16, written to the front of its own memory.
 
-    Rows are rounded in blocks of a sixteenth, so the temporary copies are small.
+    Rows are rounded in blocks of a sixteenth. Only the first block overlaps its own target, so only this one
+    needs a temporary copy.
     """
     rows, columns = gradient.shape
     out = gradient.view(dtype).flatten()[: rows * columns].view(rows, columns)
     step = max(1, rows // 16)
     for start in range(0, rows, step):  # the rounded rows take half the bytes of the rows before them
-        out[start : start + step] = gradient[start : start + step].to(dtype)
+        block = gradient[start : start + step]
+        out[start : start + step] = block.to(dtype) if start == 0 else block
     return out
 
 

@@ -77,7 +77,9 @@ def test_equivalence_has_a_p_value_when_all_its_seeds_are_run_and_they_count_now
     lines = second_round.sections(tmp_path, tmp_path)
     # one-sided, 11 degrees of freedom: t tables have 1.796 at 0.05 and 2.201 at 0.025
     assert line.format(12, "+0.031 ± 0.021", "0.036") in lines
-    assert any(line.startswith("Finished runs: 10 of the first stage,") for line in lines), "of the seeds 5 to 9"
+    assert any(line.startswith("Finished runs: 10 of the first stage,") for line in lines), (
+        "of the seeds 5 to 9"
+    )
     assert any(row.startswith("| `open_loop` |  |  | 0.50 ± 0.00 (5) |") for row in lines)
     alone = tmp_path / "alone"
     collect.merge(alone, [], [row for row in rows if row["seed"] == 16], [])

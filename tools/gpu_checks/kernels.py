@@ -22,7 +22,7 @@ def calls() -> dict[str, Any]:
 
     os.environ["STPPO_OPS"] = "extension"
     with torch.device(DEVICE):
-        lengths = [1, 0, 40_000, 33_000, 5, 300, 700, *[3] * 50]
+        lengths = [1, 0, 40_000, 33_000, 5, 300, 700, *[3] * 50, *[150] * 1000]  # two groups of tickets
         total = sum(lengths)
         settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=1), "with_bias": True}
         for segments in (None, offsets_of(*lengths)):
@@ -42,6 +42,11 @@ def calls() -> dict[str, Any]:
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
         ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
         ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
+        large = normal(64, 4096)  # several pieces of 16 bytes per load, several blocks
+        ops.bucket_copy([large], [large.bfloat16()])
+        ops.BucketChecksum([large], [torch.bfloat16])()
+        many = [2] * 1100  # trajectories; the offsets are checked by a kernel of its own
+        ops.gae(normal(2200), normal(2200, seed=1), offsets_of(*many), lam=0.9)
         for dtype in (torch.float32, torch.bfloat16):
             hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
             target = rows(64, 1003)[1]
@@ -76,6 +81,8 @@ def repeats() -> dict[str, Any]:
         head = [normal(n, 512).bfloat16().requires_grad_() for n in (4096, vocab)]
         labels = rows(4096, vocab)[1]
 
+        checksum = ops.BucketChecksum([logits, narrow], [torch.bfloat16] * 2)
+
         def linear_loss() -> Sequence[torch.Tensor]:
             total, *_ = ops.linear_loss(*head, labels, [0, 1500, 4096], a_third)
             return total, *torch.autograd.grad(total, head)
@@ -95,6 +102,7 @@ def repeats() -> dict[str, Any]:
             "vocab_logprob float32": lambda: logprob_and_gradient(logits, target),
             "vocab_logprob bfloat16": lambda: logprob_and_gradient(narrow, target),
             "bucket_copy": copied,
+            "bucket_checksum": lambda: [checksum()],
             "linear_loss bfloat16": linear_loss,
             "linear_logprob bfloat16": linear_logprob,
             "gae by token": lambda: ops.gae(*steps, cut, lam=0.95),

@@ -70,8 +70,8 @@ def area(endpoints: Mapping[float, float], best: float) -> float:
 def best_of(grid: Grid) -> float:
     """Return the highest mean over seeds of any arm of the first stage and rate.
 
-    The second family and the lower target came later. They do not change the areas of the first stage. Without
-    runs of that stage it is the highest of all.
+    The second family and the lower target came later. They do not change the areas of the first stage.
+    Without runs of that stage it is the highest of all.
     """
     later = {left for left, _ in (*SECOND_FAMILY, *LOWER_TARGET)} - {left for left, _ in CONTRASTS}
     first = {name: arm for name, arm in grid.items() if name not in later} or grid
