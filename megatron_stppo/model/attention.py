@@ -125,6 +125,27 @@ class Pieces:
         return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *moved)
 
 
+class Chosen(torch.autograd.Function):
+    """x[where], whose gradient is added up in float32.
+
+    In bfloat16 the gradient of keys and values of a prompt that n trajectories share would be rounded n
+    times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: Tensor) -> Tensor:
+        ctx.save_for_backward(where)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.index_select(0, where)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (where,) = ctx.saved_tensors
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
+        return total.index_add_(0, where, gradient.to(wide)).to(ctx.dtype), None
+
+
 class PackedAttention(torch.nn.Module):
     """Causal attention. forward() takes query [P, heads, D] and key, value [P, kv_heads, D], rotates queries
     and keys, and returns [P, heads * D]."""
@@ -159,7 +180,7 @@ class PackedAttention(torch.nn.Module):
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.stack([key, value], 1), group=pieces.group
             )
-            key, value = both.index_select(0, pieces.where).unbind(1)
+            key, value = Chosen.apply(both, pieces.where).unbind(1)
         attend = self._attend_cuda if query.is_cuda else self._attend_each
         return attend(query, key, value, pieces).reshape(query.shape[0], -1)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -101,7 +102,10 @@ def transformer_config(
         "persist_layer_norm": False,
         **ways[config.model.recompute],
     }
-    return TransformerConfig(**(fields | config.megatron))
+    given = dict(config.megatron)
+    if "attention_backend" in given:
+        given["attention_backend"] = AttnBackend[given["attention_backend"]]
+    return TransformerConfig(**(fields | given))
 
 
 def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:

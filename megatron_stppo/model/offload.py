@@ -7,7 +7,7 @@ offloaded tensor remains the same object: only its storage is emptied, and later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -35,6 +35,9 @@ MAY_LEAVE: dict[Offload, tuple[str, ...]] = {
 
 
 Tensors = Callable[[], Iterable[Tensor]]
+# Bytes of the largest and the smallest block of host memory. Powers of two, because torch rounds each
+# allocation of pinned memory up to one.
+LARGEST, SMALLEST = 1 << 30, 1 << 20
 
 
 class Storages:
@@ -49,7 +52,7 @@ class Storages:
         self._tensors, self._besides, self._keep = tensors, besides, keep
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []
-        self._host: list[Tensor] = []
+        self._blocks: list[Tensor] = []  # on the host
         self.here = True
 
     def find(self) -> list[torch.UntypedStorage]:
@@ -65,11 +68,12 @@ class Storages:
         self.here, self._storages = False, self.find()
         self._sizes = [storage.nbytes() for storage in self._storages]
         if self._keep:
-            if [len(host) for host in self._host] != self._sizes:
-                pinned = torch.cuda.is_available()
-                self._host = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in self._sizes]
-            for storage, host in zip(self._storages, self._host, strict=True):
-                host.copy_(_bytes(storage), non_blocking=True)
+            sizes, pinned = block_sizes(sum(self._sizes)), torch.cuda.is_available()
+            if [len(block) for block in self._blocks] != sizes:
+                self._blocks = []  # frees them before others are allocated
+                self._blocks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in sizes]
+            for there, host in self._pieces():
+                host.copy_(there, non_blocking=True)
             if any(storage.device.type == "cuda" for storage in self._storages):
                 torch.cuda.synchronize()
         for storage in self._storages:
@@ -80,12 +84,36 @@ class Storages:
         if self.here:
             return
         self.here = True
-        for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+        for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-            if self._keep:
-                _bytes(storage).copy_(self._host[index], non_blocking=True)
-            else:
+            if not self._keep:
                 _bytes(storage).zero_()
+        if self._keep:
+            for there, host in self._pieces():
+                there.copy_(host, non_blocking=True)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (bytes of a storage, as many bytes of a block), in order, until all storages are covered."""
+        blocks = iter(self._blocks)
+        host = torch.empty(0, dtype=torch.uint8)
+        for there in map(_bytes, self._storages):
+            while len(there):
+                host = host if len(host) else next(blocks)
+                count = min(len(there), len(host))
+                yield there[:count], host[:count]
+                there, host = there[count:], host[count:]
+
+
+def block_sizes(total: int) -> list[int]:
+    """Return sizes of blocks that hold `total` bytes: powers of two from LARGEST to SMALLEST, in this order.
+
+    Example: 2.5 GiB and 1 byte need blocks of 1 GiB, 1 GiB, 512 MiB and 1 MiB.
+    """
+    sizes, left = [], total
+    while left > 0:
+        sizes.append(max(SMALLEST, min(LARGEST, 1 << (left.bit_length() - 1))))
+        left -= sizes[-1]
+    return sizes
 
 
 class Offloader:

@@ -40,6 +40,8 @@ def call_unless(
 
     def call() -> None:
         try:
+            if stream is not None:  # or leaving the stream's context would create a context on the first GPU
+                torch.cuda.set_device(stream.device)
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 results.append(function())
         except BaseException as error:  # raised in the caller's thread

@@ -15,10 +15,7 @@ from megatron_stppo.plan.phases import StageUse
 
 @dataclass(frozen=True)
 class HostUse:
-    """Bytes. Memory is that of the node that needs most, without what the programs themselves need.
-
-    torch can take up to twice as much for `offloaded`: it rounds blocks of pinned memory up to powers of two.
-    """
+    """Bytes. Memory is that of the node that needs most, without what the programs themselves need."""
 
     checkpoint: int  # of one step on disk
     copies: int  # the ranks' copies of what they write, while a checkpoint is saved in the background

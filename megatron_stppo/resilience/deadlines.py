@@ -188,7 +188,7 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     elif not busy:
         parts = ["all ranks wait for others"]
     elif len(busy) == len(alive):
-        parts = ["no rank waits for another"]
+        parts = ["no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen)"]
     else:
         parts = [f"rank {rank} is in {alive[rank].at}, the others wait" for rank in busy]
     where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())

@@ -49,16 +49,27 @@ class EngineRoutes:
             self._slots = runner.input_batch.block_table[0].slot_mapping.gpu
         for layer, router in enumerate(self.routers):
             router.set_capture_fn(partial(self._store, layer))
-        self._freed: dict[str, list[int]] = {}  # blocks of requests that vLLM has ended, by vLLM's id
+        # by vLLM's id: blocks of ended requests, and copies of the experts of preempted ones
+        self._freed: dict[str, list[int]] = {}
+        self._preempted: dict[str, Tensor] = {}
         self._manager: Any = None
 
     def follow(self, client: Any) -> None:
-        """Note the blocks of a request when vLLM's scheduler frees them, which may be before `read`."""
+        """Note the blocks of a request when vLLM's scheduler frees them, which may be before `read`.
+
+        With asynchronous scheduling vLLM may preempt a request whose last token is in flight. The step that
+        is being scheduled then overwrites its blocks before the token arrives. So the experts are copied,
+        after the step in flight and before the next one.
+        """
         scheduler = client.engine_core.scheduler
         self._manager, free = scheduler.kv_cache_manager, scheduler._free_request_blocks
 
         def noting(request: Any) -> None:
-            self._freed[request.request_id] = self._blocks(request.request_id)
+            key = request.request_id
+            if request.is_finished():
+                self._freed[key] = self._blocks(key)
+            elif request.num_in_flight_tokens:
+                self._preempted[key] = self._rows(self._blocks(key))
             free(request)
 
         scheduler._free_request_blocks = noting
@@ -69,10 +80,9 @@ class EngineRoutes:
         Call this before the engine's next step, which may overwrite the blocks of a request that has ended.
         Raises RolloutError if the experts of a token are unknown.
         """
-        freed = self._freed.pop(request_id, [])
-        blocks = torch.tensor(self._blocks(request_id) or freed, dtype=torch.int64)
-        slots = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()[:tokens]
-        rows = self._of_slot[slots.to(self._of_slot.device)].cpu()
+        freed, copy = self._freed.pop(request_id, []), self._preempted.pop(request_id, None)
+        blocks = self._blocks(request_id) or freed
+        rows = (self._rows(blocks) if blocks or copy is None else copy)[:tokens].cpu()
         if len(rows) < tokens or bool((rows == self._unknown).any()):
             raise RolloutError(
                 f"algorithm.routing_replay=rollout: vLLM reported no experts for some of the {tokens} tokens "
@@ -84,6 +94,7 @@ class EngineRoutes:
         """Forget all experts, when the prefix cache is dropped."""
         self._of_slot.fill_(self._unknown)
         self._freed.clear()
+        self._preempted.clear()
 
     def _store(self, layer: int, chosen: Tensor) -> None:
         self._of_slot[:, layer][self._slots[: len(chosen)]] = chosen.to(self._of_slot.dtype)
@@ -91,3 +102,9 @@ class EngineRoutes:
     def _blocks(self, request_id: str) -> list[int]:
         blocks: list[int] = self._manager.get_block_ids(request_id)[0]
         return blocks
+
+    def _rows(self, blocks: list[int]) -> Tensor:
+        """Return a copy of the experts of all tokens of these blocks: [tokens, layers, k]."""
+        first = torch.tensor(blocks, dtype=torch.int64)[:, None] * self._block
+        slots = (first + torch.arange(self._block)).flatten()
+        return self._of_slot[slots.to(self._of_slot.device)]

@@ -54,6 +54,7 @@ ARCHITECTURE = """
     moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
     moe_apply_probs_on_input
 """.split()
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # the names of megatron's AttnBackend
 DECIDED |= dict.fromkeys(ARCHITECTURE, "the architecture, which config.json in model.path determines")
 
 
@@ -70,6 +71,12 @@ def check(config: Config) -> None:
             f"megatron.moe_router_fusion=True: the fused router cannot replay experts "
             f"(algorithm.routing_replay={config.algorithm.routing_replay}); leave it out, or set "
             "algorithm.routing_replay=off"
+        )
+    backend = config.megatron.get("attention_backend", "auto")
+    if backend not in ATTENTION_BACKENDS:
+        raise ConfigError(
+            f"megatron.attention_backend={backend!r}: not a backend of TransformerEngine's attention; "
+            f"choose one of {', '.join(ATTENTION_BACKENDS)}"
         )
     for name, value in config.megatron.items():
         if name in DECIDED:

@@ -106,3 +106,23 @@ def lengths_of_tables() -> tuple[list[int], int]:
 def test_tables_of_angles_have_few_lengths() -> None:
     """megatron keeps those of 32 lengths on the device."""
     assert run_ranks(lengths_of_tables, 1) == [([1, 2, 4, 4, 8, 4096, 8192], 5)]
+
+
+def shared_gradient() -> None:
+    """A row that 64 others read, and one that none reads: each gradient is the float32 sum, rounded once."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Chosen
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 4, generator=generator).bfloat16().requires_grad_()
+    where = torch.tensor([0] * 64 + [2])
+    given = torch.randn(65, 2, 4, generator=generator).bfloat16()
+    out = Chosen.apply(x, where)
+    assert torch.equal(out, x[where])
+    (found,) = torch.autograd.grad((out * given).sum(), x)
+    assert torch.equal(found[0], given[:64].float().sum(0).bfloat16())
+    assert torch.equal(found[1:], torch.stack([torch.zeros(2, 4).bfloat16(), given[64]]))
+
+
+def test_gradients_of_shared_keys_are_added_in_float32() -> None:
+    run_ranks(shared_gradient, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_stppo.launch import process
+from megatron_stppo.model import offload
 from megatron_stppo.model.offload import Storages
 from tests.ranks import run_ranks
 from tests.update import layouts
@@ -81,3 +82,22 @@ def test_memory_that_is_not_kept_comes_back_as_zeros_and_views_stay_valid() -> N
     assert base.tolist() == [0.0] * 6 and kept.tolist() == [0.0, 1.0, 2.0]
     base[3] = 7
     assert view.tolist() == [0.0, 7.0]
+
+
+def test_storages_are_cut_into_blocks_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """26 bytes in blocks of 8, 8, 8 and 2: the second storage begins in the first and ends in the last."""
+    monkeypatch.setattr(offload, "LARGEST", 8)
+    monkeypatch.setattr(offload, "SMALLEST", 2)
+    assert offload.block_sizes(26) == [8, 8, 8, 2]
+    assert offload.block_sizes(13) == [8, 4, 2]
+    assert offload.block_sizes(0) == []
+    tensors = [torch.arange(n, dtype=torch.uint8) + first for n, first in ((6, 0), (0, 0), (19, 50), (1, 9))]
+    expected = [x.clone() for x in tensors]
+    group = Storages(lambda: tensors)
+    for _ in range(2):
+        group.leave()
+        assert [x.untyped_storage().nbytes() for x in tensors] == [0] * 4
+        group.come()
+        assert all(torch.equal(x, y) for x, y in zip(tensors, expected, strict=True))
+        tensors[2] += 1
+        expected[2] += 1

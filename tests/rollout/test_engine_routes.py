@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stppo.types import Trajectory
 from tests.ranks import run_ranks
-from tests.rollout import replaying
+from tests.rollout import preempting, replaying
 from tests.rollout.test_families import SIZES
 from tests.rollout.tiny import build_tokenizer
 from tests.update.layouts import write_model
@@ -92,6 +92,13 @@ def test_neither_preemption_nor_asynchronous_steps_change_experts(see: Any) -> N
     assert one["preempted"] > 0 and one["scheduler"] == "Scheduler"
     assert all(rank["preempted"] == 0 and rank["scheduler"] == "AsyncScheduler" for rank in ranks)
     assert kept([one]) == kept(ranks)
+
+
+def test_a_request_that_is_preempted_while_its_last_token_is_in_flight_keeps_its_experts(root: Path) -> None:
+    for undisturbed, disturbed in run_ranks(preempting.preempted_at_the_end, 1, root / "qwen3_moe")[
+        0
+    ].values():
+        assert disturbed == undisturbed
 
 
 def test_dummy_tokens_of_a_cuda_graph_are_dropped_and_unknown_experts_are_refused(see: Any) -> None:

@@ -112,6 +112,15 @@ def test_a_fused_router_cannot_replay_experts(source: str) -> None:
     )
 
 
+def test_a_backend_of_attention_is_one_of_megatrons() -> None:
+    given = {"model": {"path": "m"}, "megatron": {"attention_backend": "cudnn"}}
+    with pytest.raises(
+        ConfigError, match=r"megatron.attention_backend='cudnn': .*; choose one of flash, fused,"
+    ):
+        megatron_fields.check(Config.model_validate(given))
+    megatron_fields.check(Config.model_validate(given | {"megatron": {"attention_backend": "unfused"}}))
+
+
 def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
     assert "parallel.sequence=true" in refusal(path, ["parallel.tensor=1", "parallel.sequence=true"])
 
