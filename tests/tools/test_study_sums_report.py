@@ -59,7 +59,7 @@ def test_the_contrasts_that_were_declared_later_have_a_correction_of_their_own()
         row |= {"rollout/response_tokens": 60.0, "rollout/turns": 2.0 if row["algorithm"] == "s_ppo" else 1.0}
     lines, tables = sums_report.sections(rows)
     turns = "Tokens per turn: 30 on average, 30 to 30 over the iterations."
-    assert f"10 of 100 runs are finished. {turns}" in lines
+    assert f"10 of 100 runs are finished, and 10 of `kl`. {turns}" in lines
     after = lines[lines.index("Declared when the results of `s_ppo` were known:") :]
     # The differences of the test above, the smallest of 4 tests: p = 4 * 0.00148.
     row = "| `s_ppo` - `kl` | 0.0006 | +0.275 ± 0.098 (5) | 0.001 | 0.006 | +0.275 ± 0.145 (4) |"

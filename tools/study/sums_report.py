@@ -29,9 +29,11 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     found = ends(rows, lambda setting: SUMMED[setting])
     places = list(SUMMED.values())
     head = ["arm", *(f"{rate:g}, lag {lag}" for rate, lag in places)]
-    runs = sum(len(seeds) for arm in LAG_ARMS for seeds in found.get(arm, {}).values())
-    declared = len(SUMMED) * len(LAG_ARMS) * len(SEEDS)
-    lines = ["", "### Third task", "", f"{runs} of {declared} runs are finished. {turn_tokens(rows)}", ""]
+    runs = {arm: sum(map(len, cells.values())) for arm, cells in found.items()}
+    done, declared = sum(runs.get(arm, 0) for arm in LAG_ARMS), len(SUMMED) * len(LAG_ARMS) * len(SEEDS)
+    counts = f"{done} of {declared} runs are finished"
+    counts += "".join(f", and {runs[arm]} of `{arm}`" for arm in runs if arm not in LAG_ARMS)
+    lines = ["", "### Third task", "", f"{counts}. {turn_tokens(rows)}", ""]
     none = ["No declared contrast has runs of both arms at both lags yet."]
     lines += contrast_table(found, CONTRASTS) or none
     if later := contrast_table(found, ADDED):
