@@ -232,7 +232,8 @@ def with_gemm_times(row: Row, gemm: Row, device: str, hidden: Tensor, weight: Te
     if row.peak_bytes is not None:
         per_weight = 4 if row.variant in FLOAT32_SUMS else weight.element_size()
         gradients = hidden.element_size() * hidden.numel() + per_weight * weight.numel()
-        extra["chunks"] = (row.peak_bytes - gradients) / chunk
+        wider = 4 / hidden.element_size() if row.variant == FLOAT32_LOGITS else 1
+        extra["chunks"] = (row.peak_bytes - gradients) / (chunk * wider)
     return dataclasses.replace(row, extra=extra)
 
 

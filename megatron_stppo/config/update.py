@@ -53,8 +53,8 @@ class UpdateConfig(Section):
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what leaves the GPU while the engine generates: optimizer states, and gradients are "
-        "released; all: also the weights, while nothing reads them",
+        description="optimizer: while the engine generates, optimizer states are in host memory and "
+        "gradients are released; all: also the weights, while nothing reads them",
     )
     logit_rows: int = Field(
         4096, ge=1, description="rows of logits in memory at a time; a longer turn exceeds it"

@@ -49,7 +49,7 @@ class EngineRoutes:
             self._slots = runner.input_batch.block_table[0].slot_mapping.gpu
         for layer, router in enumerate(self.routers):
             router.set_capture_fn(partial(self._store, layer))
-        # by vLLM's id: blocks of ended requests, and copies of the experts of preempted ones
+        # by vLLM's id: blocks of ended requests, and the experts of preempted ones in host memory
         self._freed: dict[str, list[int]] = {}
         self._preempted: dict[str, Tensor] = {}
         self._manager: Any = None
@@ -69,7 +69,7 @@ class EngineRoutes:
             if request.is_finished():
                 self._freed[key] = self._blocks(key)
             elif request.num_in_flight_tokens:
-                self._preempted[key] = self._rows(self._blocks(key))
+                self._preempted[key] = self._rows(self._blocks(key)).cpu()
             free(request)
 
         scheduler._free_request_blocks = noting
@@ -82,7 +82,7 @@ class EngineRoutes:
         """
         freed, copy = self._freed.pop(request_id, []), self._preempted.pop(request_id, None)
         blocks = self._blocks(request_id) or freed
-        rows = (self._rows(blocks) if blocks or copy is None else copy)[:tokens].cpu()
+        rows = self._rows(blocks)[:tokens].cpu() if blocks or copy is None else copy[:tokens]
         if len(rows) < tokens or bool((rows == self._unknown).any()):
             raise RolloutError(
                 f"algorithm.routing_replay=rollout: vLLM reported no experts for some of the {tokens} tokens "

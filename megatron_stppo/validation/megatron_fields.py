@@ -54,7 +54,8 @@ ARCHITECTURE = """
     moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
     moe_apply_probs_on_input
 """.split()
-ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # the names of megatron's AttnBackend
+# Of megatron's AttnBackend, without "local", with which TransformerEngine's layers have no backend.
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "auto")
 DECIDED |= dict.fromkeys(ARCHITECTURE, "the architecture, which config.json in model.path determines")
 
 

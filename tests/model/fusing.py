@@ -38,6 +38,21 @@ def on_this_machine(experts: int) -> dict[str, Any]:
     return asdict(Place.of(config, replace(shape, experts=experts), on_gpu=False))
 
 
+def attention_backend(given: str) -> str:
+    """Return the name of the attention backend in megatron's configuration, of `given` in a run's."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.model.build import transformer_config
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.sharding.hf_names import ModelShape
+
+    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    config = Config.model_validate({"model": {"path": "none"}, "megatron": {"attention_backend": given}})
+    mesh = groups.initialize(config.parallel)
+    return str(transformer_config(shape, config, mesh, torch.float32).attention_backend)
+
+
 def known_fields() -> list[bool]:
     """Return whether each field of FUSIONS is one of megatron's TransformerConfig."""
     process.prepare(engine=False)

@@ -95,3 +95,8 @@ def test_megatron_has_every_field_of_the_table() -> None:
 
 def test_angles_from_a_table_rotate_as_megatrons_packed_sequences_bit_for_bit() -> None:
     run_ranks(fusing.rotations, 1)
+
+
+def test_the_attention_backend_is_given_to_megatron_as_its_own_type() -> None:
+    """megatron compares it with its enumeration, and ignores a text."""
+    assert run_ranks(fusing.attention_backend, 1, "unfused") == ["AttnBackend.unfused"]

@@ -40,6 +40,7 @@ def preempted_at_the_end(folder: Path) -> dict[str, list[tuple[tuple[int, ...], 
         found = []
         while engine.unfinished:
             found += engine.step()
+        assert {one.request_id: one.reason for one in found} == {"length": "length", "stop": "stop"}
         return {one.request_id: (one.token_ids, one.routes) for one in found}
 
     undisturbed = play()
