@@ -55,16 +55,19 @@ def test_the_contrasts_that_were_declared_later_have_a_correction_of_their_own()
         for lag in (0, 4):
             rows += curve(f"sums_6_lag_{lag}", "s_ppo", seed, 0.1 + (seed - 5) / 10 if lag == 0 else 0.75)
             rows += curve(f"sums_6_lag_{lag}", "kl", seed, 0.25)
+            rows += curve(f"sums_3_lag_{lag}", "s_ppo", seed, 0.1 + (seed - 5) / 10 if lag == 0 else 0.75)
+            rows += curve(f"sums_3_lag_{lag}", "kl_low", seed, 0.25)
     for row in rows:
         row |= {"rollout/response_tokens": 60.0, "rollout/turns": 2.0 if row["algorithm"] == "s_ppo" else 1.0}
     lines, tables = sums_report.sections(rows)
     turns = "Tokens per turn: 30 on average, 30 to 30 over the iterations."
-    assert f"10 of 100 runs are finished, and 10 of `kl`. {turns}" in lines
+    assert f"20 of 100 runs are finished, and 10 of `kl`, and 10 of `kl_low`. {turns}" in lines
     after = lines[lines.index("Declared when the results of `s_ppo` were known:") :]
-    # The differences of the test above, the smallest of 4 tests: p = 4 * 0.00148.
-    row = "| `s_ppo` - `kl` | 0.0006 | +0.275 ± 0.098 (5) | 0.001 | 0.006 | +0.275 ± 0.145 (4) |"
-    assert after[-1] == row and row not in lines[: -len(after)]
-    assert tables[-1] == "| `kl` |  |  | 0.25 ± 0.00 (5) | 0.25 ± 0.00 (5) |"
+    # The differences of the test above, the smallest of 4 tests and of 2: p = 4 * 0.00148 and 2 * 0.00148.
+    row = "| `s_ppo` - `{}` | {} | +0.275 ± 0.098 (5) | 0.001 | {} | +0.275 ± 0.145 (4) |"
+    assert after[4] == row.format("kl", "0.0006", "0.006") and after[4] not in lines[: -len(after)]
+    assert after[-1] == row.format("kl_low", "0.0003", "0.003")
+    assert tables[-2] == "| `kl` |  |  | 0.25 ± 0.00 (5) | 0.25 ± 0.00 (5) |"
 
 
 def test_a_run_without_turns_is_said() -> None:
