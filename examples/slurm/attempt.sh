@@ -46,6 +46,17 @@ stop_without_progress() {
     fi
 }
 
+refuse_if_in_use() { # before anything of the run that uses the folder is overwritten; it renews the lock every 2 s
+    local lock=$ROOT/$name/lock renewed
+    [[ -s $lock ]] || return 0
+    renewed=$(stat -c %y "$lock")
+    sleep 5
+    [[ -s $lock && $(stat -c %y "$lock") != "$renewed" ]] || return 0
+    say "$ROOT/$name is in use by $(head -c 300 "$lock"); wait until it ends, or give another name"
+    exit 2
+}
+
+refuse_if_in_use
 mkdir -p "$attempts/$attempt"
 ln -sfn "$attempt" "$attempts/latest"
 [[ ${SLURM_RESTART_COUNT:-0} != 0 && -e $started ]] || : >"$started"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,10 +30,10 @@ def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
     (folder / "ends").mkdir(parents=True)
     for attempt, end in enumerate(ends):
         (folder / "ends" / str(attempt)).write_text(f"{end}\n")
-    variables |= {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
+    given = {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
     options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
     script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
-    with cluster.submit(folder / "slurm", script, *options, **variables) as job:
+    with cluster.submit(folder / "slurm", script, *options, **given | variables) as job:
         for attempt in range(len(ends) - 1):
             (job.folder / f"go.{attempt}").touch()
         code = job.process.wait(60)
@@ -72,6 +74,29 @@ def test_an_exit_json_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job/exit.json").write_text('{"code": 93, "reason": "of another day"}\n')
     assert run(tmp_path, "1 3", "0 6")[0] == 0
+
+
+def test_a_folder_that_another_run_uses_is_left_as_it_is(tmp_path: Path) -> None:
+    lock, exit_code = tmp_path / "job/lock", tmp_path / "job/exit.json"
+    lock.parent.mkdir()
+    lock.write_text('{"host": "node7", "process": 4711}\n')
+    exit_code.write_text("{}\n")
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.5):
+            os.utime(lock)
+
+    threading.Thread(target=renew, daemon=True).start()
+    code, said = run(tmp_path / "first", "0 3", ROOT=str(tmp_path))
+    ended.set()
+    assert code == 2 and said == [
+        f'{tmp_path}/job is in use by {{"host": "node7", "process": 4711}}; '
+        "wait until it ends, or give another name"
+    ]
+    assert exit_code.exists() and not attempts(tmp_path)
+    assert run(tmp_path / "second", "0 3", ROOT=str(tmp_path))[0] == 0, "the holder was killed"
+    assert not exit_code.exists()
 
 
 def test_the_job_ends_after_two_attempts_without_a_newer_checkpoint(tmp_path: Path) -> None:
