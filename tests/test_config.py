@@ -101,7 +101,7 @@ def test_a_file_in_which_a_text_is_a_date_is_told_to_quote_it(tmp_path: Path) ->
 def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
     given = load(minimal(tmp_path)).algorithm
     assert given == AlgorithmConfig() == AlgorithmConfig(preset="kl")
-    assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.01)
+    assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.002)
 
 
 def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
         None, description="with rate=open_loop: a factor for each optimizer step of an iteration, in order"
     )
     rate_kl: float = Field(
-        0.01, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
+        0.002, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
     )
     momentum: Literal["keep", "reset", "clock"] = Field(
         "keep",

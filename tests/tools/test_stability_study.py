@@ -41,10 +41,14 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
 
 
-@pytest.mark.parametrize("name", ["grpo", "so_grpo", *matrix.ARMS, *matrix.OTHERS])
-def test_an_algorithm_with_the_name_of_a_preset_equals_the_preset(name: str) -> None:
-    studied = load(CONFIG, matrix.Run("gentle", name, 0).overrides()).algorithm
-    assert studied == load(CONFIG, [f"algorithm.preset={name}"]).algorithm
+# `kl` of the study has the target that was the default when it was run; `kl_low` has today's
+NAMED = {"kl": "kl_low"}
+
+
+@pytest.mark.parametrize("preset", ["grpo", "so_grpo", *matrix.ARMS, *matrix.OTHERS])
+def test_the_study_has_every_preset_as_it_is(preset: str) -> None:
+    studied = load(CONFIG, matrix.Run("gentle", NAMED.get(preset, preset), 0).overrides()).algorithm
+    assert studied == load(CONFIG, [f"algorithm.preset={preset}"]).algorithm
 
 
 def test_the_papers_form_of_the_first_round_is_the_preset_of_that_name_but_for_the_weights_of_tokens() -> (

@@ -114,7 +114,7 @@ LAG_ARMS: dict[str, Fields] = BASELINES | {
     "open_loop_4": {"preset": "open_loop", "rate": "open_loop", "rate_profile": PROFILE[:4]} | CONTROLLED,
 }
 # Added for the third task, whose turns are five times as long: this target allows the same KL per turn. Then
-# also run on the first task.
+# also run on the first task, and now the default.
 ADDED_ARMS: dict[str, Fields] = {"kl_low": ARMS["kl"] | {"rate_kl": 0.002}}
 # The second family: each changes one thing of ppo, or of s_ppo.
 OTHERS: dict[str, Fields] = {
