@@ -50,7 +50,7 @@ refuse_if_in_use() { # before anything of the run that uses the folder is overwr
     local lock=$ROOT/$name/lock renewed
     [[ -s $lock ]] || return 0
     renewed=$(stat -c %y "$lock")
-    sleep 5
+    sleep 3
     [[ -s $lock && $(stat -c %y "$lock") != "$renewed" ]] || return 0
     say "$ROOT/$name is in use by $(head -c 300 "$lock"); wait until it ends, or give another name"
     exit 2
