@@ -126,7 +126,7 @@ class Pieces:
 
 
 class Chosen(torch.autograd.Function):
-    """x[where], whose gradient is added up in float32.
+    """x[where] of x [rows, ...] and where [n], whose gradient is added up in float32.
 
     In bfloat16 the gradient of keys and values of a prompt that n trajectories share would be rounded n
     times.
