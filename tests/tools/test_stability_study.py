@@ -17,7 +17,7 @@ from tools.study import collect, matrix
 from tools.study.adapter_settings import ADAPTED
 from tools.study.bases import SEARCH, SUMS
 from tools.study.figures import STYLES, cut, table
-from tools.study.lag_settings import LAGGED, LAGS, SUMMED
+from tools.study.lag_settings import LAGGED, LAGS, REPEATED, SUMMED
 from tools.study.ledger import StudyLedger
 from tools.study.report import BEGIN, END, TABLES, sections
 from tools.study.tasks import tasks_of
@@ -27,7 +27,7 @@ CONFIG = SEARCH.config
 
 # one of each kind of the settings that lag: test_settings_that_lag_differ_... compares them with each other
 ONE_OF_EACH = ("lag_4_behaviour", "lag_4_mask", "sums_3_lag_4")
-OTHERS = [name for name in matrix.SETTINGS if name not in {*ADAPTED, *LAGGED, *SUMMED}]
+OTHERS = [name for name in matrix.SETTINGS if name not in {*ADAPTED, *LAGGED, *REPEATED, *SUMMED}]
 
 
 @pytest.mark.parametrize("setting", [*OTHERS, *ONE_OF_EACH])
@@ -90,6 +90,7 @@ def test_settings_that_lag_differ_in_their_lag_and_in_how_it_is_seen() -> None:
             "truncate",
             "mask",
         }
+    assert all(made(name) == made(f"lag_{lag}{suffix}") for name, (lag, suffix) in REPEATED.items())
     most = (1 + max(LAGS)) * base.rollout.tasks_per_iteration * base.rollout.samples_per_task
     assert base.serving.concurrency is not None and base.serving.concurrency >= most, "all begin at once"
     profile = made("lag_0", "open_loop_4").algorithm.rate_profile

@@ -23,6 +23,8 @@ SERVED: Fields = {
 }
 # {name of the setting: (lag, suffix)}
 LAGGED = {f"lag_{lag}{suffix}": (lag, suffix) for suffix in CORRECTIONS for lag in LAGS}
+# The same again on another type of CPU, where the cold start of a seed is another model.
+REPEATED = {f"again_{lag}{suffix}": (lag, suffix) for suffix in CORRECTIONS for lag in (4, 8)}
 # {name of a setting of the third task: (the actor's learning rate, lag)}
 SUMMED = {f"sums_{rate}_lag_{lag}": (float(f"{rate}e-4"), lag) for rate in ("3", "6") for lag in (0, 4)}
 
@@ -33,7 +35,7 @@ def settings() -> dict[str, Fields]:
     Example: lag_8_mask has serving.max_staleness=8 and algorithm.mismatch=mask.
     """
     lagged = {
-        name: _served(lag, 3e-4, 1.8e-3) | CORRECTIONS[suffix] for name, (lag, suffix) in LAGGED.items()
+        name: _served(lag, 3e-4, 1.8e-3) | CORRECTIONS[suffix] for name, (lag, suffix) in (LAGGED | REPEATED).items()
     }
     summed = {
         name: _served(lag, rate, 4.5e-4) | CORRECTIONS["_behaviour"] for name, (rate, lag) in SUMMED.items()

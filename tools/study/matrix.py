@@ -13,7 +13,7 @@ from typing import Any
 from megatron_stppo.algorithm.variants import VARIANTS
 from tools.study import adapter_settings, lag_settings
 from tools.study.bases import SEARCH, SUMS, Base
-from tools.study.lag_settings import LAGGED, SUMMED
+from tools.study.lag_settings import LAGGED, REPEATED, SUMMED
 
 Fields = dict[str, Any]
 
@@ -50,7 +50,7 @@ SETTINGS |= {
 }
 SETTINGS |= adapter_settings.settings()  # of docs/lora.md
 SETTINGS |= lag_settings.settings()  # of the second stage
-SECOND_ROUND = (*RATES, *LAGGED, *SUMMED)
+SECOND_ROUND = (*RATES, *LAGGED, *REPEATED, *SUMMED)
 STUDIED = ("gentle", "harsh_2")
 CONTROLS = {"harsh_2_half": "harsh_2", "harsh_2_once": "harsh_2"}  # compared on the same seeds
 PILOT = 100  # seeds from 100 on were used to choose the setting, and are in no result
