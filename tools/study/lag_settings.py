@@ -34,9 +34,8 @@ def settings() -> dict[str, Fields]:
 
     Example: lag_8_mask has serving.max_staleness=8 and algorithm.mismatch=mask.
     """
-    lagged = {
-        name: _served(lag, 3e-4, 1.8e-3) | CORRECTIONS[suffix] for name, (lag, suffix) in (LAGGED | REPEATED).items()
-    }
+    aged = LAGGED | REPEATED
+    lagged = {name: _served(lag, 3e-4, 1.8e-3) | CORRECTIONS[suffix] for name, (lag, suffix) in aged.items()}
     summed = {
         name: _served(lag, rate, 4.5e-4) | CORRECTIONS["_behaviour"] for name, (rate, lag) in SUMMED.items()
     }
