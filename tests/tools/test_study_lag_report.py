@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tools.study import cells, collect, lag_report, second_round
-from tools.study.lag_settings import LAGGED, SUMMED
+from tools.study import again_report, cells, collect, lag_report, second_round
+from tools.study.lag_settings import LAGGED, REPEATED, SUMMED
 
 Row = dict[str, Any]
 
@@ -17,7 +17,7 @@ def curve(
     setting: str, arm: str, seed: int, value: float, age: int | None = None, rate: float = 3e-4
 ) -> list[Row]:
     """Return rows of a run whose exact match is `value` at every evaluation, every second iteration."""
-    lag = LAGGED[setting][0] if setting in LAGGED else SUMMED[setting][1]
+    lag = SUMMED[setting][1] if setting in SUMMED else (LAGGED | REPEATED)[setting][0]
     own = {"setting": setting, "algorithm": arm, "seed": seed}
     numbers = dict.fromkeys(collect.METRICS, 0.5) | {collect.EXACT_MATCH: None, "actor/effective_lr": rate}
     found = []
@@ -90,3 +90,49 @@ def test_means_of_a_metric_are_over_runs_and_iterations() -> None:
     rows += curve("lag_8", "ppo", 5, 0.5, rate=0.0)
     lags, means = lag_report.means_of(rows, "ppo", "effective")
     assert (lags, means) == ([0], [pytest.approx(2e-4)]), "0 is not on a logarithmic axis"
+
+
+def test_runs_made_again_are_compared_with_each_other_and_not_with_the_first(tmp_path: Path) -> None:
+    rows = [*curve("lag_8", "ppo", 5, 0.125), *curve("again_4", "ppo", 5, 0.5, age=4)]
+    for seed in range(5, 10):
+        rows += curve("again_8", "ppo", seed, 0.25, rate=1e-4)
+        rows += curve("again_8_truncate", "ppo", seed, 0.5 + (seed - 5) / 10)
+    rows += [*curve("again_8", "kl_low", 5, 0.75), *curve("again_8_behaviour", "s_ppo", 6, 0.5)]
+    lines, tables = lag_report.sections(rows, tmp_path, tmp_path)
+    assert lines[-7:] == [
+        "| contrast at lag 8 | difference, 95 % t interval (seeds) | p | Holm |",
+        "| --- | --- | --- | --- |",
+        # 0.25 to 0.65: 0.45 +- 2.776 * 0.1581 / sqrt(5); t = 0.45 / 0.0707 = 6.36: p = 0.0031, and of 4 tests
+        "| `ppo`: `truncate` - anew | +0.450 ± 0.196 (5) | 0.003 | 0.013 |",
+        "",
+        "| contrast at lag 8 | difference, 95 % t interval (seeds) | p | Holm |",
+        "| --- | --- | --- | --- |",
+        "| `kl_low` - `ppo`: anew | +0.500 (1) | not complete | not complete |",
+    ]
+    assert "12 runs are finished, with the declared ages." in lines, "without the one of other ages"
+    assert any(line.endswith("other ages than declared: again_4-ppo-5.") for line in lines)
+    assert tables[-11:] == [
+        "| lag again | lag 8, anew | lag 8, `behaviour` | lag 8, `truncate` |",
+        "| --- | --- | --- | --- |",
+        "| `ppo` | 0.25 ± 0.00 (5) |  | 0.70 ± 0.20 (5) |",
+        "| `s_ppo` |  | 0.50 (1) |  |",
+        "| `kl_low` | 0.75 (1) |  |  |",
+        "",
+        "| mean effective rate | lag 8, anew | lag 8, `behaviour` | lag 8, `truncate` |",
+        "| --- | --- | --- | --- |",
+        "| `ppo` | 1.0e-04 |  | 3.0e-04 |",
+        "| `s_ppo` |  | 3.0e-04 |  |",
+        "| `kl_low` | 3.0e-04 |  |  |",
+    ]
+
+
+def test_a_comparison_that_was_not_declared_as_a_test_has_no_p_value() -> None:
+    of = {
+        arm: {(8, "_behaviour"): {seed: value + seed / 10 for seed in range(5, 10)}}
+        for arm, value in (("s_ppo", 0.5), ("ppo", 0.25))
+    }
+    assert again_report.contrast_table(of, again_report.DESCRIBED, tested=False)[1:] == [
+        "| contrast at lag 8 | difference, 95 % t interval (seeds) |",
+        "| --- | --- |",
+        "| `s_ppo` - `ppo`: `behaviour` | +0.250 ± 0.000 (5) |",
+    ]

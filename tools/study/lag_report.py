@@ -1,6 +1,6 @@
 """The part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet.
 
-sums_report.py has the part about the third task.
+again_report.py has the part about the runs on another CPU, sums_report.py that about the third task.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.study import sums_report
+from tools.study import again_report, sums_report
 from tools.study.cells import SIZES, Ends, arm_cells, counted, differences, ends, number, table, tested_cells
 from tools.study.figures import STYLES
-from tools.study.lag_settings import LAGGED, LAGS, SUMMED
+from tools.study.lag_settings import LAGGED, LAGS, REPEATED, SUMMED
 from tools.study.matrix import LAG_ARMS
 
 Row = dict[str, Any]
@@ -46,8 +46,10 @@ def sections(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str],
     lines, tables = _of_lags(lagged, folder, shown) if lagged else ([], [])
     if wrong:
         lines += ["", f"Left out, because trajectories had other ages than declared: {', '.join(wrong)}."]
-    of_sums, more = sums_report.sections([row for row in kept if row["setting"] in SUMMED])
-    return lines + of_sums, tables + more
+    for report, settings in ((again_report, REPEATED), (sums_report, SUMMED)):
+        own, more = report.sections([row for row in kept if row["setting"] in settings])
+        lines, tables = lines + own, tables + more
+    return lines, tables
 
 
 def _of_lags(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str], list[str]]:
@@ -77,7 +79,8 @@ def other_ages(rows: Sequence[Row]) -> list[str]:
 
     Iteration k trains on trajectories that are min(k - 1, lag) versions old.
     """
-    lags = {name: lag for name, (lag, _) in LAGGED.items()} | {name: lag for name, (_, lag) in SUMMED.items()}
+    lags = {name: lag for name, (lag, _) in (LAGGED | REPEATED).items()}
+    lags |= {name: lag for name, (_, lag) in SUMMED.items()}
     return sorted(
         {
             _name(row)
