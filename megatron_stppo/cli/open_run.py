@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from megatron_stppo.exits import is_first_rank
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
+    from megatron_stppo.types import Task
 
 
 def open_config(
@@ -93,15 +94,30 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
     if {"train", "evaluate"} & set(fields):
         from megatron_stppo.data import tasks
 
-        for field in fields:
-            given, drawn = tasks.read(getattr(config.data, field)), config.rollout.tasks_per_iteration
-            if field == "train" and len(given) < drawn and is_first_rank():
-                typer.echo(
-                    f"megatron-stppo: data.train={config.data.train}: holds {len(given)} tasks, fewer than "
-                    f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add "
-                    f"tasks, or set rollout.tasks_per_iteration={len(given)} and more samples_per_task",
-                    err=True,
-                )
+        read = {field: tasks.read(getattr(config.data, field)) for field in fields}
+        if is_first_rank():
+            for warning in _doubtful(config, read):
+                typer.echo(f"megatron-stppo: {warning}", err=True)
+
+
+def _doubtful(config: Config, read: Mapping[str, Sequence[Task]]) -> Iterator[str]:
+    """Yield a warning for each property of the tasks that is rarely intended."""
+    from megatron_stppo.data import tasks
+
+    data, drawn = config.data, config.rollout.tasks_per_iteration
+    trained, held = read.get("train", ()), read.get("evaluate", ())
+    if "train" in read and len(trained) < drawn:
+        yield (
+            f"data.train={data.train}: holds {len(trained)} tasks, fewer than "
+            f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add tasks, or "
+            f"set rollout.tasks_per_iteration={len(trained)} and more samples_per_task"
+        )
+    if data.train != data.evaluate and (both := tasks.shared(trained, held)):
+        yield (
+            f"data.evaluate={data.evaluate}: {both} of {len(held)} tasks are also in "
+            f"data.train={data.train}, with the same prompt and target: evaluations do not measure held-out "
+            "tasks; remove them from one of the files"
+        )
 
 
 def lock(config: Config) -> None:

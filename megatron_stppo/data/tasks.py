@@ -9,7 +9,7 @@ unchanged.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,15 @@ def _wrong(where: str, field: str, value: Any, remedy: str) -> ConfigError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return ConfigError(f"{where}: {field}={shown} is missing or malformed; {remedy}")
+
+
+def shared(train: Iterable[Task], evaluate: Iterable[Task]) -> int:
+    """Return how many tasks of `evaluate` have the prompt and the targets of a task of `train`.
+
+    Not compared: split, index and the other fields, which differ between copies of a task.
+    """
+    known = {(task.prompt, task.targets) for task in train}
+    return sum((task.prompt, task.targets) in known for task in evaluate)
 
 
 class TaskCursor:

@@ -55,6 +55,8 @@ def task_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield `size` rows of a data file, in the verl schema. The same arguments give the same rows.
 
+    Most datasets make row i from seed + i, so the seeds of two splits must differ by more than their sizes.
+
     dataset, settings: the package's name of the dataset, and the fields of its configuration.
     instruction: text after the question. Raises ConfigError for a dataset or a setting that cannot be used.
     Example: next(task_rows("chain_sum", "train", 1, 0, min_terms=3)).

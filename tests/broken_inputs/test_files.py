@@ -105,6 +105,28 @@ def test_fewer_tasks_than_an_iteration_needs_give_a_warning(
     assert capsys.readouterr().err == ""
 
 
+def test_held_out_tasks_that_are_also_trained_on_give_a_warning(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ROW | {"prompt": [{"role": "user", "content": "another question"}]}
+    copy = ROW | {"extra_info": {"split": "test", "index": 3}}
+    (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
+    (root / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (other, copy)))
+    few = "rollout.tasks_per_iteration=1"
+    config = load(root / "run.yaml", [few, f"data.evaluate={root}/test.jsonl"])
+    open_run._read_tasks(config, ("train", "evaluate"))
+    assert capsys.readouterr().err == (
+        f"megatron-stppo: data.evaluate={root}/test.jsonl: 1 of 2 tasks are also in "
+        f"data.train={root}/tasks.jsonl, with the same prompt and target: evaluations do not measure "
+        "held-out tasks; remove them from one of the files\n"
+    )
+    (root / "test.jsonl").write_text(json.dumps(other) + "\n")
+    open_run._read_tasks(config, ("train", "evaluate"))
+    same_file = load(root / "run.yaml", [few, f"data.evaluate={root}/tasks.jsonl"])
+    open_run._read_tasks(same_file, ("train", "evaluate"))
+    assert capsys.readouterr().err == "", "one file for both is the user's choice"
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [

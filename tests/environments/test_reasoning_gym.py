@@ -147,3 +147,8 @@ def test_the_example_is_built_from_disjoint_tasks_and_right_workings(
     assert len(encode([Row.model_validate(scripts[0])], tokenizer)[0]) > 40
     kinds = [[segment["kind"] for segment in row["segments"]] for row in scripts if row["stage"] == "policy"]
     assert ["turn", "observation", "turn"] in kinds and ["turn"] in kinds
+
+
+def test_a_row_depends_on_the_seed_plus_its_index_as_the_docstring_says() -> None:
+    first, second = (list(task_rows("chain_sum", "train", 3, seed)) for seed in (1, 2))
+    assert [row["prompt"] for row in first[1:]] == [row["prompt"] for row in second[:2]]

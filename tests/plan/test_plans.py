@@ -15,6 +15,7 @@ from tests.plan import small_plans
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # (folder, configuration, its plan, GPUs)
 PLANNED = [
+    ("qwen2.5-0.5b", "config.yaml", "plan.txt", 1),
     ("qwen2.5-7b", "config.yaml", "plan.txt", 8),
     ("qwen2.5-32b", "config.yaml", "plan.txt", 64),
     ("qwen2.5-32b", "lora.yaml", "lora_plan.txt", 8),
