@@ -1,6 +1,6 @@
 """Write the tasks of this example, sums made by reasoning-gym: data/sums/train.jsonl and evaluate.jsonl.
 
-    python examples/qwen2.5-0.5b/make_data.py [FOLDER]
+python examples/qwen2.5-0.5b/make_data.py [FOLDER]
 """
 
 from __future__ import annotations
