@@ -6,10 +6,12 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.config_file import load
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
@@ -81,16 +83,62 @@ def test_the_agent_is_trained_with_the_settings_of_the_built_in_environment(driv
 
 
 def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, tmp_path: Path) -> None:
-    stage = driver.Stage("train", (), tmp_path / "metrics.jsonl", "a")
-    ledger = driver.StageLedger(tmp_path / "stages.json")
+    stage = driver.Stage("train", (), tmp_path / "metrics.jsonl", "a", tmp_path)
+    ledger = driver.StageLedger(tmp_path)
     ledger.record(stage, 2.0, done=False)
     ledger.record(stage, 3.0, done=True)
     assert not ledger.is_done(stage)
     stage.product.touch()
-    again = driver.StageLedger(tmp_path / "stages.json")
+    again = driver.StageLedger(tmp_path)
     assert again.is_done(stage)
     assert again.seconds("train") == 5.0  # over both attempts
-    assert not again.is_done(driver.Stage("train", (), stage.product, "b"))
+    assert not again.is_done(driver.Stage("train", (), stage.product, "b", tmp_path))
+
+
+def test_runs_that_share_built_files_share_the_record_of_who_built_them(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files of seed 1 replace those of seed 0. The run with seed 0 must not take them."""
+    monkeypatch.chdir(tmp_path)
+    performed: list[str] = []
+
+    def perform(stage: Any, ledger: Any, folder: Path) -> int:
+        performed.append(stage.name)
+        stage.product.parent.mkdir(parents=True, exist_ok=True)
+        stage.product.touch()
+        ledger.record(stage, 1.0, done=True)
+        return 0
+
+    finished: list[dict[str, float]] = []
+    monkeypatch.setattr(driver, "perform", perform)
+    monkeypatch.setattr(driver, "finish", lambda config, seconds: finished.append(seconds))
+    every = ["build", "cold-start", "evaluate-before", "train", "evaluate-after"]
+    first, second = ["run.seed=0"], ["run.seed=1", "run.name=second"]
+    for overrides, expected in (
+        (first, every),
+        (first, []),
+        (second, every),
+        (first, every[:2]),
+        (first, []),
+    ):
+        performed.clear()
+        assert driver.run(driver.EXAMPLES["quickstart"], overrides) == 0
+        assert performed == expected
+    assert finished[0] == dict.fromkeys(every, 1.0)
+
+
+def test_two_calls_at_a_time_do_not_share_built_files(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        driver.alone(Path("runs/quickstart")),
+        pytest.raises(ConfigError, match="runs/quickstart is in use by another call"),
+    ):
+        driver.run(driver.EXAMPLES["quickstart"], ["run.name=second"])
+    assert sorted(str(path) for path in Path("runs").rglob("stages.json")) == []
+    with driver.alone(Path("runs/quickstart")):
+        pass  # it is free again
 
 
 def test_an_interrupted_training_is_resumed_and_a_changed_one_starts_again(
@@ -107,8 +155,8 @@ def test_a_failing_stage_shows_the_last_lines_of_its_ranks(
     driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('one'); print('the reason'); print('torch/distributed/elastic: x'); sys.exit(3)"
-    stage = driver.Stage("train", (sys.executable, "-c", code), tmp_path / "metrics.jsonl", "a")
-    assert driver.perform(stage, driver.StageLedger(tmp_path / "stages.json"), tmp_path) == 3
+    stage = driver.Stage("train", (sys.executable, "-c", code), tmp_path / "metrics.jsonl", "a", tmp_path)
+    assert driver.perform(stage, driver.StageLedger(tmp_path), tmp_path) == 3
     assert capfd.readouterr().err.splitlines() == ["one", "the reason"]
     assert (tmp_path / "logs" / "train.log").exists()
 

@@ -16,17 +16,18 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ledger import Stage, StageLedger, alone
 from rich.console import Console
 from rich.table import Table
 from stages import forward
 
-from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.report import page
@@ -53,7 +54,7 @@ EXAMPLES = {
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
 }
-OURS = (HERE / "run.py", HERE / "stages.py")  # sources that do not affect the built files
+OURS = (HERE / "run.py", HERE / "ledger.py", HERE / "stages.py")  # sources that do not affect the built files
 CORES = 2  # a rank, or a replica, on each
 RUN_FILES = (
     "checkpoints",
@@ -69,41 +70,6 @@ RUN_FILES = (
     "config.yaml",
 )
 console = Console()
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One process. It is done if its product exists and was made with the same `key`."""
-
-    name: str
-    command: tuple[str, ...]
-    product: Path
-    key: str  # hash of everything the product depends on
-    check: Callable[[], None] | None = None  # raises ConfigError before a process starts or a file is removed
-
-
-class StageLedger:
-    """stages.json: for each stage its last key, whether it finished, and its seconds over all attempts."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.stages: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-
-    def is_done(self, stage: Stage) -> bool:
-        entry = self.stages.get(stage.name, {})
-        return entry.get("key") == stage.key and entry["done"] and stage.product.exists()
-
-    def was_begun(self, stage: Stage) -> bool:
-        return self.stages.get(stage.name, {}).get("key") == stage.key
-
-    def record(self, stage: Stage, seconds: float, done: bool) -> None:
-        earlier = self.stages[stage.name]["seconds"] if self.was_begun(stage) else 0.0
-        self.stages[stage.name] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
-        with replacing(self._path) as scratch:
-            scratch.write_text(json.dumps(self.stages, indent=1))
-
-    def seconds(self, name: str) -> float:
-        return float(self.stages[name]["seconds"])
 
 
 def main() -> int:
@@ -126,16 +92,18 @@ def run(example: Example, overrides: list[str]) -> int:
     Return the exit status of the first that fails. Raises ConfigError.
     """
     config = load(example.config, overrides)
-    folder = config.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    ledger = StageLedger(folder / "stages.json")
-    for number, stage in enumerate(plan(config, overrides, example), 1):
-        console.rule(f"{number}/5 {stage.name}", align="left")
-        if ledger.is_done(stage):
-            console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
-        elif status := perform(stage, ledger, folder):
-            return status
-    finish(config, ledger)
+    stages = plan(config, overrides, example)
+    with ExitStack() as held:
+        for home in {stage.home for stage in stages}:
+            held.enter_context(alone(home))
+        for number, stage in enumerate(stages, 1):
+            console.rule(f"{number}/5 {stage.name}", align="left")
+            ledger = StageLedger(stage.home)
+            if ledger.is_done(stage):
+                console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
+            elif status := perform(stage, ledger, config.run.folder):
+                return status
+        finish(config, {stage.name: StageLedger(stage.home).seconds(stage.name) for stage in stages})
     return 0
 
 
@@ -146,6 +114,7 @@ def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quic
     """
     assert config.data.train is not None and config.cold_start.output is not None
     folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
+    cold = config.cold_start.output
     builder, trainers = example.builder, CORES - (config.serving.replicas or 0)
     before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
     sources = {*HERE.glob("*.py"), *builder.parent.glob("*.py"), *builder.parent.glob("*.jsonl")}
@@ -158,10 +127,12 @@ def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quic
     start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
     stage = partial(under_torchrun, example.config)
     return [
-        Stage("build", build, data / "manifest.json", build_key),
-        stage("cold-start", "cold-start", start, (), config.cold_start.output / "config.json", cold_key),
-        stage("evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key),
-        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key, trainers),
+        Stage("build", build, data / "manifest.json", build_key, data.parent),
+        stage("cold-start", "cold-start", start, (), cold / "config.json", cold_key, cold.parent),
+        stage(
+            "evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key, folder
+        ),
+        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key, folder, trainers),
         stage(
             "evaluate-after",
             "evaluate",
@@ -169,6 +140,7 @@ def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quic
             ("--checkpoint", "latest", "--output", str(after)),
             after,
             key(train_key, before_key),
+            folder,
         ),
     ]
 
@@ -181,12 +153,15 @@ def under_torchrun(
     options: Sequence[str],
     product: Path,
     key: str,
+    home: Path,
     count: int = CORES,
 ) -> Stage:
     """Return a stage that runs a command of megatron_stppo under torchrun, with `count` ranks."""
     ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
     line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(file), *overrides, *options)
-    return Stage(name, line, product, key, check=lambda: checks.check(load(file, overrides), count, command))
+    return Stage(
+        name, line, product, key, home, check=lambda: checks.check(load(file, overrides), count, command)
+    )
 
 
 def part(config: Config, *sections: str) -> str:
@@ -237,8 +212,8 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
     return command
 
 
-def finish(config: Config, ledger: StageLedger) -> None:
-    """Write summary.json, curves.png and report.html, and print the table."""
+def finish(config: Config, seconds: Mapping[str, float]) -> None:
+    """Write summary.json, curves.png and report.html, and print the table. seconds: {stage: its time}."""
     folder = config.run.folder
     before = json.loads((folder / "evaluate-before.json").read_text())
     after = json.loads((folder / "evaluate-after.json").read_text())
@@ -249,8 +224,8 @@ def finish(config: Config, ledger: StageLedger) -> None:
         "seed": config.run.seed,
         "iterations": config.run.iterations,
         "episodes": after["evaluate/episodes"],
-        "seconds": round(sum(ledger.seconds(name) for name in ledger.stages), 1),
-        "stage_seconds": {name: round(ledger.seconds(name), 1) for name in ledger.stages},
+        "seconds": round(sum(seconds.values()), 1),
+        "stage_seconds": {name: round(of, 1) for name, of in seconds.items()},
         "install_seconds": float(installed.read_text()) if installed.exists() else None,
         "before": before,
         "after": after,
