@@ -34,6 +34,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.resilience.collectives import unfinished
 from megatron_stppo.resilience.phases import OTHER, START_UP
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Beat:
     phase: str
     at: str  # position of the main thread
     waits: bool  # whether it waits for other ranks
+    unfinished: str = ""  # its collectives that have not ended; only of a rank past its deadline
 
 
 class Watchdog:
@@ -73,9 +75,11 @@ class Watchdog:
 
     def __init__(self, folder: Path, deadlines: Mapping[str, float], rank: int, world: int) -> None:
         self._folder, self._deadlines = folder / "heartbeats", dict(deadlines)
+        self._records = folder / "collectives"  # an attempt after the deadline keeps them
         self._rank, self._world = rank, world
         self._main = threading.get_ident()
         self._number = self._entered = 0
+        self._unfinished = ""
         self._ended = threading.Event()
         self._begin(START_UP)
 
@@ -116,7 +120,7 @@ class Watchdog:
         while not self._ended.wait(BEAT if self._number else 0):
             self._number += 1
             at, waits = place(sys._current_frames().get(self._main))
-            beat = Beat(self._number, self._entered, self._now[0], at, waits)
+            beat = Beat(self._number, self._entered, self._now[0], at, waits, self._unfinished)
             path = self._folder / f"rank-{self._rank}.json"
             # OSError: the disk is full; this rank has no heartbeat until there is space
             with contextlib.suppress(OSError), replacing(path) as scratch:
@@ -133,6 +137,7 @@ class Watchdog:
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
+        self._unfinished = unfinished(self._records, self._rank)  # for the next heartbeat
         if not is_reader(self._rank, self._world):
             time.sleep(GRACE - BEAT)  # if this rank ended first, the launcher would kill those that read
             os._exit(1)
@@ -169,7 +174,8 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
 
     `before` and `after` are the heartbeats of ranks 0, 1, .. at two times. The ranks that are late are those
     without a new heartbeat. If there are none, they are the ranks that have entered fewer phases than others.
-    If there are none either, they are the ranks that do not wait for other ranks.
+    If there are none either, they are the ranks that neither wait for other ranks nor have an unfinished
+    collective.
 
     Example: "rank 1 is silent since phase score. rank 0: score, model/pipeline.py:9 score > ...; rank 1: .."
     """
@@ -179,7 +185,7 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     alive = {rank: beat for rank, beat in seen.items() if rank not in silent}
     last = max((beat.entered for beat in alive.values()), default=0)
     behind = [rank for rank, beat in alive.items() if beat.entered < last]
-    busy = [rank for rank, beat in alive.items() if not beat.waits]
+    busy = [rank for rank, beat in alive.items() if not beat.waits and not beat.unfinished]
     if silent or never:
         parts = [f"rank {rank} has been silent since phase {seen[rank].phase}" for rank in silent]
         parts += [f"rank {rank} never wrote a heartbeat" for rank in never]
@@ -188,11 +194,14 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     elif not busy:
         parts = ["all ranks wait for others"]
     elif len(busy) == len(alive):
-        parts = ["no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen)"]
+        parts = ["no rank is seen to wait for another"]
     else:
         parts = [f"rank {rank} is in {alive[rank].at}, the others wait" for rank in busy]
-    where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())
-    return f"{', '.join(parts)}. {where}"
+    return f"{', '.join(parts)}. {'; '.join(f'rank {rank}: {_state(beat)}' for rank, beat in seen.items())}"
+
+
+def _state(beat: Beat) -> str:
+    return f"{beat.phase}, {beat.at}" + (f", in {beat.unfinished}" if beat.unfinished else "")
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
