@@ -72,9 +72,10 @@ class ModelConfig(Section):
         "auto",
         description="type of the logits, in engine and trainer. auto: float32 on GPU; model: dtype",
     )
-    layers: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto",
-        description="auto: TransformerEngine's layers if it is installed and there is a GPU, else local",
+    layers: Literal["local", "transformer_engine"] = Field(
+        "local",
+        description="local: megatron-core's own; transformer_engine: needs a GPU and has not completed a "
+        "training step on one",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
