@@ -63,7 +63,7 @@ class Saver:
         self._shape = asdict(read_shape(config.model.path))
         # A separate group for the writer threads, because training uses the others at the same time. Its
         # timeout is long because writing to a slow disk may take as long as a phase.
-        self._group = dist.new_group(timeout=config.timeout, backend="gloo")
+        self._group = dist.new_group(timeout=config.timeout, backend="gloo", group_desc="checkpoint")
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._failures = 0

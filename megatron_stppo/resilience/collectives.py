@@ -1,76 +1,94 @@
 """The collectives that this rank has issued and that have not ended, from torch's flight recorder.
 
-A collective of GPUs runs on the device, and the thread that issued it may wait anywhere for its result. So
-the stack of a thread does not show that it waits for other ranks. The recorder does: it keeps the last 2,000
-collectives of each backend (TORCH_FR_BUFFER_SIZE; 0 turns it off).
+A collective of GPUs runs on the device, and the thread that issued it may be anywhere. So the stack of a
+thread does not show which collective a rank waits for. The recorder does: it keeps the last 2,000 collectives
+of each backend (TORCH_FR_BUFFER_SIZE; 0 turns it off). It has none that do not go through torch, such as
+those of vLLM's own NCCL communicator.
+
+Reading it can take long or never end: it asks the GPU for the state of each collective, and keeps other
+threads of Python from running.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
+import shutil
 import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
 NCCL, OTHERS = "_dump_nccl_trace", "_dump_fr_trace"  # torch has the first one only if it was built with NCCL
 JSON = "_json"  # their names in the other format
 PREFIX = "nccl_trace_rank_"  # of the files, for torch's program torchfrtrace
-LIMIT = 3.0  # seconds that reading may take: a GPU that no longer works may block it
-SHOWN = 3  # collectives
+FOLDER, BEFORE = "collectives", "collectives.before"
+SHOWN = 3  # collectives of a backend
+COALESCED = "nccl:coalesced"
 
 
-def unfinished(folder: Path, rank: int) -> str:
-    """Return the oldest collectives that have not ended, and write NCCL's record to `folder`.
+def keep_earlier(run: Path) -> None:
+    """Move the files of an earlier attempt out of the way: torchfrtrace must not compare two attempts."""
+    if (run / FOLDER).exists():
+        shutil.rmtree(run / BEFORE, ignore_errors=True)
+        (run / FOLDER).rename(run / BEFORE)
 
-    Returns "" if there are none, and also if the recorder cannot be read, which is logged.
-    Example: "nccl:all_reduce 812 of TENSOR_MODEL_PARALLEL_GROUP, gloo:barrier 4 of default_pg".
+
+def unfinished(run: Path, rank: int) -> str:
+    """Return the oldest collectives that have not ended, and write NCCL's record into the run's folder.
+
+    Example: "nccl:all_reduce 812 of TENSOR_MODEL_PARALLEL_GROUP". It says so if there are none, and if a
+    record cannot be read.
     """
-    found: list[str] = []
-    failed = [f"it did not answer in {LIMIT:g} s"]
-
-    def look() -> None:
-        try:
-            found.append(", ".join(names(_entries(folder / f"{PREFIX}{rank}"))))
-        except Exception as error:  # of a private function of torch: the report must not end with it
-            failed[0] = f"{type(error).__name__}: {error}"
-
-    thread = threading.Thread(target=look, name="flight recorder", daemon=True)
-    thread.start()
-    thread.join(LIMIT)
-    if not found:
-        log.error("torch's flight recorder cannot be read: %s", failed[0])
-    return found[0] if found else ""
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
     module = sys.modules.get("torch._C._distributed_c10d")  # None before torch is imported
-    found: list[dict[str, Any]] = []
+    found: list[str] = []
     for name in (NCCL, OTHERS):
-        if dump := getattr(module, name + JSON, None):
-            found += json.loads(dump())["entries"]
-    if dump := getattr(module, NCCL, None):
-        with contextlib.suppress(OSError):  # the disk is full
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(dump(includeStackTraces=False))  # a trial with them, on gloo, took 17 s
-    return found
+        if hasattr(module, name):
+            try:
+                if name == NCCL:
+                    _keep(
+                        getattr(module, name)(includeStackTraces=False), run, rank
+                    )  # with them it takes seconds
+                record = json.loads(getattr(module, name + JSON)())
+                found += names(record.get("entries", []))  # without the key if there are none
+            except (AttributeError, LookupError, TypeError, ValueError) as error:  # torch has changed
+                found.append(f"{name[1:]} cannot be read ({type(error).__name__}: {error})")
+    return ", ".join(found) or "none is recorded"
+
+
+def _keep(record: bytes, run: Path, rank: int) -> None:
+    with contextlib.suppress(OSError):  # the disk is full
+        (run / FOLDER).mkdir(exist_ok=True)
+        (run / FOLDER / f"{PREFIX}{rank}").write_bytes(record)
 
 
 def names(entries: Iterable[dict[str, Any]]) -> list[str]:
     """Return "operation number of group" of the oldest entries that have not ended, at most SHOWN.
 
-    The number is that of the collective in its group, equal on all ranks of the group.
+    The number of a collective is equal on all ranks of its group. Sends and receives have numbers of their
+    own, which each rank counts.
     """
-    left = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    listed = list(entries)
+    # The state of an operation in a batch is recorded for the batch alone.
+    batches = {_place(entry) for entry in listed if entry["profiling_name"] == COALESCED}
+    left = [
+        entry
+        for entry in listed
+        if not entry["retired"]
+        and entry["state"] != "completed"
+        and (entry["profiling_name"] == COALESCED or _place(entry) not in batches)
+    ]
     left.sort(key=lambda entry: entry["time_created_ns"])
     return [_name(entry) for entry in left[:SHOWN]]
 
 
-def _name(entry: dict[str, Any]) -> str:
+def _place(entry: dict[str, Any]) -> tuple[str, bool, int]:
+    """Return (group, whether it is a send or a receive, number)."""
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    return entry["process_group"][0], entry["is_p2p"], number
+
+
+def _name(entry: dict[str, Any]) -> str:
     group, description = entry["process_group"]
-    return f"{entry['profiling_name']} {number} of {description or group}"
+    shown = f"group {group}" if description in ("", "undefined") else description
+    return f"{entry['profiling_name']} {_place(entry)[2]} of {shown}"

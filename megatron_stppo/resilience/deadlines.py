@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_stppo.atomic_replace import replacing
-from megatron_stppo.resilience.collectives import unfinished
+from megatron_stppo.resilience.collectives import keep_earlier, unfinished
 from megatron_stppo.resilience.phases import OTHER, START_UP
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ class Beat:
     phase: str
     at: str  # position of the main thread
     waits: bool  # whether it waits for other ranks
-    unfinished: str = ""  # its collectives that have not ended; only of a rank past its deadline
 
 
 class Watchdog:
@@ -74,12 +73,10 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, deadlines: Mapping[str, float], rank: int, world: int) -> None:
-        self._folder, self._deadlines = folder / "heartbeats", dict(deadlines)
-        self._records = folder / "collectives"  # an attempt after the deadline keeps them
+        self._run, self._folder, self._deadlines = folder, folder / "heartbeats", dict(deadlines)
         self._rank, self._world = rank, world
         self._main = threading.get_ident()
         self._number = self._entered = 0
-        self._unfinished = ""
         self._ended = threading.Event()
         self._begin(START_UP)
 
@@ -88,6 +85,7 @@ class Watchdog:
         if self._rank == 0:  # heartbeats of an earlier attempt; every rank writes a new one
             for old in self._folder.glob("rank-*.json"):
                 old.unlink(missing_ok=True)
+            keep_earlier(self._run)
         for loop in (self._keep_beating, self._wait):
             threading.Thread(target=loop, name=f"deadlines{loop.__name__}", daemon=True).start()
         return self
@@ -120,7 +118,7 @@ class Watchdog:
         while not self._ended.wait(BEAT if self._number else 0):
             self._number += 1
             at, waits = place(sys._current_frames().get(self._main))
-            beat = Beat(self._number, self._entered, self._now[0], at, waits, self._unfinished)
+            beat = Beat(self._number, self._entered, self._now[0], at, waits)
             path = self._folder / f"rank-{self._rank}.json"
             # OSError: the disk is full; this rank has no heartbeat until there is space
             with contextlib.suppress(OSError), replacing(path) as scratch:
@@ -133,19 +131,25 @@ class Watchdog:
                 self._expire(phase, seconds)
 
     def _expire(self, phase: str, seconds: float) -> None:
-        """Report the stacks and, if this rank reads, which rank is late. End the process with exit code 1."""
+        """Report the stacks, if this rank reads also which rank is late, and the unfinished collectives.
+
+        These come last, because reading them may never end. End the process with exit code 1.
+        """
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
         _say(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
-        self._unfinished = unfinished(self._records, self._rank)  # for the next heartbeat
-        if not is_reader(self._rank, self._world):
-            time.sleep(GRACE - BEAT)  # if this rank ended first, the launcher would kill those that read
-            os._exit(1)
-        first = self._beats()
+        reads = is_reader(self._rank, self._world)
+        first = self._beats() if reads else []
         time.sleep(SILENT)
-        found = verdict(first, self._beats())
-        log.critical("%s: %s", said, found)
-        _say(f"{said}: {found}")
+        if reads:
+            found = verdict(first, self._beats())
+            log.critical("%s: %s", said, found)
+            _say(f"{said}: {found}")
+        left = f"rank {self._rank}: collectives that have not ended: {unfinished(self._run, self._rank)}"
+        log.critical("%s", left)
+        _say(left)
+        if not reads:
+            time.sleep(GRACE - SILENT - BEAT)  # if it ended first, the launcher would kill those that read
         os._exit(1)
 
     def _beats(self) -> list[Beat | None]:
@@ -174,8 +178,7 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
 
     `before` and `after` are the heartbeats of ranks 0, 1, .. at two times. The ranks that are late are those
     without a new heartbeat. If there are none, they are the ranks that have entered fewer phases than others.
-    If there are none either, they are the ranks that neither wait for other ranks nor have an unfinished
-    collective.
+    If there are none either, they are the ranks that do not wait for other ranks.
 
     Example: "rank 1 is silent since phase score. rank 0: score, model/pipeline.py:9 score > ...; rank 1: .."
     """
@@ -185,7 +188,7 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     alive = {rank: beat for rank, beat in seen.items() if rank not in silent}
     last = max((beat.entered for beat in alive.values()), default=0)
     behind = [rank for rank, beat in alive.items() if beat.entered < last]
-    busy = [rank for rank, beat in alive.items() if not beat.waits and not beat.unfinished]
+    busy = [rank for rank, beat in alive.items() if not beat.waits]
     if silent or never:
         parts = [f"rank {rank} has been silent since phase {seen[rank].phase}" for rank in silent]
         parts += [f"rank {rank} never wrote a heartbeat" for rank in never]
@@ -194,14 +197,14 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     elif not busy:
         parts = ["all ranks wait for others"]
     elif len(busy) == len(alive):
-        parts = ["no rank is seen to wait for another"]
+        parts = [
+            "no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen: compare "
+            "what the ranks say of their collectives)"
+        ]
     else:
         parts = [f"rank {rank} is in {alive[rank].at}, the others wait" for rank in busy]
-    return f"{', '.join(parts)}. {'; '.join(f'rank {rank}: {_state(beat)}' for rank, beat in seen.items())}"
-
-
-def _state(beat: Beat) -> str:
-    return f"{beat.phase}, {beat.at}" + (f", in {beat.unfinished}" if beat.unfinished else "")
+    where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())
+    return f"{', '.join(parts)}. {where}"
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
