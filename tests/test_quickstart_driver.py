@@ -91,7 +91,7 @@ def test_a_stage_is_done_only_with_its_product_and_its_key(driver: ModuleType, t
     stage.product.touch()
     again = driver.StageLedger(tmp_path)
     assert again.is_done(stage)
-    assert again.seconds("train") == 5.0  # over both attempts
+    assert again.seconds(stage) == 5.0  # over both attempts
     assert not again.is_done(driver.Stage("train", (), stage.product, "b", tmp_path))
 
 
@@ -125,6 +125,12 @@ def test_runs_that_share_built_files_share_the_record_of_who_built_them(
         assert driver.run(driver.EXAMPLES["quickstart"], overrides) == 0
         assert performed == expected
     assert finished[0] == dict.fromkeys(every, 1.0)
+    # The built files of two runs lie side by side: each has its own entry.
+    for seed, data, name, expected in ((0, "1", "a", every), (1, "2", "b", every), (1, "1", "c", every)):
+        performed.clear()
+        files = [f"data.train=runs/data{data}/train.jsonl", f"cold_start.output=runs/cold{data}/model"]
+        driver.run(driver.EXAMPLES["quickstart"], [f"run.seed={seed}", f"run.name={name}", *files])
+        assert performed == expected
 
 
 def test_two_calls_at_a_time_do_not_share_built_files(

@@ -27,27 +27,33 @@ class Stage:
 
 
 class StageLedger:
-    """stages.json: for each stage its last key, whether it finished, and its seconds over all attempts."""
+    """stages.json: for each stage and product its last key, whether it finished, and its seconds over all
+    attempts."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "stages.json"
         self.stages: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     def is_done(self, stage: Stage) -> bool:
-        entry = self.stages.get(stage.name, {})
+        entry = self.stages.get(name_of(stage), {})
         return entry.get("key") == stage.key and entry["done"] and stage.product.exists()
 
     def was_begun(self, stage: Stage) -> bool:
-        return self.stages.get(stage.name, {}).get("key") == stage.key
+        return self.stages.get(name_of(stage), {}).get("key") == stage.key
 
     def record(self, stage: Stage, seconds: float, done: bool) -> None:
-        earlier = self.stages[stage.name]["seconds"] if self.was_begun(stage) else 0.0
-        self.stages[stage.name] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
+        earlier = self.stages[name_of(stage)]["seconds"] if self.was_begun(stage) else 0.0
+        self.stages[name_of(stage)] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
         with replacing(self._path) as scratch:
             scratch.write_text(json.dumps(self.stages, indent=1))
 
-    def seconds(self, name: str) -> float:
-        return float(self.stages[name]["seconds"])
+    def seconds(self, stage: Stage) -> float:
+        return float(self.stages[name_of(stage)]["seconds"])
+
+
+def name_of(stage: Stage) -> str:
+    """Example: "build runs/quickstart/data/manifest.json"."""
+    return f"{stage.name} {stage.product}"
 
 
 @contextmanager

@@ -94,16 +94,16 @@ def run(example: Example, overrides: list[str]) -> int:
     config = load(example.config, overrides)
     stages = plan(config, overrides, example)
     with ExitStack() as held:
-        for home in {stage.home for stage in stages}:
+        for home in sorted({stage.home for stage in stages}):  # in the same order in every process
             held.enter_context(alone(home))
         for number, stage in enumerate(stages, 1):
             console.rule(f"{number}/5 {stage.name}", align="left")
             ledger = StageLedger(stage.home)
             if ledger.is_done(stage):
-                console.print(f"done before, in {ledger.seconds(stage.name):.0f} s")
+                console.print(f"done before, in {ledger.seconds(stage):.0f} s")
             elif status := perform(stage, ledger, config.run.folder):
                 return status
-        finish(config, {stage.name: StageLedger(stage.home).seconds(stage.name) for stage in stages})
+        finish(config, {stage.name: StageLedger(stage.home).seconds(stage) for stage in stages})
     return 0
 
 

@@ -9,6 +9,7 @@ unchanged.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,13 @@ def _wrong(where: str, field: str, value: Any, remedy: str) -> ConfigError:
 
 
 def shared(train: Iterable[Task], evaluate: Iterable[Task]) -> int:
-    """Return how many tasks of `evaluate` have the prompt and the targets of a task of `train`.
+    """Return how many tasks of `evaluate` have the source, prompt and targets of exactly one task of `train`.
 
-    Not compared: split, index and the other fields, which differ between copies of a task.
+    Not compared: split, index and the other fields, which differ between copies of a task. Tasks of `train`
+    that are equal in these three differ in another field, as tasks of agents do. They do not count.
     """
-    known = {(task.prompt, task.targets) for task in train}
-    return sum((task.prompt, task.targets) in known for task in evaluate)
+    known = Counter((task.data_source, task.prompt, task.targets) for task in train)
+    return sum(known[task.data_source, task.prompt, task.targets] == 1 for task in evaluate)
 
 
 class TaskCursor:

@@ -46,9 +46,8 @@ def unfinished(run: Path, rank: int) -> str:
         if hasattr(module, name):
             try:
                 if name == NCCL:
-                    _keep(
-                        getattr(module, name)(includeStackTraces=False), run, rank
-                    )  # with them it takes seconds
+                    pickled = getattr(module, name)(includeStackTraces=False)  # with them it takes seconds
+                    _keep(pickled, run, rank)
                 record = json.loads(getattr(module, name + JSON)())
                 found += names(record.get("entries", []))  # without the key if there are none
             except (AttributeError, LookupError, TypeError, ValueError) as error:  # torch has changed

@@ -122,9 +122,16 @@ def test_held_out_tasks_that_are_also_trained_on_give_a_warning(
     )
     (root / "test.jsonl").write_text(json.dumps(other) + "\n")
     open_run._read_tasks(config, ("train", "evaluate"))
+    (root / "tasks.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(copy) + "\n")
+    (root / "test.jsonl").write_text(json.dumps(ROW) + "\n")
+    open_run._read_tasks(config, ("train", "evaluate"))
+    (root / "tasks.jsonl").write_text(json.dumps(ROW | {"data_source": "another"}) + "\n")
+    open_run._read_tasks(config, ("train", "evaluate"))
     same_file = load(root / "run.yaml", [few, f"data.evaluate={root}/tasks.jsonl"])
     open_run._read_tasks(same_file, ("train", "evaluate"))
-    assert capsys.readouterr().err == "", "one file for both is the user's choice"
+    assert capsys.readouterr().err == "", (
+        "another question; a prompt that does not identify a task; another data set; one file for both"
+    )
 
 
 @pytest.mark.parametrize(

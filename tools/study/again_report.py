@@ -21,16 +21,17 @@ Pair = tuple[Cell, Cell]
 TITLES = {"": "anew", "_behaviour": "`behaviour`", "_truncate": "`truncate`", "_mask": "`mask`"}
 LAG = 8
 ARMS = ("ppo", "s_ppo", "st_ppo", "kl_low")
-# The declared families, each with Holm's correction.
-FAMILIES: list[list[Pair]] = [
-    [((arm, "_truncate"), (arm, "")) for arm in ARMS],
-    [
+DECLARED = 75  # runs
+# {caption: a declared family, which has Holm's correction over its contrasts}
+FAMILIES: dict[str, list[Pair]] = {
+    "`truncate` and no `mismatch`": [((arm, "_truncate"), (arm, "")) for arm in ARMS],
+    "`kl_low`, the default, and the others": [
         ((left, suffix), (right, suffix))
         for left, right in (("s_ppo", "kl_low"), ("kl_low", "ppo"))
         for suffix in ("", "_behaviour")
     ],
-    [((arm, "_mask"), (arm, "")) for arm in ARMS],
-]
+    "`mask` and no `mismatch`": [((arm, "_mask"), (arm, "")) for arm in ARMS],
+}
 # Not tested: comparisons of the lag stage that these runs repeat.
 DESCRIBED: list[Pair] = [(("s_ppo", suffix), ("ppo", suffix)) for suffix in ("", "_behaviour")]
 
@@ -41,10 +42,13 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         return [], []
     found = ends(rows, lambda setting: REPEATED[setting])
     runs = sum(len(seeds) for places in found.values() for seeds in places.values())
-    lines = ["", "### Lag again, on the AMD EPYC", "", f"{runs} runs are finished, with the declared ages."]
-    for family in FAMILIES:
-        lines += contrast_table(found, family, tested=True)
-    lines += contrast_table(found, DESCRIBED, tested=False)
+    lines = ["", "### Lag 8 again, on the AMD EPYC", ""]
+    lines += [f"{runs} runs are finished, with the declared ages; {DECLARED} were declared."]
+    for caption, family in FAMILIES.items():
+        if of := contrast_table(found, family, tested=True):
+            lines += ["", f"{caption} (Holm's correction over {len(family)} contrasts):", "", *of]
+    if of := contrast_table(found, DESCRIBED, tested=False):
+        lines += ["", "Contrasts of the [lag stage](#lag) again, on other models; not tested:", "", *of]
     places = sorted({place for of in found.values() for place in of}, key=list(REPEATED.values()).index)
     head = ["lag again", *(f"lag {lag}, {TITLES[suffix]}" for lag, suffix in places)]
     tables = ["", *table(head, [arm_cells(arm, found[arm], places) for arm in found])]
@@ -53,7 +57,7 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def contrast_table(of: Ends[Place], contrasts: Sequence[Pair], tested: bool) -> list[str]:
-    """Return a blank line and a table of contrasts at lag 8, nothing if none has runs of both cells.
+    """Return a table of contrasts at lag 8, nothing if none has runs of both cells.
 
     tested: with p values, for contrasts that have all declared seeds, and Holm's correction over `contrasts`.
     """
@@ -62,7 +66,7 @@ def contrast_table(of: Ends[Place], contrasts: Sequence[Pair], tested: bool) -> 
         return []
     head = ["contrast at lag 8", "difference, 95 % t interval (seeds)", *(["p", "Holm"] if tested else [])]
     more = tested_cells(found, len(contrasts)) if tested else {key: [] for key in found}
-    return ["", *table(head, [[named(*x), counted(found[x].values()), *more[x]] for x in found])]
+    return table(head, [[named(*x), counted(found[x].values()), *more[x]] for x in found])
 
 
 def named(left: Cell, right: Cell) -> str:
