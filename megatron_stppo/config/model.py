@@ -72,10 +72,10 @@ class ModelConfig(Section):
         "auto",
         description="type of the logits, in engine and trainer. auto: float32 on GPU; model: dtype",
     )
-    layers: Literal["local", "transformer_engine"] = Field(
+    layers: Literal["local", "transformer_engine", "auto"] = Field(
         "local",
         description="local: megatron-core's own; transformer_engine: needs a GPU and has not completed a "
-        "training step on one",
+        "training step on one; auto: transformer_engine if it is installed and there is a GPU, else local",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

@@ -129,6 +129,10 @@ def _lines(plan: Plan) -> list[str]:
         *(f"assumed: {source}" for source in gpu.sources),
         "estimated instead of measured: the engine's working memory",
     ]
+    if plan.config.model.layers == "auto" and not plan.config.model.lora.rank:
+        lines.append(
+            "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
+        )
     return [*lines, "fits" if not plan.broken else "does not fit"]
 
 
