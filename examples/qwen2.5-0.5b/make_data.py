@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.environments.reasoning_gym import task_rows
 
 SETTINGS = {"min_terms": 4, "max_terms": 8, "min_digits": 2, "max_digits": 3}
@@ -26,4 +27,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "data/sums"))
+    try:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else "data/sums"))
+    except ConfigError as error:  # reasoning-gym is not installed
+        sys.exit(str(error))

@@ -107,7 +107,7 @@ def test_runs_made_again_are_compared_with_each_other_and_not_with_the_first(tmp
         "| contrast at lag 8 | difference, 95 % t interval (seeds) | p | Holm |",
         "| --- | --- | --- | --- |",
         # 0.25 to 0.65: 0.45 +- 2.776 * 0.1581 / sqrt(5); t = 0.45 / 0.0707 = 6.36: p = 0.0031, and of 4 tests
-        "| `ppo`: `truncate` - anew | +0.450 ± 0.196 (5) | 0.003 | 0.013 |",
+        "| `ppo`: `truncate` - off | +0.450 ± 0.196 (5) | 0.003 | 0.013 |",
         "",
         "`kl_low`, the default, and the others (Holm's correction over 4 contrasts):",
         "",

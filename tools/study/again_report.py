@@ -18,6 +18,7 @@ Row = dict[str, Any]
 Place = tuple[int, str]  # lag and what sees it: the value of REPEATED
 Cell = tuple[str, str]  # an algorithm, and a suffix of CORRECTIONS
 Pair = tuple[Cell, Cell]
+# "anew": nothing sees it. The old policy is computed anew, as with `truncate` and `mask`.
 TITLES = {"": "anew", "_behaviour": "`behaviour`", "_truncate": "`truncate`", "_mask": "`mask`"}
 LAG = 8
 ARMS = ("ppo", "s_ppo", "st_ppo", "kl_low")
@@ -70,10 +71,10 @@ def contrast_table(of: Ends[Place], contrasts: Sequence[Pair], tested: bool) -> 
 
 
 def named(left: Cell, right: Cell) -> str:
-    """Examples: "`ppo`: `mask` - anew" and "`s_ppo` - `ppo`: `behaviour`"."""
-    (arm, seen), (other, as_before) = left, right
-    if arm == other:
-        return f"`{arm}`: {TITLES[seen]} - {TITLES[as_before]}"
+    """Examples: "`ppo`: `mask` - off" and "`s_ppo` - `ppo`: `behaviour`"."""
+    (arm, seen), (other, _) = left, right
+    if arm == other:  # the right one has no `mismatch`
+        return f"`{arm}`: {TITLES[seen]} - off"
     return f"`{arm}` - `{other}`: {TITLES[seen]}"
 
 
