@@ -36,16 +36,21 @@ def test_algorithms_of_a_setting_differ_in_the_algorithm_section_only(setting: s
     runs = [load(config, matrix.Run(setting, name, 3).overrides()) for name in matrix.ALGORITHMS]
     sections = [run.model_dump(exclude={"algorithm"}) for run in runs]
     assert all(other == sections[0] for other in sections)
-    untouched = ("clip_low", "clip_high", "gamma", "lam", "kl_coefficient", "entropy_coefficient", "whiten")
+    untouched = ("gamma", "lam", "kl_coefficient", "entropy_coefficient", "whiten")
     for field in untouched:
         assert len({getattr(run.algorithm, field) for run in runs}) == 1, field
+    bounds = {(run.algorithm.clip_low, run.algorithm.clip_high) for run in runs}
+    assert bounds == {(0.2, 0.2), (0.035, 0.035), (0.006, 0.006)}
+    named = [load(config, matrix.Run(setting, name, 3).overrides()) for name in ("st_ppo", *matrix.NARROWED)]
+    forms = [run.algorithm.model_dump(exclude={"clip_low", "clip_high"}) for run in named]
+    assert forms == [forms[0]] * 3
 
 
 # `kl` of the study has the target that was the default when it was run; `kl_low` has today's
 NAMED = {"kl": "kl_low"}
 
 
-@pytest.mark.parametrize("preset", ["grpo", "so_grpo", *matrix.ARMS, *matrix.OTHERS])
+@pytest.mark.parametrize("preset", ["grpo", "so_grpo", "paper", *matrix.ARMS, *matrix.OTHERS])
 def test_the_study_has_every_preset_as_it_is(preset: str) -> None:
     studied = load(CONFIG, matrix.Run("gentle", NAMED.get(preset, preset), 0).overrides()).algorithm
     assert studied == load(CONFIG, [f"algorithm.preset={preset}"]).algorithm

@@ -42,7 +42,9 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     document.write_text(f"{BEGIN}{END}")
     report(folder, document, second_round.sections)
     lines = document.read_text().splitlines()
-    assert "Finished runs: 9 of the first stage, 2 of the second family, 2 with the lower target." in lines
+    assert (
+        "Finished runs: 9 of the first stage, 2 of the second family, 2 of `kl_low`." in lines
+    )
     assert "| arm | 0.00015 | 0.0003 | 0.0006 | 0.0012 | 0.0024 | rates at 90% of 0.75 |" in lines
     # 0.75 and 0.5: 0.625 +- 12.706 * 0.125
     assert "| `ppo` |  |  | 0.62 ± 1.59 (2) | 0.25 ± 0.00 (2) |  |  |" in lines
@@ -94,8 +96,19 @@ def test_runs_of_the_second_family_alone_have_cells_and_no_contrast(tmp_path: Pa
     rows = [*curve("rate_6", "select_turn", 5, 0.5), *curve("rate_12", "select_turn", 5, 0.25)]
     collect.merge(tmp_path, [], rows, [])
     lines = second_round.sections(tmp_path, tmp_path)
-    assert "Finished runs: 0 of the first stage, 2 of the second family, 0 with the lower target." in lines
+    assert "Finished runs: 0 of the first stage, 2 of the second family." in lines
     assert "| `select_turn` |  |  | 0.50 (1) | 0.25 (1) |  | 0.0006 |" in lines
+
+
+def test_the_printed_form_is_compared_with_the_algorithms_that_have_its_ratio(tmp_path: Path) -> None:
+    rows = [*curve("rate_6", "paper", 5, 0.375), *curve("rate_12", "paper", 5, 0.75)]
+    rows += [*curve("rate_6", "st_ppo", 5, 0.75), *curve("rate_12", "st_ppo", 5, 0.75)]
+    collect.merge(tmp_path, [], rows, [])
+    lines = second_round.sections(tmp_path, tmp_path)
+    assert "Finished runs: 2 of the first stage, 0 of the second family, 2 of `paper`." in lines
+    # (0.375 + 0.75) / 2 / 0.75, less 1
+    assert "| `paper` - `st_ppo` | 2 | 1 | -0.250 | not complete | not complete |" in lines
+    assert "| `paper` | 1 | 0.750 |  |" in lines
 
 
 def test_without_runs_the_report_says_so(tmp_path: Path) -> None:

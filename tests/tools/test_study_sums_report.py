@@ -70,6 +70,25 @@ def test_the_contrasts_that_were_declared_later_have_a_correction_of_their_own()
     assert tables[-2] == "| `kl` |  |  | 0.25 ± 0.00 (5) | 0.25 ± 0.00 (5) |"
 
 
+def test_narrower_bounds_are_compared_at_lag_0_alone() -> None:
+    rows: list[Row] = []
+    for seed in range(5, 10):
+        rows += curve("sums_3_lag_0", "st_ppo", seed, 0.25)
+        rows += curve("sums_3_lag_4", "st_ppo", seed, 0.75)
+        rows += curve("sums_3_lag_0", "st_ppo_0.006", seed, 0.1 + (seed - 5) / 10)
+    for row in rows:
+        row |= {"rollout/response_tokens": 60.0, "rollout/turns": 2.0}
+    lines, tables = sums_report.sections(rows)
+    after = lines[lines.index("`st_ppo` with narrower bounds of the ratio, named after them:") :]
+    head = "| contrast | rate | lag 0: difference, 95 % t interval (seeds) | p | Holm | without seed 7 |"
+    # 0.1 + s / 10 - 0.25 for s of 0 to 4: the mean is 0.05 with an error of 0.158 / sqrt(5), t = 0.707 with 4
+    # degrees of freedom and p = 0.519; the smallest of 8 declared tests
+    assert after[2] == head
+    assert after[4].startswith("| `st_ppo_0.006` - `st_ppo` | 0.0003 | +0.050 ± 0.196 (5) | 0.519 | 1.000 |")
+    assert len(after) == 5, "s_ppo and the other bound have no runs"
+    assert tables[-1] == "| `st_ppo_0.006` | 0.30 ± 0.20 (5) |  |  |  |"
+
+
 def test_a_run_without_turns_is_said() -> None:
     rows = curve("sums_3_lag_0", "ppo", 5, 0.0)
     for row in rows:

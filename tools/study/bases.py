@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
-DRIVER = ("run.py", "stages.py")  # the quickstart's driver; the built files do not depend on it
+DRIVER = ("run.py", "stages.py", "ledger.py")  # the quickstart's driver; the built files do not depend on it
 
 
 @dataclass(frozen=True)

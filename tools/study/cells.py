@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tools.study.collect import EXACT_MATCH
 from tools.study.contrasts import SEEDS, endpoint, holm, paired_p
 from tools.study.judge import mean_interval
-from tools.study.matrix import ADDED_ARMS, ARMS, LAG_ARMS
+from tools.study.matrix import ADDED_ARMS, ARMS, LAG_ARMS, NARROWED
 
 Place, Key = TypeVar("Place", bound=Hashable), TypeVar("Key", bound=Hashable)
 Ends = Mapping[str, Mapping[Place, Mapping[int, float]]]  # {arm: {place: {seed: endpoint}}}
@@ -72,7 +72,7 @@ def ends(
     found: dict[str, dict[Place, dict[int, float]]] = {}
     for (arm, at, seed), curve in curves.items():
         found.setdefault(arm, {}).setdefault(at, {})[seed] = endpoint(curve)
-    return {arm: found[arm] for arm in LAG_ARMS | ARMS | ADDED_ARMS if arm in found}
+    return {arm: found[arm] for arm in LAG_ARMS | ARMS | ADDED_ARMS | NARROWED if arm in found}
 
 
 def differences(of: Ends[Place], left: str, right: str, over: Sequence[Place]) -> dict[int, float]:

@@ -23,6 +23,7 @@ from tools.study import lag_report
 from tools.study.cells import SIZES, difference, interval, markdown, number, shown_p, table
 from tools.study.collect import EXACT_MATCH, read_parquet
 from tools.study.contrasts import (
+    AS_PRINTED,
     EQUIVALENCE_RATE,
     EQUIVALENCE_SEEDS,
     EQUIVALENT,
@@ -69,22 +70,26 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     if not rows:
         return equivalent, []
     grid = grid_of(rows)
-    first, later, lower = (
+    first, later, added = (
         {arm: cells for arm, cells in grid.items() if arm in group} for group in (ARMS, OTHERS, ADDED_ARMS)
     )
     counts = [f"{runs_of(first)} of the first stage", f"{runs_of(later)} of the second family"]
-    counts.append(f"{runs_of(lower)} with the lower target")
+    counts += [f"{runs_of({arm: cells})} of `{arm}`" for arm, cells in added.items()]
     draw(grid, rows, folder / PICTURE)
     lines = [f"Finished runs: {', '.join(counts)}.", "", f"![rates]({shown / PICTURE})"]
     lines += ["", *contrast_table(contrasts(grid))]
-    for pairs in (SECOND_FAMILY, LOWER_TARGET):
+    for pairs in (SECOND_FAMILY, LOWER_TARGET, AS_PRINTED):
         if more := contrasts(grid, pairs):
             lines += ["", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
     tables += ["", *area_table(grid, list(first))]
-    for group, beside in ((later, {"ppo", "s_ppo"}), (lower, {"kl", "s_ppo"})):
-        if group:
+    for group, beside in (
+        (OTHERS, {"ppo", "s_ppo"}),
+        ({"kl_low"}, {"kl", "s_ppo"}),
+        ({"paper"}, {"turn_ppo", "st_ppo"}),
+    ):
+        if any(arm in grid for arm in group):
             tables += ["", *area_table(grid, [arm for arm in grid if arm in {*group, *beside}])]
     return lines, tables
 

@@ -9,7 +9,7 @@ from typing import Any
 from tools.study.cells import Ends, arm_cells, counted, differences, ends, table, tested_cells
 from tools.study.contrasts import SEEDS
 from tools.study.lag_settings import SUMMED
-from tools.study.matrix import LAG_ARMS
+from tools.study.matrix import LAG_ARMS, NARROWED
 
 Row = dict[str, Any]
 Place = tuple[float, int]  # rate and lag
@@ -22,6 +22,8 @@ ADDED = [
     [(3e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl_low"), (6e-4, "kl_low", "kl")],
     [(3e-4, "s_ppo", "kl_low"), (3e-4, "kl_low", "kl")],  # the last ones
 ]
+# At lag 0 alone: other bounds of the ratio per turn.
+NARROW = [(rate, arm, right) for rate in RATES for arm in NARROWED for right in ("st_ppo", "s_ppo")]
 KNOWN = 7  # the seed of which four results were known when the contrasts were declared
 
 
@@ -42,6 +44,8 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     for contrasts in ADDED:
         if later := contrast_table(found, contrasts):
             lines += ["", "Declared when the results of `s_ppo` were known:", "", *later]
+    if narrow := contrast_table(found, NARROW, lags=(0,)):
+        lines += ["", "`st_ppo` with narrower bounds of the ratio, named after them:", "", *narrow]
     cells = [arm_cells(arm, found[arm], places) for arm in found]
     return lines, ["", "Third task:", "", *table(head, cells)]
 
@@ -57,20 +61,21 @@ def turn_tokens(rows: Sequence[Row]) -> str:
     return f"Tokens per turn: {middle:.0f} on average, {min(of):.0f} to {max(of):.0f} over the iterations."
 
 
-def contrast_table(of: Ends[Place], contrasts: Sequence[Contrast]) -> list[str]:
-    """Return a table of contrasts over the declared seeds that have all their runs, nothing if none has any.
+def contrast_table(of: Ends[Place], contrasts: Sequence[Contrast], lags: Sequence[int] = (0, 4)) -> list[str]:
+    """Return a table of contrasts over the declared seeds that have all runs, nothing without any.
 
     Holm's correction is over these contrasts. Only complete ones have p values: others are descriptions.
     """
     found = {}
     for rate, left, right in contrasts:
-        over = [place for place in SUMMED.values() if place[0] == rate]
+        over = [place for place in SUMMED.values() if place[0] == rate and place[1] in lags]
         if apart := differences(of, left, right, over):
             found[rate, left, right] = apart
     if not found:
         return []
     tested = tested_cells(found, len(contrasts))
-    head = ["contrast", "rate", "mean of lags 0 and 4: difference, 95 % t interval (seeds)", "p", "Holm"]
+    over_lags = "mean of lags 0 and 4" if len(lags) > 1 else f"lag {lags[0]}"
+    head = ["contrast", "rate", f"{over_lags}: difference, 95 % t interval (seeds)", "p", "Holm"]
     rows = []
     for (rate, left, right), apart in found.items():
         others = [apart[seed] for seed in apart if seed != KNOWN]
