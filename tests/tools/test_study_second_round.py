@@ -42,9 +42,7 @@ def test_the_report_has_cells_areas_and_contrasts_and_calls_a_partial_grid_parti
     document.write_text(f"{BEGIN}{END}")
     report(folder, document, second_round.sections)
     lines = document.read_text().splitlines()
-    assert (
-        "Finished runs: 9 of the first stage, 2 of the second family, 2 of `kl_low`." in lines
-    )
+    assert "Finished runs: 9 of the first stage, 2 of the second family, 2 of `kl_low`." in lines
     assert "| arm | 0.00015 | 0.0003 | 0.0006 | 0.0012 | 0.0024 | rates at 90% of 0.75 |" in lines
     # 0.75 and 0.5: 0.625 +- 12.706 * 0.125
     assert "| `ppo` |  |  | 0.62 ± 1.59 (2) | 0.25 ± 0.00 (2) |  |  |" in lines
