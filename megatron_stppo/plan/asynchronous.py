@@ -202,7 +202,6 @@ class AsynchronousSimulation:
         waiting, training = last.waiting - first.waiting, last.training - first.training
         all_replicas = seconds * len(self._replicas)
         paused = (last.paused - first.paused) / all_replicas
-        longest = sorted(trained, key=lambda one: -one[1])[: max(1, len(trained) // 10)]
         return Forecast(
             iteration_seconds=seconds / count,
             tokens_per_second=tokens / seconds,
@@ -213,7 +212,6 @@ class AsynchronousSimulation:
             replica_idle=max(0.0, 1 - (last.stepping - first.stepping) / all_replicas - paused),
             replica_paused=paused,
             staleness=shares(Counter(staleness for staleness, _ in trained)),
-            staleness_longest=sum(staleness for staleness, _ in longest) / len(longest),
             in_flight=(last.in_flight - first.in_flight) / all_replicas,
             calls_waiting=(last.calls_waiting - first.calls_waiting) / all_replicas,
             buffered=(last.buffered - first.buffered) / seconds,

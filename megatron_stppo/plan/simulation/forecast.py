@@ -23,7 +23,6 @@ class Forecast:
     replica_idle: float  # share of time without a sequence to run, mean over replicas
     replica_paused: float  # share of time that replicas wait for weights, mean over replicas
     staleness: Mapping[int, float]  # {versions: share of the trajectories}
-    staleness_longest: float  # mean staleness of the tenth of the trajectories with most tokens
     in_flight: float  # episodes in progress per replica, mean over time
     calls_waiting: float  # calls of tools that wait for a place (environment.concurrency), per replica
     buffered: float  # complete episodes that wait for their batch, mean over time

@@ -38,16 +38,6 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class MeasuredSpread:
-    """MeasuredSpread numbers, each of them equally likely."""
-
-    values: tuple[float, ...]  # at least one
-
-    def draw(self, chance: random.Random) -> float:
-        return self.values[int(chance.random() * len(self.values))]
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Tokens of an episode: of each turn, the tokens that the engine reads before it and those it generates.
 
