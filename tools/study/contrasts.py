@@ -22,6 +22,7 @@ SECOND_FAMILY = tuple((arm, "ppo") for arm in ("select_turn", "momentum_reset", 
 SECOND_FAMILY += (("clipping_bias", "s_ppo"),)
 LOWER_TARGET = (("kl_low", "kl"), ("s_ppo", "kl_low"))
 AS_PRINTED = (("paper", "turn_ppo"), ("paper", "st_ppo"))
+NARROWER = tuple(("st_ppo_0.035", right) for right in ("st_ppo", "s_ppo", "kl_low"))
 # The declared test of equivalence: of endpoints at one rate.
 EQUIVALENT, EQUIVALENCE_RATE, EQUIVALENCE_SEEDS, MARGIN = ("s_ppo", "open_loop"), 6e-4, range(5, 17), 0.05
 RESAMPLES = 10_000
@@ -74,7 +75,7 @@ def best_of(grid: Grid) -> float:
     The arms of the other contrasts came later. They do not change the areas of the first stage.
     Without runs of that stage it is the highest of all.
     """
-    later = {left for left, _ in (*SECOND_FAMILY, *LOWER_TARGET, *AS_PRINTED)} - {
+    later = {left for left, _ in (*SECOND_FAMILY, *LOWER_TARGET, *AS_PRINTED, *NARROWER)} - {
         left for left, _ in CONTRASTS
     }
     first = {name: arm for name, arm in grid.items() if name not in later} or grid

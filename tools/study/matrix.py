@@ -130,7 +130,8 @@ ADDED_ARMS["paper"] = {
 # A mean over the 32 tokens of a turn of the third task varies less than a token. 0.035 is 0.2 / sqrt(32),
 # 0.006 is 0.2 / 32: as wide as 0.2 for a token if tokens change independently, and if one of them changes.
 NARROWED: dict[str, Fields] = {
-    f"st_ppo_{bound}": FAMILY["st_ppo"] | {"clip_low": bound, "clip_high": bound} for bound in (0.035, 0.006)
+    f"{name}_{bound}": FAMILY[name] | {"clip_low": bound, "clip_high": bound}
+    for name, bound in (("st_ppo", 0.035), ("st_ppo", 0.006), ("s_ppo", 0.035), ("turn_ppo", 0.006))
 }
 # The second family: each changes one thing of ppo, or of s_ppo.
 OTHERS: dict[str, Fields] = {

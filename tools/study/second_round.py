@@ -29,6 +29,7 @@ from tools.study.contrasts import (
     EQUIVALENT,
     LOWER_TARGET,
     MARGIN,
+    NARROWER,
     SECOND_FAMILY,
     SEEDS,
     WINDOW,
@@ -43,9 +44,17 @@ from tools.study.contrasts import (
     equivalence_differences,
 )
 from tools.study.figures import STYLES
-from tools.study.matrix import ADDED_ARMS, ARMS, OTHERS, RATES
+from tools.study.matrix import ADDED_ARMS, ARMS, NARROWED, OTHERS, RATES
 
 Row = dict[str, Any]
+ADDED = ADDED_ARMS | NARROWED
+# Area tables: arms, and those beside them
+TABLES = (
+    (OTHERS, {"ppo", "s_ppo"}),
+    ({"kl_low"}, {"kl", "s_ppo"}),
+    ({"paper"}, {"turn_ppo", "st_ppo"}),
+    ({"st_ppo_0.035"}, {"st_ppo", "s_ppo", "kl_low"}),
+)
 PICTURE = "rates.png"
 SHARE = 0.9  # of the best cell, for the contour of the heat map and the range of rates
 
@@ -71,24 +80,20 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
         return equivalent, []
     grid = grid_of(rows)
     first, later, added = (
-        {arm: cells for arm, cells in grid.items() if arm in group} for group in (ARMS, OTHERS, ADDED_ARMS)
+        {arm: cells for arm, cells in grid.items() if arm in group} for group in (ARMS, OTHERS, ADDED)
     )
     counts = [f"{runs_of(first)} of the first stage", f"{runs_of(later)} of the second family"]
     counts += [f"{runs_of({arm: cells})} of `{arm}`" for arm, cells in added.items()]
     draw(grid, rows, folder / PICTURE)
     lines = [f"Finished runs: {', '.join(counts)}.", "", f"![rates]({shown / PICTURE})"]
     lines += ["", *contrast_table(contrasts(grid))]
-    for pairs in (SECOND_FAMILY, LOWER_TARGET, AS_PRINTED):
+    for pairs in (SECOND_FAMILY, LOWER_TARGET, AS_PRINTED, NARROWER):
         if more := contrasts(grid, pairs):
             lines += ["", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
     tables += ["", *area_table(grid, list(first))]
-    for group, beside in (
-        (OTHERS, {"ppo", "s_ppo"}),
-        ({"kl_low"}, {"kl", "s_ppo"}),
-        ({"paper"}, {"turn_ppo", "st_ppo"}),
-    ):
+    for group, beside in TABLES:
         if any(arm in grid for arm in group):
             tables += ["", *area_table(grid, [arm for arm in grid if arm in {*group, *beside}])]
     return lines, tables
@@ -109,7 +114,7 @@ def grid_of(rows: Sequence[Row]) -> dict[str, dict[float, dict[int, float]]]:
     grid: dict[str, dict[float, dict[int, float]]] = {}
     for (arm, rate, seed), curve in sorted(found.items()):
         grid.setdefault(arm, {}).setdefault(rate, {})[seed] = endpoint(curve)
-    return {arm: grid[arm] for arm in (*ARMS, *ADDED_ARMS, *OTHERS) if arm in grid}
+    return {arm: grid[arm] for arm in (*ARMS, *ADDED, *OTHERS) if arm in grid}
 
 
 def cell_table(grid: Grid) -> list[str]:
