@@ -45,7 +45,8 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     runs = {arm: sum(map(len, cells.values())) for arm, cells in found.items()}
     done, declared = sum(runs.get(arm, 0) for arm in LAG_ARMS), len(SUMMED) * len(LAG_ARMS) * len(SEEDS)
     counts = f"{done} of {declared} runs are finished"
-    counts += "".join(f", and {runs[arm]} of `{arm}`" for arm in runs if arm not in LAG_ARMS)
+    if later := [f"{runs[arm]} of `{arm}`" for arm in runs if arm not in LAG_ARMS]:
+        counts += f". Runs that were declared later: {', '.join(later)}"
     lines = ["", "### Third task", "", f"{counts}. {turn_tokens(rows)}", ""]
     none = ["No declared contrast has runs of both arms at both lags yet."]
     lines += contrast_table(found, CONTRASTS) or none
