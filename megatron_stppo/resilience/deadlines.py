@@ -47,8 +47,13 @@ READERS = 64
 # Seconds from an error of the run until the timer ends the process, which loses the exit code. More than an
 # unfinished checkpoint may still take (saving.LAST_SECONDS), less than srun waits (attempt.sh).
 END = 90.0
-# A thread waits for other ranks if one of its INNERMOST frames is in one of these files.
-WAITS, INNERMOST = ("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"), 4
+# A thread waits for other ranks or for its GPU, which may be in a collective, if one of its INNERMOST frames
+# is in one of these files. A wait by .item() or .tolist() has no frame.
+WAITS = (
+    *("/torch/distributed/", "/vllm/distributed/", "/p2p_communication.py"),
+    *("/torch/cuda/streams.py", "/torch/cuda/__init__.py", "/vllm/v1/worker/gpu/async_utils.py"),
+)
+INNERMOST = 4
 PACKAGE = f"/{__name__.partition('.')[0]}/"
 
 
@@ -60,7 +65,7 @@ class Beat:
     entered: int  # phases entered so far; equal on all ranks that are in the same phase
     phase: str
     at: str  # position of the main thread
-    waits: bool  # whether it waits for other ranks
+    waits: bool  # whether it is seen to wait for other ranks or for its GPU
 
 
 class Watchdog:
@@ -178,7 +183,7 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
 
     `before` and `after` are the heartbeats of ranks 0, 1, .. at two times. The ranks that are late are those
     without a new heartbeat. If there are none, they are the ranks that have entered fewer phases than others.
-    If there are none either, they are the ranks that do not wait for other ranks.
+    If there are none either, they are the ranks that are not seen to wait.
 
     Example: "rank 1 is silent since phase score. rank 0: score, model/pipeline.py:9 score > ...; rank 1: .."
     """
@@ -195,20 +200,20 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
     elif behind:
         parts = [f"rank {rank} is still in phase {alive[rank].phase}" for rank in behind]
     elif not busy:
-        parts = ["all ranks wait for others"]
+        parts = ["all ranks wait for others, or for their GPU: compare what they say of their collectives"]
     elif len(busy) == len(alive):
         parts = [
             "no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen: compare "
             "what the ranks say of their collectives)"
         ]
     else:
-        parts = [f"rank {rank} is in {alive[rank].at}, the others wait" for rank in busy]
+        parts = [f"rank {rank} is in {alive[rank].at} and is not seen to wait as others are" for rank in busy]
     where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())
     return f"{', '.join(parts)}. {where}"
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return (position of a thread, whether it waits for other ranks).
+    """Return (position of a thread, whether it is seen to wait for other ranks or for its GPU).
 
     The position is the innermost frame of this package, and the innermost frame of all.
     Example: ("update/actor_step.py:90 actor_step > torch/_ops.py:12 __call__", False).

@@ -22,7 +22,7 @@ class ToolsStayAway(Requeue):
 
 
 class EngineLost(Requeue):
-    """vLLM failed on a GPU, where no new engine is built in the same process.
+    """vLLM failed on all ranks of an engine on a GPU, where no new engine is built in the same process.
 
     All ranks raise the same error. A training run writes a checkpoint before it ends.
     """

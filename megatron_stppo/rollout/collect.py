@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from megatron_stppo.rollout.engine import Engine
 
 log = logging.getLogger(__name__)
+# Seconds that a failed rank waits for the others of its engine, after those for which environments may close.
+# The others are in the same step, or wait for it.
+ALONE = 60.0
 Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
 
 
@@ -74,6 +78,8 @@ def collect(
     all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
     and all other ranks raise RolloutError. Raises ConfigError for an environment that returns a
     value of the wrong type.
+    Raises RolloutError on a rank that failed alone while the others of its engine wait for it, and only
+    there: the process has to end, so that the launcher ends the others.
     """
     assert tokenizer.chat_template is not None, "validation/model_folder.py requires one"
     numbers = range(first_index, first_index + len(tasks))
@@ -98,8 +104,32 @@ def collect(
         if not isinstance(error, ConfigError):  # its message is complete
             log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
+    meet(trouble, group, settings.deadline + ALONE)
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [episode.trajectory() for episode in episodes]
+
+
+def meet(trouble: BaseException | None, group: dist.ProcessGroup | None, seconds: float) -> None:
+    """Wait until all ranks of an engine have ended their rollout. Collective over `group`, which is of gloo.
+
+    trouble: why this rank's rollout failed. A rank that does not come within `seconds` then is in a
+    collective of vLLM that this rank has left, and would stay there until the deadline of the rollout.
+    Raises RolloutError in this case.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    met = dist.barrier(group, async_op=True)
+    if trouble is None:
+        met.wait()
+        return
+    try:
+        met.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        said = f"{type(trouble).__name__}: {trouble}"
+        raise RolloutError(
+            f"the rollout failed on rank {dist.get_rank()}, and the other ranks of its engine did not end "
+            f"theirs within {seconds:g} s: {said}"
+        ) from error
 
 
 @dataclass(frozen=True)

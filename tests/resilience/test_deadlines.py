@@ -159,8 +159,14 @@ def test_a_full_disk_does_not_end_the_heartbeats(tmp_path: Path) -> None:
         ),
         ([beat(9), None], "rank 1 never wrote a heartbeat. rank 0: score, a.py:1 f"),
         ([beat(9), beat(9, 3, "advantage")], "rank 1 is still in phase advantage. "),
-        ([beat(9), beat(9, at="b.py:7 g", waits=False)], "rank 1 is in b.py:7 g, the others wait. "),
-        ([beat(9), beat(9)], "all ranks wait for others. "),
+        (
+            [beat(9), beat(9, at="b.py:7 g", waits=False)],
+            "rank 1 is in b.py:7 g and is not seen to wait as others are. ",
+        ),
+        (
+            [beat(9), beat(9)],
+            "all ranks wait for others, or for their GPU: compare what they say of their collectives. ",
+        ),
         (
             [beat(9, waits=False), beat(9, waits=False)],
             "no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen: "
@@ -182,3 +188,11 @@ def test_the_reported_place_is_the_innermost_frame_of_the_package() -> None:
     at, waits = place(sys._getframe())
     assert at.startswith("resilience/test_deadlines.py:") and at.endswith(sys._getframe().f_code.co_name)
     assert not waits
+
+
+@pytest.mark.parametrize("file", ["torch/cuda/streams.py", "torch/distributed/distributed_c10d.py"])
+def test_a_thread_waits_in_a_collective_and_for_its_gpu(file: str) -> None:
+    seen: list[tuple[str, bool]] = []
+    source = compile("see()", f"/packages/{file}", "exec")
+    exec(source, {"see": lambda: seen.append(place(sys._getframe()))})
+    assert [waits for _, waits in seen] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.rollout.collect import RolloutSettings, collect
+from megatron_stppo.rollout.collect import RolloutSettings, collect, meet
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.rollout.play import request_seed
 from megatron_stppo.types import Task, Trajectory
 from tests.ranks import run_ranks
@@ -204,6 +206,35 @@ def test_dividing_tasks_among_replicas_changes_nothing_and_a_failure_ends_all_re
     assert broken == broken_too, "one engine's failure is an EngineFailure on every rank"
     assert broken[0].startswith("EngineFailure: rollout failed on rank 1: ")
     assert broken[1].startswith("rank 1: MemoryError at ")
+
+
+def observe_meeting(failed: int) -> tuple[str, str, float]:
+    """(how a meeting of two ends, how one ends to which only the failed rank comes, its seconds)."""
+    failure, ends = MemoryError("no block is free"), []
+    mine = dist.get_rank() == failed
+    for comes in (True, False):
+        started = time.monotonic()
+        try:
+            if mine or comes:
+                meet(failure if mine else None, dist.group.WORLD, 1.0)
+            else:
+                time.sleep(3)  # in a collective of vLLM
+            ends.append("met")
+        except RolloutError as error:
+            ends.append(str(error))
+    return ends[0], ends[1], time.monotonic() - started
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_that_failed_alone_does_not_wait_for_the_deadline(failed: int) -> None:
+    ranks = run_ranks(observe_meeting, 2, failed)
+    assert [together for together, _, _ in ranks] == ["met", "met"], "then both raise together"
+    _, alone, seconds = ranks[failed]
+    assert alone == (
+        f"the rollout failed on rank {failed}, and the other ranks of its engine did not end theirs within "
+        "1 s: MemoryError: no block is free"
+    )
+    assert 1 <= seconds < 3
 
 
 def test_request_seed_is_stable_and_depends_on_all_its_parts() -> None:

@@ -61,7 +61,10 @@ def test_the_contrasts_that_were_declared_later_have_a_correction_of_their_own()
         row |= {"rollout/response_tokens": 60.0, "rollout/turns": 2.0 if row["algorithm"] == "s_ppo" else 1.0}
     lines, tables = sums_report.sections(rows)
     turns = "Tokens per turn: 30 on average, 30 to 30 over the iterations."
-    assert f"20 of 100 runs are finished. Runs that were declared later: 10 of `kl`, 10 of `kl_low`. {turns}" in lines
+    assert (
+        f"20 of 100 runs are finished. Runs that were declared later: 10 of `kl`, 10 of `kl_low`. {turns}"
+        in lines
+    )
     after = lines[lines.index("Declared when the results of `s_ppo` were known:") :]
     # The differences of the test above, the smallest of 4 tests and of 2: p = 4 * 0.00148 and 2 * 0.00148.
     row = "| `s_ppo` - `{}` | {} | +0.275 ± 0.098 (5) | 0.001 | {} | +0.275 ± 0.145 (4) |"
