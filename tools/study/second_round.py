@@ -23,14 +23,11 @@ from tools.study import lag_report
 from tools.study.cells import SIZES, difference, interval, markdown, number, shown_p, table
 from tools.study.collect import EXACT_MATCH, read_parquet
 from tools.study.contrasts import (
-    AS_PRINTED,
     EQUIVALENCE_RATE,
     EQUIVALENCE_SEEDS,
     EQUIVALENT,
-    LOWER_TARGET,
+    LATER,
     MARGIN,
-    NARROWER,
-    SECOND_FAMILY,
     SEEDS,
     WINDOW,
     Contrast,
@@ -48,13 +45,6 @@ from tools.study.matrix import ADDED_ARMS, ARMS, NARROWED, OTHERS, RATES
 
 Row = dict[str, Any]
 ADDED = ADDED_ARMS | NARROWED
-# Area tables: arms, and those beside them
-TABLES = (
-    (OTHERS, {"ppo", "s_ppo"}),
-    ({"kl_low"}, {"kl", "s_ppo"}),
-    ({"paper"}, {"turn_ppo", "st_ppo"}),
-    ({"st_ppo_0.035"}, {"st_ppo", "s_ppo", "kl_low"}),
-)
 PICTURE = "rates.png"
 SHARE = 0.9  # of the best cell, for the contour of the heat map and the range of rates
 
@@ -87,15 +77,14 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     draw(grid, rows, folder / PICTURE)
     lines = [f"Finished runs: {', '.join(counts)}.", "", f"![rates]({shown / PICTURE})"]
     lines += ["", *contrast_table(contrasts(grid))]
-    for pairs in (SECOND_FAMILY, LOWER_TARGET, AS_PRINTED, NARROWER):
-        if more := contrasts(grid, pairs):
-            lines += ["", *contrast_table(more)]
+    families = [(pairs, more) for pairs in LATER if (more := contrasts(grid, pairs))]
+    for _, more in families:
+        lines += ["", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
     tables += ["", *area_table(grid, list(first))]
-    for group, beside in TABLES:
-        if any(arm in grid for arm in group):
-            tables += ["", *area_table(grid, [arm for arm in grid if arm in {*group, *beside}])]
+    for pairs, _ in families:
+        tables += ["", *area_table(grid, [arm for arm in grid if any(arm in pair for pair in pairs)])]
     return lines, tables
 
 

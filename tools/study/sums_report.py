@@ -16,22 +16,34 @@ Place = tuple[float, int]  # rate and lag
 Contrast = tuple[float, str, str]  # rate, left and right arm
 PAIRS = (("s_ppo", "ppo"), ("st_ppo", "turn_ppo"), ("s_ppo", "open_loop_4"), ("st_ppo", "s_ppo"))
 RATES = sorted({rate for rate, _ in SUMMED.values()})
-# Contrasts of the mean over the lags: the declared ones, and two families declared when `s_ppo` had results.
+# The declared contrasts, of the mean over LAGS.
 CONTRASTS = [(rate, left, right) for rate in RATES for left, right in PAIRS]
-ADDED = [
-    [(3e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl_low"), (6e-4, "kl_low", "kl")],
-    [(3e-4, "s_ppo", "kl_low"), (3e-4, "kl_low", "kl")],  # the last ones
-]
-# At lag 0 alone: other bounds of the ratio per turn.
-BOUNDS, OF = ("st_ppo_0.035", "st_ppo_0.006"), ("st_ppo", "s_ppo")
-NARROW = [(rate, arm, right) for rate in RATES for arm in BOUNDS for right in OF]
-# Declared when seed 5 of NARROW was known: bounds of a token, and no correction.
-LIKE = [("st_ppo_0.006", "s_ppo_0.035"), ("st_ppo_0.006", "turn_ppo_0.006"), ("s_ppo_0.035", "s_ppo")]
-LIKE_NARROW = [(rate, left, right) for rate in RATES for left, right in LIKE]
-BOUNDED = {
-    "`st_ppo` with narrower bounds of the ratio, named after them:": NARROW,
-    "Beside them, narrower bounds of the ratio per token and without the correction:": LIKE_NARROW,
-}
+LAGS = (0, 4)
+BOUNDS = ("st_ppo_0.035", "st_ppo_0.006")
+LIKE = (("st_ppo_0.006", "s_ppo_0.035"), ("st_ppo_0.006", "turn_ppo_0.006"), ("s_ppo_0.035", "s_ppo"))
+# Families that were declared later: title, lags over which the mean is, contrasts.
+LATER: tuple[tuple[str, Sequence[int], Sequence[Contrast]], ...] = (
+    (
+        "Declared when the results of `s_ppo` were known:",
+        LAGS,
+        [(3e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl"), (6e-4, "s_ppo", "kl_low"), (6e-4, "kl_low", "kl")],
+    ),
+    (
+        "Declared when the results of `s_ppo` and `kl` were known:",
+        LAGS,
+        [(3e-4, "s_ppo", "kl_low"), (3e-4, "kl_low", "kl")],
+    ),
+    (
+        "`st_ppo` with narrower bounds of the ratio, named after them:",
+        (0,),
+        [(rate, arm, other) for rate in RATES for arm in BOUNDS for other in ("st_ppo", "s_ppo")],
+    ),
+    (
+        "Declared when seed 5 of these was known: narrower bounds per token and without the correction:",
+        (0,),
+        [(rate, left, right) for rate in RATES for left, right in LIKE],
+    ),
+)
 KNOWN = 7  # the seed of which four results were known when the contrasts were declared
 
 
@@ -50,12 +62,9 @@ def sections(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     lines = ["", "### Third task", "", f"{counts}. {turn_tokens(rows)}", ""]
     none = ["No declared contrast has runs of both arms at both lags yet."]
     lines += contrast_table(found, CONTRASTS) or none
-    for contrasts in ADDED:
-        if later := contrast_table(found, contrasts):
-            lines += ["", "Declared when the results of `s_ppo` were known:", "", *later]
-    for title, contrasts in BOUNDED.items():
-        if bounded := contrast_table(found, contrasts, lags=(0,)):
-            lines += ["", title, "", *bounded]
+    for title, lags, contrasts in LATER:
+        if family := contrast_table(found, contrasts, lags):
+            lines += ["", title, "", *family]
     cells = [arm_cells(arm, found[arm], places) for arm in found]
     return lines, ["", "Third task:", "", *table(head, cells)]
 
@@ -71,8 +80,8 @@ def turn_tokens(rows: Sequence[Row]) -> str:
     return f"Tokens per turn: {middle:.0f} on average, {min(of):.0f} to {max(of):.0f} over the iterations."
 
 
-def contrast_table(of: Ends[Place], contrasts: Sequence[Contrast], lags: Sequence[int] = (0, 4)) -> list[str]:
-    """Return a table of contrasts over the declared seeds that have all runs, nothing without any.
+def contrast_table(of: Ends[Place], contrasts: Sequence[Contrast], lags: Sequence[int] = LAGS) -> list[str]:
+    """Return a table of contrasts of the mean over `lags`, nothing if no declared seed has all their runs.
 
     Holm's correction is over these contrasts. Only complete ones have p values: others are descriptions.
     """
@@ -84,7 +93,7 @@ def contrast_table(of: Ends[Place], contrasts: Sequence[Contrast], lags: Sequenc
     if not found:
         return []
     tested = tested_cells(found, len(contrasts))
-    over_lags = "mean of lags 0 and 4" if len(lags) > 1 else f"lag {lags[0]}"
+    over_lags = f"lag {lags[0]}" if len(lags) == 1 else "mean of lags 0 and 4"
     head = ["contrast", "rate", f"{over_lags}: difference, 95 % t interval (seeds)", "p", "Holm"]
     rows = []
     for (rate, left, right), apart in found.items():
