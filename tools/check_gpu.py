@@ -130,19 +130,22 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     ]
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     training = [
-        Step("attention against its definition", inside("training", "attention"), 40, needs=megatron),
-        Step("a step in float32 on the CPU", inside("training", "reference"), 70, on_cpu, megatron),
-        Step("the same step in bfloat16", inside("training", "step"), 60, needs=megatron),
-        Step("first ratios", inside("training", "first_ratio"), 60, needs=megatron),
-        Step("cold start", inside("training", "cold_start"), 60, needs=megatron),
-        Step("a checkpoint, loaded again", inside("resume", "resident"), 45, needs=megatron),
-        Step("the same with offloading", inside("resume", "offloaded"), 45, needs=megatron),
-        Step("adapters on one trunk", inside("resume", "one_trunk"), 40, needs=megatron),
+        Step("attention against its definition", inside("training", "attention"), 30, needs=megatron),
+        Step("a step in float32 on the CPU", inside("training", "reference"), 60, on_cpu, megatron),
+        Step("the same step in bfloat16", inside("training", "step"), 55, needs=megatron),
+        Step("first ratios", inside("training", "first_ratio"), 50, needs=megatron),
+        Step("ratios of replayed experts", inside("training", "experts_replayed"), 35, needs=megatron),
+        Step("ratios of experts chosen again", inside("training", "experts_again"), 35, needs=megatron),
+        Step("cold start", inside("training", "cold_start"), 50, needs=megatron),
+        Step("a checkpoint, loaded again", inside("resume", "resident"), 35, needs=megatron),
+        Step("the same with offloading", inside("resume", "offloaded"), 35, needs=megatron),
+        Step("adapters on one trunk", inside("resume", "one_trunk"), 30, needs=megatron),
     ]
     reshard = ["tools/benchmark_reshard.py", "--pairs", "tensor=1:1", "--rounds", "5"]
     sliced = [
-        Step("layers of a 32B", inside("layer_slice", "layer_slice"), 220, needs=megatron),
-        Step("its memory against plan", inside("layer_slice", "against_plan"), 60, needs=megatron),
+        Step("layers of a 32B", inside("layer_slice", "layer_slice"), 120, needs=megatron),
+        Step("its memory against plan", inside("layer_slice", "against_plan"), 40, needs=megatron),
+        Step("layers of a 30B with experts", inside("layer_slice", "expert_slice"), 120, needs=megatron),
         Step("reshard into stand-in weights", [*DISTRIBUTED, *reshard], 80, needs=megatron),
     ]
     counters = [Step("Nsight Compute", inside("counters", "counters"), 240, needs=tool("ncu"))]

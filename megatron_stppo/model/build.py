@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.config import Config, LoraConfig
-from megatron_stppo.model import adapters, fusions
+from megatron_stppo.model import adapters, expert_rows, fusions
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing import attach
@@ -137,6 +137,8 @@ def build(
     reference has none unless model.lora.path gives initial ones.
     trunk: the actor's chunks, whose frozen weights the model uses instead of its own.
     """
+    if shape.experts:
+        expert_rows.install()
     settings = transformer_config(shape, config, mesh, dtype)
     if trunk is not None:  # megatron then leaves the device to torch
         settings.use_cpu_initialization, settings.perform_initialization = True, False

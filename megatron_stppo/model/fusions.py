@@ -94,8 +94,7 @@ FUSIONS = (
         "gradients of the weights",
         (GPU, DENSE, Need(lambda at: at.gradient_kernel, "apex's fused_weight_gradient_mlp_cuda is missing")),
     ),
-    # adds the outputs of a token's experts in float32 and in a fixed order. Without it megatron adds them on
-    # a GPU with atomic operations, in bfloat16, so that score and update would differ
+    # adds the outputs of a token's experts in float32 and in a fixed order, as model/expert_rows.py does
     Fusion(
         "moe_permute_fusion",
         "order of the experts' tokens",

@@ -106,7 +106,7 @@ class RankModels:
         self.config, self.shape, self.mesh, self.dtype = config, shape, mesh, dtype
         self.microbatch, self.is_cuda = microbatch, is_cuda
         self.warm = False
-        self.meter = Meter(shape.experts_per_token)
+        self.meter = Meter()
         self._trunk: list[TokenModel] | None = None
 
     def uses(self, roles: Sequence[build.Role]) -> RankUse:

@@ -29,9 +29,8 @@ class Meter(TorchDispatchMode):
     which costs most; a flag is False; a number is 1.
     """
 
-    def __init__(self, experts_per_token: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._experts_per_token = experts_per_token
         self.alive = self.peak = self.flop = 0
         self._seen: set[int] = set()
 
@@ -46,10 +45,7 @@ class Meter(TorchDispatchMode):
         answer = READS.get(func) if any(x.is_meta for x in given) else None
         if func is aten.index_add.default:  # the keys of context parallelism have their indices on the host
             args = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
-        if func is aten.masked_select.default and given[0].is_meta:
-            out = self._routed(*args)
-        else:
-            out = answer(args[0]) if answer else func(*args, **kwargs)
+        out = answer(*args) if answer else func(*args, **kwargs)
         count = FLOP.get(func._overloadpacket)
         if count is not None:
             sizes = [x for x in args if not isinstance(x, torch.dtype)]  # of addmm(..., out_dtype)
@@ -59,10 +55,6 @@ class Meter(TorchDispatchMode):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage(), before)
         return out
-
-    def _routed(self, values: Tensor, routing: Tensor) -> Tensor:
-        """Return what megatron selects by a mask [experts, tokens]: a value per token and chosen expert."""
-        return values.new_empty(routing.shape[1] * self._experts_per_token)
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -92,13 +84,21 @@ def every_row(mask: Tensor) -> Tensor:
     return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device="meta")
 
 
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor, *_: object) -> Tensor:
+    """Return the result of grouped_mm. torch's own meta kernel refuses float32."""
+    if weights.dim() == 3:
+        return rows.new_empty(len(rows), weights.shape[2])
+    return rows.new_empty(len(ends), len(rows), weights.shape[1])
+
+
 def _arrived(*_: object) -> Any:
     """Return a completed collective of a fake group. torch has no meta kernel for the two operators below."""
     return FakeWork().boxed()
 
 
-READS: dict[Any, Callable[[Any], Any]] = {
+READS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: every_row,
+    aten._grouped_mm.default: _grouped,
     aten._local_scalar_dense.default: lambda x: x.dtype not in (torch.bool, torch.uint8),
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default: _arrived,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default: _arrived,
@@ -118,8 +118,13 @@ def _varlen_backward(gradient: Tensor, query: Tensor, *args: Any, out_val: Any, 
     return _causal(query, args[7]) * 5 // 2  # five matrix products, where the forward has two
 
 
+def _of_groups(rows: Tensor, weights: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return 2 * math.prod(rows.shape) * weights.shape[-1]
+
+
 FLOP: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    aten._grouped_mm: _of_groups,
     torch.ops.torch_attn._varlen_attn: _varlen,
     torch.ops.torch_attn._varlen_attn_backward: _varlen_backward,
 }

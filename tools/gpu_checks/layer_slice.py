@@ -1,4 +1,4 @@
-"""Some layers of Qwen2.5-32B at the sizes of one rank of eight: time, memory against the plan, host waits."""
+"""Some layers of large models at the sizes of one rank: time, memory against the plan, host waits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +20,16 @@ import yaml
 from gpu_checks import main
 from gpu_checks.machine import ceilings, synchronize
 from gpu_checks.model import configuration, trajectories, write_model
-from gpu_checks.training import work
+from gpu_checks.training import EXPERTS, work
 from megatron_stppo.launch import process
 
 # One rank of tensor=8: 5 of 40 heads, 1 of 8 key-value heads, an eighth of the MLP and of the vocabulary.
 RANK_OF_32B = {"hidden": 5120, "ffn": 3456, "layers": 4, "heads": 5, "kv_heads": 1, "head_dim": 128}
 RANK_OF_32B |= {"vocab": 18_992}
+# Qwen3-30B-A3B as a rank without expert parallelism has it, but for the number of layers and the vocabulary.
+OF_30B_A3B = {"hidden": 2048, "ffn": 6144, "layers": 2, "heads": 32, "kv_heads": 4, "head_dim": 128}
+OF_30B_A3B |= {"vocab": 18_992}
+EXPERTS_OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
 def sections(gpu: bool) -> tuple[dict[str, Any], int, int]:
@@ -40,8 +47,29 @@ def sections(gpu: bool) -> tuple[dict[str, Any], int, int]:
 
 
 def layer_slice() -> dict[str, Any]:
-    """Score and update once for warm-up, then measure both, and offload and load everything."""
+    """Measure layers of the 32B, and offload and load everything."""
     process.prepare(engine=False)
+    gpu = torch.cuda.is_available()
+    folder = work() / "slice"
+    if not folder.exists():
+        write_model(folder, **(RANK_OF_32B if gpu else {}))
+    found = _phases(folder)
+    (work() / "slice.json").write_text(json.dumps(found))
+    return found
+
+
+def expert_slice() -> dict[str, Any]:
+    """Measure layers of the 30B with experts."""
+    process.prepare(engine=False)
+    gpu = torch.cuda.is_available()
+    folder = work() / "expert-slice"
+    if not folder.exists():
+        write_model(folder, EXPERTS_OF_30B if gpu else EXPERTS, **(OF_30B_A3B if gpu else {}))
+    return _phases(folder)
+
+
+def _phases(folder: Path) -> dict[str, Any]:
+    """Score and update once for warm-up, once for time and memory, and once to count the host's waits."""
     from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
     from megatron_stppo.learner import build_learner
@@ -49,24 +77,20 @@ def layer_slice() -> dict[str, Any]:
     from megatron_stppo.stages import score, update
     from megatron_stppo.telemetry.throughput import phase_flop
 
-    gpu = torch.cuda.is_available()
-    given, longest, count = sections(gpu)
-    folder = work() / "slice"
-    if not folder.exists():
-        write_model(folder, **(RANK_OF_32B if gpu else {}))
+    given, longest, count = sections(torch.cuda.is_available())
     config = configuration(folder, **given)
     mesh, shape = process.start(config), read_shape(folder)
     learner = build_learner(config, shape, mesh, process.dtype(config))
     played = trajectories(shape.vocab, [longest] * count)
     action = sum(len(turn.token_ids) for t in played for turn in t.turns)
     found: dict[str, Any] = {"tokens": longest * count, "action tokens": action}
-    for _ in range(2):  # the second time is measured
+    for measured in (_timed, _timed, _waits):  # the second time stays
         learner.load_for("score")
-        with _measured(found, "score"):
+        with measured(found, "score"):
             batch = score(learner, to_batch(played), 0)
         batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
         learner.load_for("update")
-        with _measured(found, "update"):
+        with measured(found, "update"):
             row = update(learner, batch, 0)[0]
     if row["actor/skipped"] or row["critic/skipped"]:
         raise AssertionError(f"a step was skipped; its loss or gradient is not finite: {row}")
@@ -74,39 +98,38 @@ def layer_slice() -> dict[str, Any]:
     for phase, operations in phase_flop(config, shape, batch).items():
         rate = operations / found[f"{phase} s"] / 1e12
         found |= {f"{phase} tflop/s": rate, f"{phase} of the matrix products' rate": rate / peak}
-    found |= _offloaded(learner)
-    (work() / "slice.json").write_text(json.dumps(found))
-    return found
+    return found | _offloaded(learner)
 
 
-class _measured:
-    """Context that adds the time, the peak memory in GiB and the host's waits of a phase to `found`."""
+@contextmanager
+def _timed(found: dict[str, Any], phase: str) -> Iterator[None]:
+    """Add the seconds of a phase, and on a GPU its peak memory in GiB, to `found`."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    start = time.perf_counter()
+    yield
+    synchronize()
+    found[f"{phase} s"] = time.perf_counter() - start
+    if gpu:
+        found[f"{phase} peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
 
-    def __init__(self, found: dict[str, Any], phase: str) -> None:
-        self._found, self._phase, self._gpu = found, phase, torch.cuda.is_available()
-        self._warnings = warnings.catch_warnings(record=True)
 
-    def __enter__(self) -> None:
-        self._caught = self._warnings.__enter__()
+@contextmanager
+def _waits(found: dict[str, Any], phase: str) -> Iterator[None]:
+    """Add the number of times that the host waits for the GPU in a phase, and where, to `found`."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if self._gpu:
-            torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
-        synchronize()
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        synchronize()
-        found, phase = self._found, self._phase
-        found[f"{phase} s"] = time.perf_counter() - self._start
-        if self._gpu:
+        yield
+        if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
-            found[f"{phase} peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        self._warnings.__exit__(None, None, None)
-        waits = [w for w in self._caught or () if "synchroniz" in str(w.message)]
-        found[f"{phase} host waits"] = len(waits)
-        places = Counter(f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}" for w in waits)
-        found[f"{phase} host waits at"] = dict(places.most_common(12))
+    waits = [w for w in caught if "synchroniz" in str(w.message)]
+    found[f"{phase} host waits"] = len(waits)
+    places = Counter(f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}" for w in waits)
+    found[f"{phase} host waits at"] = dict(places.most_common(12))
 
 
 def against_plan() -> dict[str, Any]:
@@ -155,4 +178,4 @@ def _offloaded(learner: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(layer_slice, against_plan)
+    main(layer_slice, against_plan, expert_slice)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_stppo.config import Config
 from megatron_stppo.config_file import validate
@@ -17,11 +17,16 @@ from megatron_stppo.types import Task, Trajectory, Turn
 SMALL = {"hidden": 256, "ffn": 512, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 1024}
 
 
-def write_model(folder: Path, **sizes: int) -> Path:
-    """Write a Qwen3 of random weights to `folder` and return it. sizes: those of SMALL that differ."""
+def write_model(folder: Path, experts: dict[str, int] | None = None, **sizes: int) -> Path:
+    """Write a Qwen3 of random weights to `folder` and return it.
+
+    experts: the fields of Qwen3MoeConfig that describe the experts; None: no experts.
+    sizes: those of SMALL that differ.
+    """
     size = SMALL | sizes
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    config = kind(
         hidden_size=size["hidden"],
         intermediate_size=size["ffn"],
         num_hidden_layers=size["layers"],
@@ -32,10 +37,10 @@ def write_model(folder: Path, **sizes: int) -> Path:
         max_position_embeddings=32_768,
         tie_word_embeddings=False,
         dtype="bfloat16",
+        **experts or {},
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+        model(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

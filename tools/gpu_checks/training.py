@@ -18,6 +18,7 @@ from gpu_checks import main
 from gpu_checks.model import SMALL, configuration, trajectories, write_model
 from megatron_stppo.launch import process
 
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 LENGTHS = (37, 512, 128, 300, 5, 1000)  # tokens of each sequence, for attention
 
 
@@ -29,6 +30,11 @@ def work() -> Path:
 def small_model() -> Path:
     folder = work() / "small"
     return folder if folder.exists() else write_model(folder)
+
+
+def small_experts() -> Path:
+    folder = work() / "experts"
+    return folder if folder.exists() else write_model(folder, EXPERTS)
 
 
 def attention() -> dict[str, Any]:
@@ -114,6 +120,20 @@ def step() -> dict[str, Any]:
 
 def first_ratio() -> dict[str, Any]:
     """Score, estimate advantages and update once: every ratio of the first step must be exactly 1."""
+    return _first_step(small_model(), "off")
+
+
+def experts_again() -> dict[str, Any]:
+    """Do the same with experts, which each pass chooses again."""
+    return _first_step(small_experts(), "off")
+
+
+def experts_replayed() -> dict[str, Any]:
+    """Do the same with experts that the update replays."""
+    return _first_step(small_experts(), "old_policy")
+
+
+def _first_step(model: Path, replay: str) -> dict[str, Any]:
     process.prepare(engine=False)
     from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
@@ -121,17 +141,18 @@ def first_ratio() -> dict[str, Any]:
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.stages import score, update
 
-    model = small_model()
-    config = configuration(model, model={"dtype": "bfloat16"}, update={"old_logprob": "score"})
+    sections = {"update": {"old_logprob": "score"}, "algorithm": {"routing_replay": replay}}
+    config = configuration(model, model={"dtype": "bfloat16"}, **sections)
     mesh, shape = process.start(config), read_shape(model)
     learner = build_learner(config, shape, mesh, process.dtype(config))
     played = trajectories(shape.vocab, [60 + 40 * (n % 9) for n in range(32)])
-    batch = score(learner, to_batch(played), 0)
+    first, batch = (score(learner, to_batch(played), 0) for _ in range(2))
+    apart = float((first.old_logprob_T - batch.old_logprob_T).abs().max())
     batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
     row = update(learner, batch, 0)[0]
     ratios = {name: row[f"actor/ratio_{name}"] for name in ("p1", "p50", "p99", "max")}
-    if set(ratios.values()) != {1.0} or row["actor/first_kl_to_old"] != 0:
-        raise AssertionError(f"scoring and update compute different log-probs: {ratios}")
+    if set(ratios.values()) != {1.0} or row["actor/first_kl_to_old"] != 0 or apart != 0:
+        raise AssertionError(f"passes differ: {ratios}; two of scoring by {apart} nats")
     return ratios | {"gradient norm": row["actor/gradient_norm"], "clip fraction": row["actor/clip_fraction"]}
 
 
@@ -170,4 +191,4 @@ def cold_start() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(attention, reference, step, first_ratio, cold_start)
+    main(attention, reference, step, first_ratio, experts_replayed, experts_again, cold_start)
