@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
+from megatron_stppo.model.grouped_experts import GroupedExperts
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.mlp_spans import LayerSpec
 
@@ -112,6 +113,7 @@ def _local_layer(shape: ModelShape) -> Any:
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if shape.experts:
         layer.mlp.submodules.router = Router
+        layer.mlp.submodules.experts.module = GroupedExperts
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
