@@ -1,8 +1,8 @@
 """The order of tokens by expert, and back. The outputs of a token's experts are added in float32, in order.
 
-On a GPU megatron adds them with atomic operations in bfloat16, unless TransformerEngine's permutation is
-installed. Then two passes over the same tokens give different log-probs, and the ratios of the first step are
-not 1. Here the sums, forward and backward, read a token's rows one after the other.
+On a GPU megatron adds them with atomic operations in bfloat16. Then two passes over the same tokens give
+different log-probs, and the ratios of the first step are not 1. Here the sums, forward and backward, read a
+token's rows one after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag
@@ -68,33 +68,25 @@ def _sums(rows: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def permute(
-    tokens: Tensor,
-    routing_map: Tensor,
-    probs: Tensor | None = None,
-    num_out_tokens: int | None = None,
-    fused: bool = False,
-    drop_and_pad: bool = False,
-) -> tuple[Tensor, Tensor | None, Any]:
-    """Replace megatron's function: return (rows, their probabilities, what `unpermute` needs)."""
-    if fused:  # TransformerEngine's, which adds in float32 and in a fixed order too
-        return moe_utils.permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
-    if drop_and_pad or num_out_tokens is None:
-        raise ValueError("each token must have the same number of experts, and these no capacity")
-    # megatron's masked_select would wait for the GPU to learn the number of rows
+    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **_: Any
+) -> tuple[Tensor, Tensor, Order]:
+    """Replace megatron's function: return (rows, their probabilities, their order).
+
+    routing_map: bool [T, E], the K experts of each token. num_out_tokens: T * K.
+    """
     count = num_out_tokens // len(tokens) if len(tokens) else 1
+    # megatron's masked_select would wait for the GPU to learn the number of rows
     expert_TK = routing_map.byte().topk(count).indices.sort().values
     order = order_of(expert_TK)
-    prob_N = None if probs is None else probs.gather(1, expert_TK).flatten().index_select(0, order.choice_N)
-    return _Spread.apply(tokens, order.token_N, order.row_TK), prob_N, order
+    prob_N = probs.gather(1, expert_TK).flatten().index_select(0, order.choice_N)
+    rows: Tensor = _Spread.apply(tokens, order.token_N, order.row_TK)
+    return rows, prob_N, order
 
 
-def unpermute(
-    rows: Tensor, order: Any, restore_shape: torch.Size, fused: bool = False, **given: Any
-) -> Tensor:
+def unpermute(rows: Tensor, order: Order, restore_shape: torch.Size, **_: Any) -> Tensor:
     """Replace megatron's function: return the tokens, `restore_shape`."""
-    if fused:
-        return moe_utils.unpermute(rows, order, restore_shape, fused=True, **given)
-    return _Gather.apply(rows, order.token_N, order.row_TK).view(restore_shape)
+    tokens: Tensor = _Gather.apply(rows, order.token_N, order.row_TK)
+    return tokens.view(restore_shape)
 
 
 def install() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers as parallel_layers
-from megatron.core.transformer.moe import moe_utils
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.layers import layer_spec
@@ -29,7 +28,6 @@ class Place:
     has_experts: bool
     rotary_kernel: bool  # TransformerEngine's rotary embedding of packed sequences
     gradient_kernel: bool  # apex's product that is added to a float32 buffer
-    order_kernel: bool  # TransformerEngine's permutation of tokens by expert
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, on_gpu: bool) -> Place:
@@ -42,7 +40,6 @@ class Place:
             # the flag that megatron's own check reads; TransformerEngine's layers need the kernel too,
             # because megatron builds the policy head with its local layer
             parallel_layers._grad_accum_fusion_available,
-            getattr(moe_utils, "fused_unpermute", None) is not None,  # not defined without TransformerEngine
         )
 
 
@@ -66,7 +63,6 @@ class Fusion:
 
 
 GPU = Need(lambda at: at.on_gpu, "there is no GPU")
-EXPERTS = Need(lambda at: at.has_experts, "the model has no experts")
 # megatron's local experts compute one after the other, and an expert may get no token
 DENSE = Need(
     lambda at: not at.has_experts or at.layers == "transformer_engine",
@@ -93,12 +89,6 @@ FUSIONS = (
         "gradient_accumulation_fusion",
         "gradients of the weights",
         (GPU, DENSE, Need(lambda at: at.gradient_kernel, "apex's fused_weight_gradient_mlp_cuda is missing")),
-    ),
-    # adds the outputs of a token's experts in float32 and in a fixed order, as model/expert_rows.py does
-    Fusion(
-        "moe_permute_fusion",
-        "order of the experts' tokens",
-        (EXPERTS, GPU, Need(lambda at: at.order_kernel, "TransformerEngine is not installed")),
     ),
 )
 
@@ -133,7 +123,7 @@ def summary(at: Place, given: Mapping[str, Any]) -> str:
         "not fused": [
             f"{fusion.name} ({fusion.obstacle(at) or f'megatron.{fusion.field}=false'})"
             for fusion in FUSIONS
-            if not wanted[fusion.field] and fusion.obstacle(at) != EXPERTS.otherwise
+            if not wanted[fusion.field]
         ],
     }
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)

@@ -91,7 +91,7 @@ def training_use(config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100) 
     layout, dtype = Layout.of_world(gpus, config.parallel), planned_dtype(config)
     spec = layer_spec(config)
     # Kernels of other packages do not work on meta tensors, and may be missing on this machine.
-    place = replace(fusions.Place.of(config, shape, gpu.is_cuda), gradient_kernel=False, order_kernel=False)
+    place = replace(fusions.Place.of(config, shape, gpu.is_cuda), gradient_kernel=False)
     settings = WITHOUT_VALUES | config.megatron | fusions.fields(place, config.megatron)
     config = config.model_copy(update={"megatron": settings})
     training = training_layouts(shape, layout, spec=spec)

@@ -11,12 +11,19 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.messages import did_you_mean
 
 # Fields of megatron that would change what is trained.
-REFUSED = dict.fromkeys(
-    ("attention_dropout", "hidden_dropout"),
-    "importance ratios need the same network twice",
-) | dict.fromkeys(
-    ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
+REFUSED = (
+    dict.fromkeys(
+        ("attention_dropout", "hidden_dropout"),
+        "importance ratios need the same network twice",
+    )
+    | dict.fromkeys(
+        ("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        "megatron multiplies it by the tokens of a microbatch, and no gradient is divided by them here",
+    )
+    | dict.fromkeys(
+        ("moe_permute_fusion", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
+        "model/expert_rows.py orders the experts' tokens, with equally many experts per token",
+    )
 )
 # Fields of megatron that follow from other fields of the configuration. Another value would train a different
 # network or scale its gradient, not always with an error.
@@ -34,6 +41,7 @@ DECIDED = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
     "pipeline_model_parallel_layout": "parallel.pipeline",
     "calculate_per_token_loss": "the losses, which have their own denominators",
+    "moe_token_dispatcher_type": "the order of the experts' tokens, which needs alltoall",
     "moe_router_load_balancing_type": "the losses, of which only the policy gradient trains the router",
     **dict.fromkeys(
         ("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_router_force_load_balancing"),

@@ -10,7 +10,6 @@ from tests.model import fusing
 from tests.ranks import run_ranks
 
 SWIGLU, ROTARY, GRADIENTS = "bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion"
-ORDER = "moe_permute_fusion"
 # An H100 with TransformerEngine and apex.
 WHOLE = {
     "on_gpu": True,
@@ -18,19 +17,17 @@ WHOLE = {
     "has_experts": False,
     "rotary_kernel": True,
     "gradient_kernel": True,
-    "order_kernel": True,
 }
 # {change of WHOLE: the fusions that are used}
 CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({}, {SWIGLU, ROTARY, GRADIENTS}),
-    ({"has_experts": True}, {SWIGLU, ROTARY, GRADIENTS, ORDER}),
-    ({"has_experts": True, "order_kernel": False}, {SWIGLU, ROTARY, GRADIENTS}),
+    ({"has_experts": True}, {SWIGLU, ROTARY, GRADIENTS}),
     ({"on_gpu": False}, set()),
     ({"gradient_kernel": False}, {SWIGLU, ROTARY}),
     ({"rotary_kernel": False}, {SWIGLU, GRADIENTS}),
     ({"layers": "local"}, {SWIGLU, GRADIENTS}),
     ({"layers": "local", "gradient_kernel": False}, {SWIGLU}),
-    ({"layers": "local", "has_experts": True}, {ORDER}),
+    ({"layers": "local", "has_experts": True}, set()),
     ({"has_experts": True, "on_gpu": False}, set()),
 ]
 
@@ -67,14 +64,12 @@ def test_the_opening_line_says_what_is_fused_and_why_the_rest_is_not() -> None:
         (SWIGLU, {"on_gpu": False}, "there is no GPU"),
         (ROTARY, {"layers": "local"}, "local layers read each token's angles from a table"),
         (GRADIENTS, {"gradient_kernel": False}, "apex's fused_weight_gradient_mlp_cuda is missing"),
-        (ORDER, {"has_experts": True, "order_kernel": False}, "TransformerEngine is not installed"),
     ],
 )
 def test_a_fusion_that_cannot_be_used_is_refused_with_the_reason(
     field: str, change: dict[str, Any], reason: str
 ) -> None:
-    whole = WHOLE | {"has_experts": field == ORDER}
-    ((_, _, refused), (_, _, allowed)) = decide([whole | change, whole], {field: True})
+    ((_, _, refused), (_, _, allowed)) = decide([WHOLE | change, WHOLE], {field: True})
     assert refused == f"megatron.{field}=True: {reason}; leave it out"
     assert allowed == ""
 
@@ -82,11 +77,7 @@ def test_a_fusion_that_cannot_be_used_is_refused_with_the_reason(
 def test_a_cpu_run_fuses_nothing_whatever_is_installed() -> None:
     at = run_ranks(fusing.on_this_machine, 1, 4)[0]
     assert (at["on_gpu"], at["layers"], at["has_experts"]) == (False, "local", True)
-    assert not any(
-        decide([at | {"rotary_kernel": True, "gradient_kernel": True, "order_kernel": True}], {})[0][
-            0
-        ].values()
-    )
+    assert not any(decide([at | {"rotary_kernel": True, "gradient_kernel": True}], {})[0][0].values())
 
 
 def test_megatron_has_every_field_of_the_table() -> None:

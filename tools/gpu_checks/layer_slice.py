@@ -126,7 +126,7 @@ def _waits(found: dict[str, Any], phase: str) -> Iterator[None]:
         yield
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in caught if "synchroniz" in str(w.message)]
+    waits = [w for w in caught if "called a synchronizing" in str(w.message)]
     found[f"{phase} host waits"] = len(waits)
     places = Counter(f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}" for w in waits)
     found[f"{phase} host waits at"] = dict(places.most_common(12))
