@@ -72,7 +72,7 @@ def permute(
 ) -> tuple[Tensor, Tensor, Order]:
     """Replace megatron's function: return (rows, their probabilities, their order).
 
-    routing_map: bool [T, E], the K experts of each token. num_out_tokens: T * K.
+    routing_map: bool [T, E], the K experts of each token, all different. num_out_tokens: T * K.
     """
     count = num_out_tokens // len(tokens) if len(tokens) else 1
     # megatron's masked_select would wait for the GPU to learn the number of rows
@@ -91,4 +91,5 @@ def unpermute(rows: Tensor, order: Order, restore_shape: torch.Size, **_: Any) -
 
 def install() -> None:
     """Let megatron's dispatchers of tokens call these functions instead of their own."""
+    assert token_dispatcher.permute and token_dispatcher.unpermute, "megatron has other names"
     token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute

@@ -63,10 +63,9 @@ class Fusion:
 
 
 GPU = Need(lambda at: at.on_gpu, "there is no GPU")
-# megatron's local experts compute one after the other, and an expert may get no token
 DENSE = Need(
     lambda at: not at.has_experts or at.layers == "transformer_engine",
-    "not tried for local experts without tokens",
+    "local experts have products of their own",
 )
 FUSIONS = (
     # compiled by torch.compile; keeps gate and up projection, but not silu(gate)

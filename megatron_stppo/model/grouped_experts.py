@@ -1,7 +1,9 @@
 """megatron's local experts with one product of matrices for all experts of a rank, instead of one for each.
 
 An expert gets few tokens, so that most of the time of separate products is the start of kernels: on an H100
-two layers of Qwen3-30B-A3B reached 3 % of the rate of large products (docs/gpu.md).
+two layers of Qwen3-30B-A3B reached 3 % of the rate of large products (docs/gpu.md). torch's fast kernel
+needs bfloat16 and a GPU of compute capability 9.0 or 10.0. Elsewhere torch computes one product after the
+other, and on other GPUs the host waits for each call.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class GroupedExperts(SequentialMLP):
 def products(rows_NI: Tensor, end_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Return [N, O]: each row times the transpose of its expert's weight [O, I].
 
-    end_E: int32 [E], where the rows of each expert end. Rows of 16 bytes or a multiple of it are needed.
+    end_E: int32 [E], where the rows of each expert end. I and O numbers must take a multiple of 16 bytes.
     """
     result: Tensor = _Products.apply(rows_NI, end_E, *weights)
     return result
@@ -52,7 +54,8 @@ def products(rows_NI: Tensor, end_E: Tensor, weights: Sequence[Tensor]) -> Tenso
 class _Products(Function):
     @staticmethod
     def forward(ctx: Any, rows_NI: Tensor, end_E: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_NI, end_E, *weights)
+        trained = any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(rows_NI if trained else None, end_E, *weights)
         return grouped_mm(rows_NI, torch.stack(weights).transpose(1, 2), offs=end_E)
 
     @staticmethod
@@ -62,6 +65,6 @@ class _Products(Function):
         # stacked again, because a copy of all experts' weights per layer would be kept until here
         of_rows = grouped_mm(gradient_NO, torch.stack(weights), offs=end_E)
         of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
-        if any(ctx.needs_input_grad[2:]):
+        if rows_NI is not None:
             of_weights = grouped_mm(gradient_NO.t(), rows_NI, offs=end_E).unbind()
         return of_rows, None, *of_weights

@@ -116,6 +116,13 @@ def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
             f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
             "under sequence parallelism only; set it to true"
         )
+    sizes = {"hidden_size": (shape.hidden, 8), FAMILIES[shape.family].ffn: (shape.ffn, 8 * parallel.tensor)}
+    for name, (size, unit) in sizes.items():
+        if shape.experts and size % unit:
+            raise ConfigError(
+                f"model.{name}={size}: the products of experts need a multiple of {unit} with "
+                f"parallel.tensor={parallel.tensor}; use a smaller parallel.tensor, or another model"
+            )
 
 
 def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:

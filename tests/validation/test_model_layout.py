@@ -9,7 +9,7 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_experts, check_layout, check_stages
 from tests.reshard.pieces import model_shape
 
-EXPERTS = model_shape(family="qwen3_moe", experts=6)  # ffn 12
+EXPERTS = model_shape(family="qwen3_moe", experts=6, hidden=16, ffn=16)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,11 @@ def test_impossible_stages_give_an_error_with_field_value_and_choices(layers, la
     ("shape", "parallel", "message"),
     [
         (EXPERTS, {"expert": 4}, r"parallel\.expert=4 must divide the model's 6 experts; .* \[1, 2, 3, 6\]"),
+        (
+            EXPERTS,
+            {"tensor": 4, "sequence": True},
+            r"model\.moe_intermediate_size=16: .* a multiple of 32 with parallel\.tensor=4; use a smaller",
+        ),
         (model_shape(), {"expert": 2}, r"parallel\.expert=2: the model has no experts; set it to 1"),
         (EXPERTS, {"tensor": 2}, r"parallel\.sequence=false: .* parallel\.tensor=2 .*; set it to true"),
     ],

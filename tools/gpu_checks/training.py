@@ -156,6 +156,23 @@ def _first_step(model: Path, replay: str) -> dict[str, Any]:
     return ratios | {"gradient norm": row["actor/gradient_norm"], "clip fraction": row["actor/clip_fraction"]}
 
 
+def grouped() -> dict[str, Any]:
+    """Compare experts in one product with experts one after the other: outputs and gradients, in bfloat16."""
+    process.prepare(engine=False)
+    from tests.model.test_grouped_experts import compared
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = process.start(configuration(small_experts(), model={"dtype": "bfloat16"}))
+    one, separate = compared(mesh, [0, 37, 0, 5, 130, 1, 0], torch.bfloat16, device=device)
+    apart = {
+        name: float((one[name] - x).float().norm() / (x.float().norm() + 1e-9))
+        for name, x in separate.items()
+    }
+    if one.keys() != separate.keys() or not max(apart.values()) < 0.01:  # NaN fails too
+        raise AssertionError(f"experts in one product differ from separate ones: {apart}")
+    return {"relative difference, output": apart["out"], "largest": max(apart.values())}
+
+
 def cold_start() -> dict[str, Any]:
     """Train on the same random scripts for some steps: the loss must fall below half."""
     process.prepare(engine=False)
@@ -191,4 +208,4 @@ def cold_start() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(attention, reference, step, first_ratio, experts_replayed, experts_again, cold_start)
+    main(attention, reference, step, first_ratio, grouped, experts_replayed, experts_again, cold_start)
