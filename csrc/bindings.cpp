@@ -105,7 +105,6 @@ PYBIND11_MODULE(_csrc, m) {
 #else
   m.attr("cuda_archs") = "";
 #endif
-  m.attr("surrogate_tile") = SURROGATE_TILE;
   m.attr("surrogate_row") = int(SURROGATE_ROWS * SURROGATE_SUMS);
   m.attr("surrogate_totals") = SURROGATE_TOTALS;
   m.attr("segment_sums") = SEGMENT_SUMS;
@@ -113,6 +112,7 @@ PYBIND11_MODULE(_csrc, m) {
   m.attr("checksum_block") = CHECKSUM_BLOCK;
   py::class_<Logits>(m, "Logits").def(py::init(&logits));
   m.def("clipped_surrogate", &clipped_surrogate);  // objective, ratios and coefficients in one pass
+  m.def("surrogate_tiles", &surrogate_tiles);      // tokens + segments -> tiles of its workspace
   m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of one shard of logits
   m.def("vocab_merge", &vocab_merge);              // numbers of all shards -> log-prob, entropy, sum p^2
   m.def("vocab_gradient", &vocab_gradient);        // gradients of these three -> gradient of the logits

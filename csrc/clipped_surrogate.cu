@@ -1,10 +1,10 @@
 // Clipped surrogate: ratio, gradient and all monitored sums in one launch that reads each token once.
 //
-// A block processes one tile of segments. The bounds of a tile depend on the offsets only. Within a tile, one lane, 8
-// lanes, one warp or the whole block process a segment, depending on its length. A segment longer than LONG (a "giant") is summed
-// in slices by the blocks of the tiles that it covers, which have no other work; the last of these blocks to finish
-// writes its coefficients. Tickets determine which block is last, but never the order of a sum. So the bits depend only
-// on a segment's tokens, and not on the grid.
+// A block processes one tile of segments. The bounds of a tile depend on the offsets and the size of the input only.
+// Within a tile, one lane, 8 lanes, one warp or the whole block process a segment, depending on its length. A segment
+// longer than LONG (a "giant") is summed in slices by the blocks of the tiles that it covers, which have no other work;
+// the last of these blocks to finish writes its coefficients. Tickets determine which block is last, but never the
+// order of a sum. So the bits depend only on a segment's tokens, and not on the grid.
 #include "clipped_surrogate.cuh"
 #include "surrogate_by_token.cuh"
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) tokens_kernel(Surrogate a, un
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float sums[SURROGATE_SUMS] = {};
     Monitors m{};
-    tile_of_tokens(a, int64_t(tile) * SURROGATE_TILE, sums, m);
+    tile_of_tokens(a, int64_t(tile) << a.tile_log2(), sums, m);
     set_monitors(m, sums);
     write_row(sums, of_thread, tile_row(a, tile));
     add_tile(a, tile, tiles, result, last);

@@ -15,12 +15,13 @@ struct Shared {
   alignas(16) unsigned char buffer[STAGE_BYTES];  // the columns of a run; afterwards, sums of threads
   Run run;
   float reported[SURROGATE_SUMS][SLOTS];  // sums over segments, by the thread that finishes them
-  Sums of_warp[WARPS];
+  Sums of_warp[PARTS][WARPS];
   unsigned stops[WARPS];
   double result[SURROGATE_SUMS];
   float gradient, bias;  // of a long segment
   bool last;
-  int64_t limit;
+  int64_t start;  // of the tile: its first segment, and the number of segments to look at
+  int limit;
 };
 static_assert(sizeof(OfThread) <= STAGE_BYTES && sizeof(Shared) <= 48 * 1024, "fits");
 
@@ -89,43 +90,45 @@ __device__ bool is_unsorted(const Surrogate &a, int64_t tile, int64_t share) {
 
 __device__ __forceinline__ bool is_giant(const Range &t) { return t.last - t.first > LONG; }
 
-// Sum the slices of a giant in order. The block of thread 0 is the last one.
-__device__ Sums sum_slices(const Surrogate &a, int64_t home, int64_t slices) {
-  Sums total{};
-#pragma unroll 1
-  for (int64_t k = 0; k < slices; ++k) {
-    const double *part = slice_at(a, home + k, k == 0);
-    const double counts = __ldcg(part + 4);
-    combine(total, {__ldcg(part), __ldcg(part + 1), __ldcg(part + 2), __ldcg(part + 3), __double2hiint(counts),
-                    __double2loint(counts)});
+// Sum the parts of a giant, a warp per column. The order depends on their number alone. The block is the last one.
+__device__ Sums sum_parts(const Surrogate &a, int64_t home, int64_t parts, double (&result)[SURROGATE_SUMS]) {
+  const int lane = threadIdx.x % 32, column = threadIdx.x / 32;
+  if (column < PART_SUMS) {
+    double sum = 0;
+#pragma unroll 4
+    for (int64_t k = lane; k < parts; k += 32) sum += __ldcg(part_at(a, home, k) + column);
+    sum = warp_sum(sum);
+    if (lane == 0) result[column] = sum;
   }
-  return total;
+  __syncthreads();
+  return {result[0], result[1], result[2], result[3], int(result[4]), int(result[5])};
 }
+static_assert(PART_SUMS <= WARPS && PART_SUMS <= SURROGATE_SUMS, "a warp and a result for each column");
 
-// Process a long segment with the whole block, or one block's slice of a giant. The block that arrives last adds up the
-// giant's slices in order and writes the results.
+// Process a long segment with the whole block, or one block's slice of a giant: the tokens of a tile. The block that
+// arrives last adds up the giant's parts and writes the results. A part has PART tokens for every tile, so the bits of
+// a giant do not depend on the size of the input.
 template <class Report>
 __device__ __forceinline__ void long_segment(const Surrogate &a, int64_t segment, int64_t tile, Shared &shared,
                                              Monitors &m, const Report &report) {
   const Range whole = tokens_of(a, segment);
   const bool giant = is_giant(whole);
-  const int home = int(key_of(a, segment) / SURROGATE_TILE), slice = int(tile) - home;
-  const int slices = int((whole.last - whole.first + SURROGATE_TILE - 1) / SURROGATE_TILE);
+  const int log2 = a.tile_log2(), home = int(key_of(a, segment) >> log2), slice = int(tile) - home;
+  const int slices = int((whole.last - whole.first + a.tile() - 1) >> log2);
   if (giant && (slice < 0 || slice >= slices)) return;  // below 0 only if offsets are not sorted
-  const int64_t from = giant ? whole.first + int64_t(slice) * SURROGATE_TILE : whole.first;
-  const int64_t to = giant ? min(from + SURROGATE_TILE, whole.last) : whole.last;
-  Sums sums = block_range(a, from, to, shared.of_warp, m);
+  const int64_t from = giant ? whole.first + (int64_t(slice) << log2) : whole.first;
+  const int64_t to = giant ? min(from + a.tile(), whole.last) : whole.last;
+  Sums sums = block_range(a, from, int(to - from), giant ? PART : int(LONG), shared.of_warp, m);
   if (giant) {
-    // two giants may share a tile; the one that starts there writes to the second slot
-    if (threadIdx.x == 0) {
-      double *part = slice_at(a, tile, slice == 0);
+    if (from + threadIdx.x * PART < to) {
+      double *part = part_at(a, home, (from - whole.first) / PART + threadIdx.x);
       part[0] = sums.delta, part[1] = sums.gain, part[2] = sums.loss, part[3] = sums.steepness;
-      part[4] = __hiloint2double(sums.up, sums.down);
+      part[4] = sums.up, part[5] = sums.down;
     }
     if (!arrives_last(ticket_of_slices(a, home), slices, shared.last)) return;
+    sums = sum_parts(a, home, (whole.last - whole.first + PART - 1) / PART, shared.result);
     // kept apart from this tile's sums, which must not depend on which block is last
     if (threadIdx.x == 0) {
-      sums = sum_slices(a, home, slices);
       for (int k = 0; k < SURROGATE_SUMS; ++k) giant_row(a, home)[k] = 0;
       *ticket_of_slices(a, home) = 1;  // add_tile reads the row, and sets this to 0
       *giants(a) = 1;
@@ -149,21 +152,25 @@ enum Stop : unsigned { FULL, LATER, IS_LONG };
 template <class Report>
 __device__ void tile_of_segments(const Surrogate &a, int64_t tile, Shared &shared, Monitors &m, const Report &report) {
   const Columns columns = columns_in(a, shared.buffer);
-  const int64_t end = (tile + 1) * SURROGATE_TILE;
+  const int64_t end = (tile + 1) << a.tile_log2();
   Run &run = shared.run;
   const int slot = threadIdx.x;
-  int64_t segment = first_segment(a, tile * SURROGATE_TILE);
-  if (slot == 0) shared.limit = min(segment + SURROGATE_TILE, a.segments);  // needed only if offsets are not sorted
-  bool after_long = segment > 0 && is_giant(tokens_of(a, segment - 1));
+  const int64_t start = first_segment(a, tile << a.tile_log2());
+  // a tile holds at most a.tile() segments, unless offsets are not sorted
+  if (slot == 0) shared.start = start, shared.limit = int(min(a.tile(), a.segments - start));
+  bool after_long = start > 0 && is_giant(tokens_of(a, start - 1));
+  __syncthreads();
+  int done = 0;
   while (true) {
-    if (after_long) long_segment(a, segment - 1, tile, shared, m, report);
+    if (after_long) long_segment(a, shared.start + done - 1, tile, shared, m, report);
     __syncthreads();
-    if (segment >= shared.limit) break;
+    if (done >= shared.limit) break;
+    const int64_t segment = shared.start + done;
     const int64_t base = max(a.offsets[segment], int64_t(0)) / 4 * 4, mine = segment + slot;
     unsigned stop = SLOTS * 4 + FULL;
     if (slot < SLOTS) {
       Range t{base, base};
-      bool later = mine >= shared.limit;
+      bool later = done + slot >= shared.limit;
       if (!later) {
         later = key_of(a, mine) >= end;
         t = tokens_of(a, mine);
@@ -195,7 +202,7 @@ __device__ void tile_of_segments(const Surrogate &a, int64_t tile, Shared &share
     }
     if (stop % 4 == LATER) break;
     after_long = stop % 4 == IS_LONG;
-    segment += count + after_long;
+    done += count + after_long;
   }
 }
 

@@ -1,7 +1,7 @@
 // CPU kernel of clipped_surrogate.cu: one pass over the tokens for the sums, and one that writes the coefficients.
 //
-// The work is divided into tiles of about SURROGATE_TILE tokens, whose bounds depend on the offsets only. Each tile
-// has its own partial sums, which are added in order, so any number of threads gives the same bits.
+// The work is divided into the tiles of ops.h, whose bounds depend on the offsets and the size of the input only. Each
+// tile has its own partial sums, which are added in order, so any number of threads gives the same bits.
 #include <algorithm>
 
 #include "clipped_surrogate.h"
@@ -104,18 +104,19 @@ STPPO_INLINE void monitors(const Surrogate &a, Range t, double *sums) {
   sums[LIVE] += live, sums[K1] += k1, sums[K3] += k3;
 }
 
-// The coefficients of GROUP segments at once: one exp each, computed side by side in vector lanes.
-constexpr int64_t GROUP = 32;
+// The coefficients of GROUP segments at once: one exp each, computed side by side in vector lanes. The last group of a
+// tile is filled up to a multiple of LANES.
+constexpr int64_t GROUP = 32, LANES = 8;
 struct Group {
   double delta[GROUP], gain[GROUP], loss[GROUP], divisor[GROUP];
   double objective[GROUP], gradient[GROUP], bias[GROUP];
   float ratio[GROUP];
 };
 
-STPPO_INLINE void group_coefficients(Group &g, const Surrogate &a) {
+STPPO_INLINE void lane_coefficients(Group &g, const Surrogate &a, int64_t first) {
   const float low = a.low, high = a.high, dual = a.dual;
 #pragma omp simd
-  for (int64_t k = 0; k < GROUP; ++k) {
+  for (int64_t k = first; k < first + LANES; ++k) {
     const double divisor = g.divisor[k], gain = g.gain[k], loss = g.loss[k];
     const float ratio = float(exp_of(exponent(g.delta[k], divisor)));
     const Coefficients c = coefficients(ratio, divisor, gain, loss, low, high, dual);
@@ -131,11 +132,12 @@ STPPO_INLINE void fill(float *x, Range t, float value) {
 template <bool WEIGHTED>
 STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
   for (int64_t start = s.first; start < s.last; start += GROUP) {
-    Group g{};
+    Group g;
     double own_gain[GROUP], own_loss[GROUP];
     const int64_t count = s.last - start < GROUP ? s.last - start : GROUP;
     const auto range = [&a, start](int64_t k) { return Range{a.offsets[start + k], a.offsets[start + k + 1]}; };
-    for (int64_t k = 0; k < GROUP; ++k) {
+    const int64_t lanes = (count + LANES - 1) / LANES * LANES;
+    for (int64_t k = 0; k < lanes; ++k) {
       const Range t = k < count ? range(k) : Range{0, 0};
       const SegmentSums own = segment_sums<WEIGHTED>(a, t);
       const double sums_of_part[SEGMENT_SUMS] = {double(t.last - t.first), own.delta, own.gain, own.loss};
@@ -146,7 +148,7 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
       own_gain[k] = own.gain, own_loss[k] = own.loss;
     }
     if (a.part) continue;
-    group_coefficients(g, a);
+    for (int64_t k = 0; k < lanes; k += LANES) lane_coefficients(g, a, k);
     for (int64_t k = 0; k < count; ++k) {
       const Range t = range(k);
       const double tokens = double(t.last - t.first), bias_sq = g.bias[k] * g.bias[k], grad_sq = g.gradient[k] * g.gradient[k];
@@ -258,7 +260,7 @@ int64_t first_segment(const Surrogate &a, int64_t at) {
 }
 
 void one_tile(const Surrogate &a, int64_t tile, double *sums) {
-  const int64_t begin = tile * SURROGATE_TILE, end = begin + SURROGATE_TILE;
+  const int64_t begin = tile << a.tile_log2(), end = begin + a.tile();
   std::fill(sums, sums + SURROGATE_SUMS, 0.0);
   if (a.offsets) {
     const Range s{first_segment(a, begin), first_segment(a, end)};

@@ -14,11 +14,23 @@ enum Dtype : int { FLOAT32 = 0, BFLOAT16 = 1 };
 // Reference implementation: algorithm/surrogate.py.
 enum SurrogateSum : int { OBJECTIVE, CLIPPED, LIVE, BIAS_SQ, GRAD_SQ, K1, K3, LOGIT_BIAS_SQ, LOGIT_GRAD_SQ, SURROGATE_SUMS };
 constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
-// Tokens + segments that one partial sum covers. On an H100, tiles of 4,096 are 5 to 15 % faster than tiles of 2,048 from
-// 4M tokens on, and up to 39 % slower with at most 0.5M tokens (docs/performance.md). Training calls the surrogate with
-// about update.logit_rows tokens (4,096), for which no size has been measured on a GPU.
-constexpr int64_t SURROGATE_TILE = 4096;
-constexpr int SURROGATE_ROWS = 4;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
+// The work, tokens + segments, is divided into tiles with a partial sum each. The tile is the smallest of 1,024, 2,048
+// and 4,096 that makes at most SURROGATE_MOST_TILES tiles, else 4,096: a smaller tile is faster as long as the GPU runs
+// all tiles at once. On an H100, tiles of 1,024 / 2,048 / 4,096 take 11.2 / 13.3 / 17.9 us for 4,096 tokens in turns,
+// 18.2 / 18.4 / 23.3 us for 524,288, and 89.5 / 66.0 / 59.4 us for 4,194,304 (docs/performance.md). The tile depends on
+// the size of the input alone, and not on the GPU, so that the bits of the sums do not depend on the GPU either.
+constexpr int SMALLEST_TILE_LOG2 = 10, LARGEST_TILE_LOG2 = 12;
+constexpr int64_t SMALLEST_TILE = int64_t(1) << SMALLEST_TILE_LOG2, LARGEST_TILE = int64_t(1) << LARGEST_TILE_LOG2;
+constexpr int64_t SURROGATE_MOST_TILES = 512;
+constexpr int SURROGATE_ROWS = 8;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
+
+// Return log2 of the tile: kernels divide by the tile with a shift.
+constexpr int surrogate_tile_log2(int64_t work) {
+  int log2 = SMALLEST_TILE_LOG2;
+  while (log2 < LARGEST_TILE_LOG2 && (work >> log2) + 1 > SURROGATE_MOST_TILES) ++log2;
+  return log2;
+}
+constexpr int64_t surrogate_tiles(int64_t work) { return (work >> surrogate_tile_log2(work)) + 1; }
 
 struct Surrogate {
   const float *logprob, *old_logprob, *advantage;  // [T]
@@ -40,8 +52,10 @@ struct Surrogate {
   double *part;
   const double *whole;
 
-  // The number `tiles` in the shape of the workspace.
-  constexpr int64_t tiles() const { return (tokens + (offsets ? segments : 0)) / SURROGATE_TILE + 1; }
+  constexpr int64_t work() const { return tokens + (offsets ? segments : 0); }
+  constexpr int tile_log2() const { return surrogate_tile_log2(work()); }
+  constexpr int64_t tile() const { return int64_t(1) << tile_log2(); }
+  constexpr int64_t tiles() const { return surrogate_tiles(work()); }  // `tiles` in the shape of the workspace
 };
 Status clipped_surrogate_cpu(Surrogate, int threads);
 Status clipped_surrogate_cuda(const Surrogate &, void *stream);

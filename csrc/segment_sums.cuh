@@ -8,10 +8,12 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int64_t SINGLE = 4, TINY = 32, MEDIUM = 1024;  // longest segment for a lane, for 8 lanes, and for a warp
 constexpr int64_t LONG = 32768;                          // longest segment for one block; a longer one is a giant
-constexpr int SLICE_SUMS = 4 + 1;  // the fields of Sums; the two counts share one double
+constexpr int PART = SMALLEST_TILE;                      // tokens of a giant that are summed together, for every tile
+constexpr int PARTS = LARGEST_TILE / PART;               // of a giant in one tile, at most
+constexpr int PART_SUMS = 6;                             // the fields of Sums
 constexpr unsigned ALL = 0xffffffffu;
-static_assert(SURROGATE_ROWS * SURROGATE_SUMS >= 2 * SURROGATE_SUMS + 2 * SLICE_SUMS, "the workspace's parts fit");
-static_assert(LONG >= SURROGATE_TILE, "a tile starts at most one giant");
+static_assert(SURROGATE_ROWS * SURROGATE_SUMS >= 2 * SURROGATE_SUMS + PARTS * 2 * PART_SUMS, "the workspace suffices");
+static_assert(LONG >= LARGEST_TILE, "a tile starts at most one giant");
 
 struct Range {
   int64_t first, last;
@@ -61,17 +63,17 @@ __device__ __forceinline__ void add(double delta, float advantage, double produc
 
 constexpr int DEPTH = 2;  // tokens that a thread loads before it adds the first of them; 1: 1.2 times slower on an H100
 
-// Return the sums over tokens first, first + step, .. of a segment, read from the device's memory.
-__device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int64_t last, int step, Monitors &m) {
+// Return a thread's sums over every THREADS-th of `count` tokens from `first` on, read from the device's memory.
+__device__ __forceinline__ Sums add_all(const Surrogate &a, int64_t first, int count, Monitors &m) {
   Sums s{};
-  for (int64_t i = first; i < last; i += DEPTH * step) {
+  for (int i = threadIdx.x; i < count; i += DEPTH * THREADS) {
     Token t[DEPTH];
 #pragma unroll
     for (int k = 0; k < DEPTH; ++k)
-      if (i + k * step < last) t[k] = load(a, i + k * step);
+      if (i + k * THREADS < count) t[k] = load(a, first + i + k * THREADS);
 #pragma unroll
     for (int k = 0; k < DEPTH; ++k) {
-      if (i + k * step >= last) continue;
+      if (i + k * THREADS >= count) continue;
       const bool live = t[k].weight != 0;
       add(difference(t[k]), t[k].advantage, live ? double(t[k].weight) * double(t[k].advantage) : 0, live, s);
       if (a.sum_p_sq) s.steepness += slope(t[k].logprob, t[k].sum_p_sq);
@@ -102,15 +104,20 @@ __device__ __forceinline__ void combine(Sums &s, const Sums &other) {
   s.up += other.up, s.down += other.down;
 }
 
-// Sum tokens [first, last) with the whole block. Thread 0 gets the result.
-__device__ Sums block_range(const Surrogate &a, int64_t first, int64_t last, Sums *of_warp, Monitors &m) {
-  const Sums mine = lanes_sum<32>(add_all(a, first + threadIdx.x, last, THREADS, m), a.sum_p_sq);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
-  __syncthreads();
-  Sums total = mine;
-  if (threadIdx.x == 0)
+// Sum `count` tokens from `first` on with the whole block, in parts of `part` tokens: one part, or up to PARTS parts of
+// PART tokens. Thread p gets the sums of part p.
+__device__ __forceinline__ Sums block_range(const Surrogate &a, int64_t first, int count, int part,
+                                            Sums (*of_warp)[WARPS], Monitors &m) {
 #pragma unroll 1
-    for (int w = 1; w < WARPS; ++w) combine(total, of_warp[w]);
+  for (int at = 0; at < count; at += part) {
+    const Sums mine = lanes_sum<32>(add_all(a, first + at, min(part, count - at), m), a.sum_p_sq);
+    if (threadIdx.x % 32 == 0) of_warp[at / PART][threadIdx.x / 32] = mine;
+  }
+  __syncthreads();
+  Sums total{};
+  if (int(threadIdx.x) * part < count)
+#pragma unroll 1
+    for (int w = 0; w < WARPS; ++w) combine(total, of_warp[threadIdx.x][w]);
   __syncthreads();
   return total;
 }

@@ -47,7 +47,7 @@ constexpr int TOKEN_QUADS = 1;  // that a thread loads before it uses the first 
 
 __device__ __forceinline__ void tile_of_tokens(const Surrogate &a, int64_t begin, float (&sums)[SURROGATE_SUMS],
                                                Monitors &m) {
-  const int64_t end = min(begin + SURROGATE_TILE, a.tokens);
+  const int64_t end = min(begin + a.tile(), a.tokens);
   const bool wide = aligned(a.logprob) && aligned(a.old_logprob) && aligned(a.advantage) && aligned(a.weight) &&
                     aligned(a.sum_p_sq) && aligned(a.ratio) && aligned(a.gradient) && aligned(a.bias);
   for (int64_t first = begin + 4 * int64_t(threadIdx.x); first < end; first += TOKEN_QUADS * 4 * THREADS) {

@@ -8,12 +8,15 @@ namespace {
 
 constexpr int64_t GROUP = 32;  // tiles
 
-// The workspace has three parts with one row per tile: the sums of the tile (and then, in the first row of a group, of
-// the group), the sums of the giant that starts there, and two slices of giants.
+// The workspace has three arrays: per tile, the sums of the tile (and then, in the first row of a group, of the group),
+// and the sums of the giant that starts there; per PART tokens of a tile, the sums of parts of two giants.
 __device__ __forceinline__ double *tile_row(const Surrogate &a, int64_t tile) { return a.workspace + tile * SURROGATE_SUMS; }
 __device__ __forceinline__ double *giant_row(const Surrogate &a, int64_t tile) { return tile_row(a, a.tiles() + tile); }
-__device__ __forceinline__ double *slice_at(const Surrogate &a, int64_t tile, bool starts) {
-  return a.workspace + 2 * a.tiles() * SURROGATE_SUMS + tile * 2 * SLICE_SUMS + (starts ? SLICE_SUMS : 0);
+// Part k of the giant that starts in tile `home`. Two giants may share a tile: the one that starts there has the second
+// row.
+__device__ __forceinline__ double *part_at(const Surrogate &a, int64_t home, int64_t k) {
+  const int64_t parts = a.tile() / PART, row = 2 * (home * parts + k) + (k < parts);
+  return a.workspace + 2 * a.tiles() * SURROGATE_SUMS + row * PART_SUMS;
 }
 
 // The tickets: of the groups, of giants, of the slices of the giant that starts in a tile, and of the tiles of a group.

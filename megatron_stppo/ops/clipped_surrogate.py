@@ -218,7 +218,7 @@ def run(
     total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
     if offsets is not None and segments < 0:
         check_offsets("segment_offsets", offsets, total)  # raises: the offsets are empty
-    tiles = (total + (0 if offsets is None else segments)) // extension.SURROGATE_TILE + 1
+    tiles = extension.surrogate_tiles(total + (0 if offsets is None else segments))
     workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
     clip_low, clip_high, dual_clip, pooling = bounds
     status = extension.run(

@@ -28,7 +28,6 @@ OK, BAD_OFFSETS = 0, 1
 FLOAT32, BFLOAT16 = 0, 1
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 # constants of csrc/ops.h
-SURROGATE_TILE = _csrc.surrogate_tile if _csrc else 0
 SURROGATE_ROW = _csrc.surrogate_row if _csrc else 0  # doubles of workspace per tile
 COPY_PIECE = _csrc.copy_piece if _csrc else 0  # elements
 CHECKSUM_BLOCK = _csrc.checksum_block if _csrc else 0  # 16-bit numbers
@@ -108,6 +107,14 @@ def run(name: str, device: torch.device, *arguments: Any) -> int:
     if status not in (OK, BAD_OFFSETS):
         raise RuntimeError(f"{name} failed with status {status} on {device}")
     return int(status)
+
+
+def surrogate_tiles(work: int) -> int:
+    """Return the number of tiles of the surrogate's workspace.
+
+    work: tokens + segments, or tokens if every token is a segment. Example: surrogate_tiles(2047) is 2.
+    """
+    return int(_csrc.surrogate_tiles(work))
 
 
 def tickets(device: torch.device, count: int) -> Tensor | None:

@@ -99,17 +99,17 @@ def limits(op: str, kernel: str, arch: str) -> tuple[int, int]:
     """(registers, bytes spilled) that a kernel may use.
 
     With 64 registers, 32 warps fit on a multiprocessor, which hides the latency of memory. Two kernels spill
-    for this on sm_90a. Both were measured on an H100 beside a version without spills, which was slower:
+    for this:
 
-    - segments_kernel stores 16 bytes and loads 36. With one token in flight per thread (DEPTH = 1) it spills
-      nothing, but takes 99.6 instead of 82.3 us for 4.2M tokens in turns of 8K to 32K (tiles of 2,048).
-    - gae_kernel<false> stores 20 bytes and loads 20. With 80 registers it spills nothing, but takes 42.0
-      instead of 39.0 us for 2,048 x 2,048 tokens (with up to 4,096 offsets checked in the same launch).
+    - segments_kernel stores 16 bytes and loads 16 on sm_89, which has not been measured.
+    - gae_kernel<false> stores 20 bytes and loads 20 on sm_90a. With 80 registers it spills nothing, but takes
+      42.0 instead of 39.0 us on an H100 for 2,048 x 2,048 tokens (with up to 4,096 offsets checked in the
+      same launch).
 
     sm_100 has not been measured: two blocks of 256 threads fit.
     """
     if op == "clipped_surrogate" and arch != "100":
-        return 64, 52 if "segments_kernel" in kernel else 0
+        return 64, 32 if "segments_kernel" in kernel and arch == "89" else 0
     if "gae_kernelILb0E" in kernel:
         return 64, 40
     return 128, 8 if arch == "100" else 0

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from megatron_stppo import ops
-from tests.ops.draws import offsets_of, same_bits, three, uniform
+from megatron_stppo.ops import extension
+from tests.ops.draws import fallback, offsets_of, same_bits, three, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
 LENGTHS = [5, 40_000, 33_000, 1, 0, 700, 31, 9, *[3] * 2000, 4500]
+MOST_TILES = 512  # SURROGATE_MOST_TILES of csrc/ops.h
+# Sizes of the input: one for each tile, 1,024, 2,048 and 4,096.
+SIZES = {1024: MOST_TILES * 1024 // 2, 2048: MOST_TILES * 1536, 4096: MOST_TILES * 2048 + 100_000}
 
 
 @cache
@@ -85,3 +89,77 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours():
     for start in range(1, 18):
         part = ops.clipped_surrogate(*(x[start:] for x in given), weight=0.5)
         assert part.grad_T.equal(whole.grad_T[start:]) and part.ratio.equal(whole.ratio[start:])
+
+
+@pytest.fixture
+def tiled(implementation):
+    if implementation == "torch":
+        pytest.skip("torch has no tiles")
+
+
+def test_the_tile_is_the_smallest_of_three_with_at_most_512_tiles_or_the_largest(tiled):
+    for work in (0, 1023, 1024, MOST_TILES * 1024 - 1):
+        assert extension.surrogate_tiles(work) == work // 1024 + 1
+    for work in (MOST_TILES * 1024, MOST_TILES * 2048 - 1):
+        assert extension.surrogate_tiles(work) == work // 2048 + 1
+    for work in (MOST_TILES * 2048, MOST_TILES * 4096 - 1, MOST_TILES * 4096, 2**40):
+        assert extension.surrogate_tiles(work) == work // 4096 + 1
+    for tile, work in SIZES.items():
+        assert extension.surrogate_tiles(work) == work // tile + 1
+
+
+@cache
+def large(size, device):
+    """Return tensors and lengths of turns: LENGTHS, and turns of 25,000 up to `size` tokens + turns."""
+    lengths = list(LENGTHS)
+    while (left := size - sum(lengths) - len(lengths)) > 0:
+        lengths.append(min(25_000, left - 1))
+    total = sum(lengths)
+    return three(total), {"weight": uniform(total), "sum_p_sq": uniform(total, seed=3)}, offsets_of(*lengths)
+
+
+@pytest.mark.parametrize("tile", SIZES)
+def test_the_float64_sums_of_a_turn_do_not_depend_on_the_tile(tile, device, tiled):
+    summed = import_module("megatron_stppo.ops.clipped_surrogate").summed
+    given, settings, cut = large(SIZES[tile], device)
+    inputs = (*given, settings["weight"])
+    sums = summed(*inputs, 0.0, cut)
+    for turn in (1, 2, 5, len(LENGTHS) - 1):  # 40,000, 33,000, 700 and 4,500 tokens
+        mine = slice(int(cut[turn]), int(cut[turn + 1]))
+        alone = summed(*(x[mine] for x in inputs), 0.0, offsets_of(LENGTHS[turn]))
+        assert sums[turn].equal(alone[0])
+
+
+@pytest.mark.parametrize("tile", SIZES)
+def test_all_outputs_equal_the_fallbacks_for_every_tile(tile, device, tiled):
+    given, settings, cut = large(SIZES[tile], device)
+    for segments in (cut, None):
+        mine = ops.clipped_surrogate(*given, segments, **settings, with_bias=True)
+        with fallback():
+            expected = ops.clipped_surrogate(*given, segments, **settings, with_bias=True)
+        assert mine.tokens.item() == (settings["weight"] != 0).sum().item()
+        for name, value in mine._asdict().items():
+            other = getattr(expected, name)
+            scale = max(1.0, float(other.abs().max()))
+            torch.testing.assert_close(value, other, rtol=2e-5, atol=1e-6 * scale, msg=name)
+
+
+@pytest.mark.parametrize("tile", SIZES)
+def test_the_grid_changes_no_bit_for_any_tile(tile, device, monkeypatch, raises, tiled):
+    if raises:
+        pytest.skip("no grid: these run on a GPU, and on the CUDA kernels in tests/csrc/emulated")
+    given, settings, cut = large(SIZES[tile], device)
+    whole = ops.clipped_surrogate(*given, cut, **settings, with_bias=True)
+    monkeypatch.setattr(import_module("megatron_stppo.ops.clipped_surrogate"), "MAX_BLOCKS", 7)
+    assert same_bits(whole, ops.clipped_surrogate(*given, cut, **settings, with_bias=True))
+
+
+def test_sizes_at_which_the_tile_changes_lose_no_token(tiled):
+    given = three(MOST_TILES * 2048)
+    whole = ops.clipped_surrogate(*given, weight=0.5)
+    for total in (MOST_TILES * 1024 - 1, MOST_TILES * 1024, MOST_TILES * 2048 - 1, MOST_TILES * 2048):
+        part = ops.clipped_surrogate(*(x[:total] for x in given), weight=0.5)
+        assert part.tokens.item() == total
+        assert part.grad_T.equal(whole.grad_T[:total]) and part.ratio.equal(whole.ratio[:total])
+        delta = given[0][:total].double() - given[1][:total].double()
+        assert part.kl_k1.item() == pytest.approx(-delta.mean().item(), rel=1e-4)
