@@ -21,7 +21,7 @@ constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
 // the size of the input alone, and not on the GPU, so that the bits of the sums do not depend on the GPU either.
 constexpr int SMALLEST_TILE_LOG2 = 10, LARGEST_TILE_LOG2 = 12;
 constexpr int64_t SMALLEST_TILE = int64_t(1) << SMALLEST_TILE_LOG2, LARGEST_TILE = int64_t(1) << LARGEST_TILE_LOG2;
-constexpr int64_t SURROGATE_MOST_TILES = 512;
+constexpr int64_t SURROGATE_MOST_TILES = 528;  // 4 blocks on each of 132 multiprocessors
 constexpr int SURROGATE_ROWS = 8;  // rows of SURROGATE_SUMS doubles in the workspace, per tile
 
 // Return log2 of the tile: kernels divide by the tile with a shift.
