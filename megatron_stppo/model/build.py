@@ -137,8 +137,6 @@ def build(
     reference has none unless model.lora.path gives initial ones.
     trunk: the actor's chunks, whose frozen weights the model uses instead of its own.
     """
-    if shape.experts:
-        expert_rows.install()
     settings = transformer_config(shape, config, mesh, dtype)
     if trunk is not None:  # megatron then leaves the device to torch
         settings.use_cpu_initialization, settings.perform_initialization = True, False
@@ -164,6 +162,7 @@ def build(
                 rope_scaling_factor=shape.rope_factor or 1.0,
                 vp_stage=number,
             )
+        expert_rows.use(model)
         if last and is_critic:
             model.output_layer = torch.nn.Identity()
         if trunk is not None:

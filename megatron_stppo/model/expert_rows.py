@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag
@@ -67,29 +69,46 @@ def _sums(rows: Tensor, row_TK: Tensor) -> Tensor:
     return embedding_bag(row_TK, rows.contiguous(), mode="sum")
 
 
-def permute(
-    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **_: Any
-) -> tuple[Tensor, Tensor, Order]:
-    """Replace megatron's function: return (rows, their probabilities, their order).
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's dispatcher with this order. Shared experts, padding and capacities are not supported."""
 
-    routing_map: bool [T, E], the K experts of each token, all different. num_out_tokens: T * K.
-    """
-    count = num_out_tokens // len(tokens) if len(tokens) else 1
-    # megatron's masked_select would wait for the GPU to learn the number of rows
-    expert_TK = routing_map.byte().topk(count).indices.sort().values
-    order = order_of(expert_TK)
-    prob_N = probs.gather(1, expert_TK).flatten().index_select(0, order.choice_N)
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows [N, H] and their probabilities [N]. routing_map: bool [T, E], K True per token."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        # megatron's masked_select would wait for the GPU to learn the number of rows
+        expert_TK = routing_map.byte().topk(self.config.moe_router_topk).indices.sort().values
+        self.order = order_of(expert_TK)
+        return spread(tokens, self.order), of_rows(probs.gather(1, expert_TK), self.order)
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """Return the sums of each token's rows, in the shape of `hidden_states`."""
+        return gathered(rows, self.order).view(self.hidden_shape)
+
+
+def of_rows(value_TK: Tensor, order: Order) -> Tensor:
+    """Return [N]: the values of the tokens' experts in the order of the rows."""
+    return value_TK.flatten().index_select(0, order.choice_N)
+
+
+def spread(tokens: Tensor, order: Order) -> Tensor:
     rows: Tensor = _Spread.apply(tokens, order.token_N, order.row_TK)
-    return rows, prob_N, order
+    return rows
 
 
-def unpermute(rows: Tensor, order: Order, restore_shape: torch.Size, **_: Any) -> Tensor:
-    """Replace megatron's function: return the tokens, `restore_shape`."""
+def gathered(rows: Tensor, order: Order) -> Tensor:
     tokens: Tensor = _Gather.apply(rows, order.token_N, order.row_TK)
-    return tokens.view(restore_shape)
+    return tokens
 
 
-def install() -> None:
-    """Let megatron's dispatchers of tokens call these functions instead of their own."""
-    assert token_dispatcher.permute and token_dispatcher.unpermute, "megatron has other names"
-    token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
+def use(model: torch.nn.Module) -> None:
+    """Give every layer of experts in `model` this dispatcher instead of megatron's."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = Dispatcher(
+                layer.num_local_experts, layer.local_expert_indices, layer.config, get_default_pg_collection()
+            )

@@ -16,20 +16,20 @@ def routed(tokens: int, experts: int, chosen: int) -> Tensor:
 
 
 def rows_and_back(sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what `permute` and `unpermute` give, and the gradients of the tokens and probabilities."""
+    """Return what `spread` and `gathered` give, and the gradients of the tokens and probabilities."""
     from megatron_stppo.launch import process
 
     process.prepare(engine=False)
-    from megatron_stppo.model.expert_rows import permute, unpermute
+    from megatron_stppo.model.expert_rows import gathered, of_rows, order_of, spread
 
     count, experts, chosen = sizes
     torch.manual_seed(0)
     tokens = torch.randn(count, 5).to(dtype).requires_grad_()
     probs = torch.rand(count, experts).requires_grad_()
-    mask = routed(*sizes)
-    rows, of_row, order = permute(tokens, mask, probs, num_out_tokens=count * chosen)
-    assert of_row is not None
-    back = unpermute(rows * of_row[:, None].to(dtype), order, tokens.shape, routing_map=mask)
+    expert_TK = routed(*sizes).byte().topk(chosen).indices.sort().values
+    order = order_of(expert_TK)
+    rows, of_row = spread(tokens, order), of_rows(probs.gather(1, expert_TK), order)
+    back = gathered(rows * of_row[:, None].to(dtype), order)
     back.backward(torch.ones_like(back))
     assert tokens.grad is not None and probs.grad is not None
     return {
@@ -66,7 +66,7 @@ def sum_of_small() -> float:
     from megatron_stppo.launch import process
 
     process.prepare(engine=False)
-    from megatron_stppo.model.expert_rows import order_of, unpermute
+    from megatron_stppo.model.expert_rows import gathered, order_of
 
     rows = torch.tensor([256.0, *[1.0] * 8])[:, None].bfloat16()
-    return float(unpermute(rows, order_of(torch.arange(9)[None]), torch.Size([1, 1])))
+    return float(gathered(rows, order_of(torch.arange(9)[None])))
