@@ -96,11 +96,13 @@ def of_rows(value_TK: Tensor, order: Order) -> Tensor:
 
 
 def spread(tokens: Tensor, order: Order) -> Tensor:
+    """Return the rows [N, H] of tokens [T, H]: a copy for each expert of a token."""
     rows: Tensor = _Spread.apply(tokens, order.token_N, order.row_TK)
     return rows
 
 
 def gathered(rows: Tensor, order: Order) -> Tensor:
+    """Return the tokens [T, H] of rows [N, H]: the sum of each token's rows."""
     tokens: Tensor = _Gather.apply(rows, order.token_N, order.row_TK)
     return tokens
 

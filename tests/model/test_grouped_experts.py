@@ -42,21 +42,20 @@ def compared(
     parts = get_gpt_layer_local_spec(num_experts=len(counts)).submodules.mlp.submodules.experts.submodules
     ranks = ProcessGroupCollection.use_mpu_process_groups()
     found = []
-    torch.set_default_device(device)
-    for kind in (GroupedExperts, SequentialMLP):
-        torch.manual_seed(0)
-        layer = kind(len(counts), settings, parts, ranks)
-        for weight in layer.requires_grad_(not frozen).parameters():
-            torch.nn.init.normal_(weight, std=0.3)
-        rows = torch.randn(sum(counts), 16).to(dtype).requires_grad_()
-        prob = torch.rand(sum(counts)).requires_grad_()
-        out, bias = layer(rows, torch.tensor(counts, device="cpu"), prob)
-        assert bias is None
-        out.backward(torch.randn_like(out))
-        assert rows.grad is not None and prob.grad is not None
-        found.append({"out": out.detach(), "rows": rows.grad, "prob": prob.grad})
-        found[-1] |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    torch.set_default_device(None)
+    with torch.device(device):
+        for kind in (GroupedExperts, SequentialMLP):
+            torch.manual_seed(0)
+            layer = kind(len(counts), settings, parts, ranks)
+            for weight in layer.requires_grad_(not frozen).parameters():
+                torch.nn.init.normal_(weight, std=0.3)
+            rows = torch.randn(sum(counts), 16).to(dtype).requires_grad_()
+            prob = torch.rand(sum(counts)).requires_grad_()
+            out, bias = layer(rows, torch.tensor(counts, device="cpu"), prob)
+            assert bias is None
+            out.backward(torch.randn_like(out))
+            assert rows.grad is not None and prob.grad is not None
+            found.append({"out": out.detach(), "rows": rows.grad, "prob": prob.grad})
+            found[-1] |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return found
 
 
