@@ -34,7 +34,7 @@ class Expected:
     vllm: str  # version
     max_context: int  # tokens
     experts: int = 0  # of a layer
-    routes_per_token: int = 0  # layers * chosen experts if replicas record them, else 0
+    routes: tuple[int, int] = (0, 0)  # layers and experts per token if replicas record experts
     tensor: frozenset[int] = frozenset({1})  # numbers of ranks over which vLLM can shard the model
 
     def refusal(self, hello: Hello) -> str:
@@ -65,5 +65,5 @@ class Expected:
             vocabulary=self.vocabulary,
             max_context=self.max_context,
             experts=self.experts,
-            routes_per_token=self.routes_per_token,
+            routes=self.routes,
         )

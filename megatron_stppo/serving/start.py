@@ -88,7 +88,7 @@ class _First:
             vllm=PINNED_VLLM,
             max_context=config.max_context,
             experts=shape.experts,
-            routes_per_token=shape.layers * shape.experts_per_token if config.replays_rollout else 0,
+            routes=(shape.layers, shape.experts_per_token) if config.replays_rollout else (0, 0),
             tensor=model_layout.engine_sizes(shape),
         )
         cursor = TaskCursor(tasks.read(config.data.train), run.seed)

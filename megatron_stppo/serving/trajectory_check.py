@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from megatron_stppo.data.routes import dtype_of, unknown
+from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.serving.messages import Done
 from megatron_stppo.types import FAILED, Trajectory, Turn
@@ -26,18 +26,18 @@ def fault(
     vocabulary: int,
     max_context: int,
     experts: int = 0,
-    routes_per_token: int = 0,
+    routes: tuple[int, int] = (0, 0),
 ) -> str:
     """Return why the message cannot be true, in one printable line, or "". Takes linear time.
 
     held: versions that the trainer has sent to this replica. max_context: rollout.max_context, in tokens.
-    experts: of a layer. routes_per_token: layers * chosen experts if experts are recorded, 0 otherwise.
+    experts: of a layer. routes: layers and experts per token if experts are recorded, zeros otherwise.
     Example: "turn 0: version 7 was never sent to this replica".
     """
     if reason := _trajectory_fault(done.trajectory):
         return reason
     for played in done.trajectory.histories():
-        reason = _history_fault(played, held, vocabulary, max_context, experts, routes_per_token)
+        reason = _history_fault(played, held, vocabulary, max_context, experts, routes)
         if reason:
             return f"branch {played.branch}: {reason}" if played.branch else reason
     return ""
@@ -49,7 +49,7 @@ def _history_fault(
     vocabulary: int,
     max_context: int,
     experts: int,
-    routes_per_token: int,
+    routes: tuple[int, int],
 ) -> str:
     """Arguments as of `fault`."""
     length = len(played.prompt_ids)
@@ -68,7 +68,7 @@ def _history_fault(
         length += len(turn.token_ids) + len(turn.observation_ids)
     if length > max_context:
         return f"{length} tokens exceed rollout.max_context={max_context}"
-    return _routes_fault(played.routes, length - 1 if played.turns else 0, routes_per_token, experts)
+    return _routes_fault(played.routes, length - 1 if played.turns else 0, routes, experts)
 
 
 def _trajectory_fault(played: Trajectory) -> str:
@@ -120,14 +120,21 @@ def _version_fault(turn: Turn, held: Collection[int], last: int) -> str:
     return ""
 
 
-def _routes_fault(routes: bytes, tokens: int, per_token: int, experts: int) -> str:
-    """tokens: all but the last one."""
+def _routes_fault(given: bytes, tokens: int, routes: tuple[int, int], experts: int) -> str:
+    """Check the experts of the first `tokens` tokens. Arguments as of `fault`.
+
+    A token's experts in one layer must differ, because the dispatcher makes one row for each of them.
+    """
+    layers, chosen = routes
     dtype = dtype_of(experts)
-    expected = tokens * per_token * dtype.itemsize
-    if len(routes) != expected:
-        return f"{len(routes)} bytes of experts instead of {expected}"
-    numbers = np.frombuffer(routes, dtype=str(dtype).removeprefix("torch."))
-    known = numbers[numbers != unknown(dtype)]
-    if known.size and not 0 <= known.min() <= known.max() < experts:
+    expected = tokens * layers * chosen * dtype.itemsize
+    if len(given) != expected:
+        return f"{len(given)} bytes of experts instead of {expected}"
+    if not expected:
+        return ""
+    numbers = np.sort(np.frombuffer(given, dtype=str(dtype).removeprefix("torch.")).reshape(-1, chosen))
+    if not 0 <= numbers.min() <= numbers.max() < experts:
         return f"an expert outside 0 to {experts - 1}"
+    if (numbers[:, 1:] == numbers[:, :-1]).any():
+        return "an expert that is chosen twice for one token"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_stppo.model.grouped_experts import products
 from megatron_stppo.plan.meter import Meter
 
 
@@ -14,3 +15,15 @@ def test_a_product_that_is_added_in_another_type_counts_as_a_product() -> None:
     with Meter() as meter:
         torch.addmm(sums, left, right, out_dtype=torch.float32, out=sums)
     assert meter.flop == 2 * 3 * 5 * 7
+
+
+def test_grouped_products_count_each_row_once_whatever_the_number_of_experts() -> None:
+    rows = torch.empty(6, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.empty(8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    ends = torch.empty(3, device="meta", dtype=torch.int32)
+    with Meter() as meter:
+        out = products(rows, ends, weights)
+        forward = meter.flop
+        out.backward(torch.empty_like(out))
+    assert forward == 2 * 6 * 16 * 8
+    assert meter.flop == 3 * forward  # backward: a product for the rows, and one for the weights

@@ -123,12 +123,16 @@ def test_impossible_trajectories(change: dict[str, Any], why: str) -> None:
 
 
 def test_recorded_experts_are_those_of_every_token_but_the_last_and_exist() -> None:
-    moe = {"experts": 60, "routes_per_token": 4}  # 7 tokens * 4 numbers of one byte
-    assert found(replace(TRUE, routes=bytes([0, 59, 255, 1] * 7)), **moe) == ""  # 255: unknown
+    moe = {"experts": 60, "routes": (2, 2)}  # 7 tokens * 2 layers * 2 experts of one byte
+    assert found(replace(TRUE, routes=bytes([0, 59, 59, 1] * 7)), **moe) == ""
+    unknown = bytes([0, 59, 255, 1] * 7)  # a replica does not send unknown experts
+    assert found(replace(TRUE, routes=unknown), **moe) == "an expert outside 0 to 59"
+    twice = bytes([0, 59, 1, 2] * 6 + [0, 59, 1, 1])
+    assert found(replace(TRUE, routes=twice), **moe) == "an expert that is chosen twice for one token"
     assert found(replace(TRUE, routes=bytes([0, 60, 1, 2] * 7)), **moe) == "an expert outside 0 to 59"
     assert found(TRUE, **moe) == "0 bytes of experts instead of 28"
     many = np.full(28, -1, dtype=np.int32).tobytes()
-    assert found(replace(TRUE, routes=many), experts=512, routes_per_token=4) == "an expert outside 0 to 511"
+    assert found(replace(TRUE, routes=many), experts=512, routes=(2, 2)) == "an expert outside 0 to 511"
 
 
 def test_the_time_is_linear_in_the_number_of_turns_and_tokens() -> None:
