@@ -1,6 +1,7 @@
 // Compute a checksum of the bits of many two-dimensional slices, after a cast. A block sums CHECKSUM_BLOCK numbers of
-// one slice. A slice of several blocks adds its sums up in counters that are zero between calls; the last block to come
-// moves them to the result. These integer additions commute exactly, so the result does not depend on their order.
+// one slice. If a slice has several blocks, they add their sums up in counters that are zero between calls; the last
+// block to finish moves them to the result. These integer additions commute exactly, so the result does not depend on
+// their order.
 #include <bit>
 
 #include "bucket_checksum.h"

@@ -1,5 +1,6 @@
 // Gather, cast and scatter many two-dimensional slices in one launch. The caller cuts every slice into pieces of
-// COPY_PIECE elements and says whose piece each block copies, so blocks are equally busy for any mix of slices.
+// COPY_PIECE elements and lists, for each block, the slice that its piece belongs to. So all blocks are equally busy
+// for any mix of slices.
 #include "bucket_copy.cuh"
 #include "ops.h"
 

@@ -90,7 +90,8 @@ __device__ bool is_unsorted(const Surrogate &a, int64_t tile, int64_t share) {
 
 __device__ __forceinline__ bool is_giant(const Range &t) { return t.last - t.first > LONG; }
 
-// Sum the parts of a giant, a warp per column. The order depends on their number alone. The block is the last one.
+// Sum the parts of a giant, a warp per column. The order depends on their number alone.
+// Only the block that arrives last calls this.
 __device__ Sums sum_parts(const Surrogate &a, int64_t home, int64_t parts, double (&result)[SURROGATE_SUMS]) {
   const int lane = threadIdx.x % 32, column = threadIdx.x / 32;
   if (column < PART_SUMS) {

@@ -1,8 +1,9 @@
 // Generalised advantage estimation. One block processes a trajectory from its end, one tile of tokens at a time.
 //
 // A_t = delta_t + k A_{t+1} with k = gamma lam is a scan with the same factor at every step, so lanes exchange sums
-// only. Every thread has neighbouring tokens, but loads and stores pass through shared memory, where they change places:
-// neighbouring threads move neighbouring tokens. Arithmetic is in float64. A trajectory's bits do not depend on the other trajectories.
+// only. Each thread computes the advantages of ITEMS neighbouring tokens. Loads and stores pass through shared memory,
+// so that neighbouring threads read and write neighbouring tokens. Arithmetic is in float64. A trajectory's bits do
+// not depend on the other trajectories.
 #include <cmath>
 
 #include "ops.h"
@@ -33,7 +34,7 @@ __device__ double power(double factor, int exponent) {
 }
 
 // Scan over the block's threads: return sum_{j < i} step^(i-1-j) in_j + step^i carry for thread i, `step` being one
-// thread's factor and of_lane = step^(threadIdx.x % 32). `carry` counts for thread 0 alone.
+// thread's factor and of_lane = step^(threadIdx.x % 32). Only thread 0's `carry` is used.
 __device__ double block_scan(double in, double step, double of_lane, double carry, double *of_warp) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   double value = threadIdx.x ? in : in + step * carry, factor = step;

@@ -37,6 +37,7 @@ void over_turns(const Gae &a, int64_t first, int64_t last) {
   }
 }
 
+// Return whether the offsets start at 0, never decrease and end at `total`.
 bool cuts(const int64_t *offsets, int64_t slices, int64_t total) {
   bool good = offsets[0] == 0 && offsets[slices] == total;
   for (int64_t i = 0; i < slices; ++i) good &= offsets[i] <= offsets[i + 1];

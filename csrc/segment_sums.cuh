@@ -25,8 +25,8 @@ struct Sums {
   int up, down;  // tokens of nonzero weight with advantage above 0, and below 0
 };
 
-// The columns of the tokens, of which a thread adds up a few hundred at most, are summed in float32 by a thread and in
-// float64 over the threads of a block.
+// The partial sums of each thread, in float32: a thread adds up a few hundred tokens at most. The sums over the threads
+// of a block are in float64 (write_row).
 using OfThread = float[SURROGATE_SUMS][THREADS];
 
 struct Token {

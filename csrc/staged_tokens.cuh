@@ -30,8 +30,8 @@ __device__ __forceinline__ Quad read(const float *column, int64_t i, int count, 
 constexpr int SLOTS = 128;  // segments of a run
 constexpr int STAGE_BYTES = 34800;
 
-// The columns in the buffer: the differences in float64, the advantages, and where the caller has them, weights and
-// the derivatives' lengths. All take `capacity` tokens.
+// The columns in the buffer: the differences in float64, the advantages, and, if the caller passes them, the weights
+// and the squared norms of d logprob / d logits. All take `capacity` tokens.
 struct Columns {
   float *buffer;
   int capacity;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sum_run(const Surrogate &a, const Columns &c, in
   });
 }
 
-// Write tokens first, first + step, .. of a segment.
+// Write the coefficients of tokens first, first + step, .. of a segment.
 __device__ __forceinline__ void fill(const Surrogate &a, int64_t first, int64_t last, int step, float gradient,
                                      float bias) {
 #pragma unroll 1

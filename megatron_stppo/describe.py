@@ -16,6 +16,7 @@ from megatron_stppo.types import Batch, Summary, Versions
 
 
 def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
+    """Return how many trajectories have each outcome."""
     return Counter(t.outcome for t in trajectories)
 
 

@@ -1,6 +1,6 @@
 """The end of a command: its exit code and one line of text, for errors that a user or scheduler can act on.
 
-Modules of the package are imported inside functions, as in `__main__`.
+Modules of the package are imported inside functions, as in cli/: `__main__` imports this file at its start.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def leave(code: int) -> NoReturn:
 
     If the output cannot be written, 0 becomes Python's exit code for this, CANNOT_WRITE.
 
-    Python's own end would take the interpreter apart after that. While there are process groups, this can
+    Python's normal shutdown would then tear the interpreter down. While there are process groups, this can
     replace the exit code by SIGABRT: the process aborts if one of gloo's threads releases a tensor at that
     moment (torch 2.13; PyTorch issue 190489). Files that are open and not flushed lose their last text.
     """

@@ -24,6 +24,8 @@ from megatron_stppo.sharding.trunk_digest import trunk_digest
 
 @dataclass
 class Learner:
+    """The models of one rank, and what loads them, packs their batches and offloads their memory."""
+
     config: Config
     mesh: MeshRank
     shape: ModelShape

@@ -28,7 +28,7 @@ class Rollouts(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def publish(self, version: int) -> None:
-        """Serve the policy's weights as version `version`. They must not have changed if it is served."""
+        """Serve the policy's weights as `version`. If it is served already, they must be unchanged."""
 
     def draw(self, iteration: int) -> Played:
         """Return the trajectories that iteration `iteration` trains on."""
@@ -62,7 +62,7 @@ class Rollouts(Protocol):
         """Return metrics since the last call, equal on all ranks."""
 
     def close(self) -> None:
-        """End what serves, and the process groups."""
+        """End the engine or the replicas, and the process groups."""
 
 
 def rollout_settings(config: Config, temperature: float | None = None) -> RolloutSettings:

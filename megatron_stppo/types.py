@@ -5,8 +5,8 @@ Conventions
   a turn; the environment wrote the tokens of an observation. Only turn tokens are *action tokens*.
 - Axis suffixes: T action tokens, P packed tokens (prompt, turns, observations) that this rank holds, S turns,
   N trajectories, R everything after the prompts (turns and observations).
-- Every offsets tensor is int64, starts at 0, is non-decreasing and has one entry more than it has slices.
-  Masks are derived from offsets, never the other way round.
+- Every offsets tensor of a Batch is int64, starts at 0, is non-decreasing and has one entry more than it has
+  slices. Masks are derived from offsets, never the other way round.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Turn:
 class Branch:
     """A further history of an agent's episode: a conversation that does not continue an earlier one.
 
-    The reward of the episode is that of its last turn, too. Its prompt may contain turns of other histories,
+    Its last turn has the reward of the episode, too. Its prompt may contain turns of other histories,
     as tokens that the policy reads.
     Example: an agent that asks (1, 2), gets (7,), and then asks (1, 3) has the branch
     Branch((1, 3), (turn,)).
@@ -264,8 +264,8 @@ class Batch:
     live_N: torch.Tensor  # bool; False for trajectories that carry no loss (error, timeout)
     rollout_logprob_T: torch.Tensor  # float32, reported by the engine
     version_T: torch.Tensor  # int64, the policy version that generated the token
-    reward_T: torch.Tensor  # float32; outcome reward on the last action token
-    old_logprob_T: torch.Tensor | None = None  # float32, by the trainer's policy at the iteration's start
+    reward_T: torch.Tensor  # float32; the reward of a turn is on its last token
+    old_logprob_T: torch.Tensor | None = None  # float32, see algorithm.old_policy
     reference_logprob_T: torch.Tensor | None = None
     value_T: torch.Tensor | None = None
     # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that scoring and update must use; the

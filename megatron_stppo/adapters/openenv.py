@@ -1,4 +1,4 @@
-"""An agent over the package openenv-core (0.3): it plays with a running server of an environment.
+"""An agent for environments of the package openenv-core (0.3), which run as servers.
 
     environment:
       kind: agent

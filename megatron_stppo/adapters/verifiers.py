@@ -1,4 +1,4 @@
-"""An agent over the package verifiers (0.4): its environments play, and its rewards count.
+"""An agent for environments of the package verifiers (0.4). They play the episodes and compute the rewards.
 
     environment:
       kind: agent
@@ -35,7 +35,7 @@ def open_environment(env: Mapping[str, Any]) -> Any:
 
 
 async def agent(episode: CommandEpisode) -> dict[str, float]:
-    """Play one task of the environment, and return its reward, its metrics and the single rewards.
+    """Play one task of the environment, and return its reward, its metrics and the individual rewards.
 
     The package reads the key from the variable OPENAI_API_KEY, which a command has. Raises RuntimeError if
     the episode failed, or if not exactly one of its agents is trained.

@@ -1,7 +1,7 @@
 """Controllers of the rate: a factor on the learning rate of each of the actor's optimizer steps.
 
 constant:  1.
-open_loop: a fixed factor for each step of an iteration. It reads nothing; it is the control for the others.
+open_loop: a fixed factor for each step of an iteration. It reads nothing and is the baseline for the others.
 kl:        the factor falls where the policy is far from the old one, and rises where it is near. Sources:
            Rudin et al., arXiv 2109.11978 (the adaptive rate of rsl_rl), and KLAdaptiveLR of torchrl.
            Differences: the factor is never above 1, so that the configured rate is the highest one, and it

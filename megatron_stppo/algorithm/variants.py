@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "advantage": "gae",
         "momentum": "reset",
     },
+    # ppo whose step count of Adam's bias correction starts at 0 with every batch; the moments stay
     "momentum_clock": {
         "segments": "token",
         "correction": "off",

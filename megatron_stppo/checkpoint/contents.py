@@ -16,6 +16,10 @@ from megatron_stppo.model.token_model import TokenModel
 
 
 def saved_tensors(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
+    """Return the sharded tensors of a trainer: its weights and its optimizer's states.
+
+    is_loading: whether they are to be filled from a checkpoint.
+    """
     model = saved_weights(trainer.chunks)
     if trainer.settings.distributed:
         return {"model": model, "pieces": state_pieces(trainer.optimizer, model)}
@@ -35,6 +39,7 @@ def saved_weights(model: Sequence[TokenModel]) -> dict[str, Any]:
 
 
 def fill(model: Sequence[TokenModel], loaded: dict[str, Any]) -> None:
+    """Load the tensors of `saved_weights`, read from a checkpoint, into the chunks of a model."""
     for number, chunk in enumerate(model):
         tensors = loaded[f"chunk_{number}"]
         missing = set(chunk.load_state_dict(tensors, strict=not chunk.adaptation).missing_keys)

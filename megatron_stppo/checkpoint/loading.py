@@ -85,8 +85,8 @@ def _read(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(tensors, str(folder), validate_access_integrity=False)
     except CheckpointException as error:
-        # torch raises it on all ranks. It is no Exception: without this the process would end without an exit
-        # code and without a reason in exit.json.
+        # torch raises it on all ranks. It is a BaseException, but not an Exception: without this the process
+        # would end without one of our exit codes, and without a reason in exit.json.
         causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
         raise CheckpointError(f"{folder}: cannot be loaded ({one_line(by_rank(causes))})") from error
 

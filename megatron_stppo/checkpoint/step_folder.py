@@ -189,11 +189,13 @@ def describe(path: Path) -> File:
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_durably(path: Path, data: bytes) -> None:
+    """Write a file, and wait until its bytes are on disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

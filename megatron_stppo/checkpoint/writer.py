@@ -70,7 +70,7 @@ class Save:
             self.refused = f"{self.final} is not saved ({self.bytes / 2**20:.1f} MiB): {error}"
             if self._first:
                 shutil.rmtree(self.scratch, ignore_errors=True)
-                _say(f"WARNING: {self.refused}; training goes on, the next checkpoint will be tried")
+                _say(f"WARNING: {self.refused}; training continues, the next checkpoint will be tried")
         except BaseException as error:
             self.broken = error
         finally:

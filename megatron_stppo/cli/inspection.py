@@ -67,7 +67,7 @@ def plan(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="--asynchronous: run whose episodes have the lengths; default: assumed lengths"
+            "--from", help="--asynchronous: run whose episode lengths are used; default: assumed lengths"
         ),
     ] = None,
     assume: Annotated[
@@ -158,7 +158,7 @@ def audit(
         ),
     ] = None,
 ) -> None:
-    """Check that each recorded log-prob is that of the policy version its token names; exit 1 if not."""
+    """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not."""
     from megatron_stppo.validation import sources
 
     settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)

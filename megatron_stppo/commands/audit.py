@@ -1,4 +1,4 @@
-"""The command `audit`: is every recorded log-prob that of the policy version which the token names?
+"""The command `audit`: check that every recorded log-prob is that of the policy version recorded with it.
 
 The trainer's model scores the recorded trajectories under saved versions. A stale key-value cache, a wrong
 version and a lost weight update all show as a difference from the engine's log-probs.

@@ -208,7 +208,7 @@ class _Player:
 
 
 class _Blocked(Exception):
-    """A call neither awaited nor returned in time."""
+    """Raised inside a call that neither awaited nor returned in time."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

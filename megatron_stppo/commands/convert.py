@@ -1,6 +1,7 @@
-"""Write a trained model as a Hugging Face folder. (sharding/hf_checkpoint.py: load_hf reads such a folder.)
+"""The commands `convert to-hf` and `convert to-megatron`, and the export of a model to a Hugging Face folder.
 
-The reshard moves the weights: its target is the whole tensors on rank 0, for one file at a time.
+sharding/hf_checkpoint.py reads such a folder (load_hf). The reshard moves the weights: its target is the
+whole tensors on rank 0, for one file at a time.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from megatron_stppo.sharding.transfers import served_adapters
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.worker import build_engine
 
-PATIENCE = 10  # times serving.timeout: so long a repeated replica waits for what its journal names
+PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
 log = logging.getLogger(__name__)
 
 
@@ -65,10 +65,10 @@ class Started:
 
 
 def serve(config: Config, started: Started) -> None:
-    """Serve until the run ends, or a signal asks the replica to leave. Collective.
+    """Serve until the run ends, or until a signal ends the replica. Collective.
 
     Raises ConfigError if the trainer does not accept the replica, or for an environment that is used wrongly;
-    CannotServe and EngineFailure if the replica cannot go on.
+    CannotServe and EngineFailure if the replica cannot continue.
     """
     process.join(config.timeout, is_alone=is_loopback(started.connection.host))
     rank, run = dist.get_rank(), started.run

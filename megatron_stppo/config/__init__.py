@@ -89,9 +89,12 @@ class Config(Section):
 
     @property
     def deadline_by_phase(self) -> dict[str, float]:
-        """Seconds. Where tools are played with that can be away, waiting for them is added; an embedded index
-        cannot. With serving.update=complete, a reshard waits for the episodes of up to max_staleness
-        rollouts."""
+        """Return the deadline of each phase in seconds.
+
+        environment.tool_wait is added to the phases that play episodes, except if the only tool is an index
+        in the process, which is always available. With serving.update=complete, a reshard waits for the
+        episodes of up to max_staleness rollouts, so their time is added to its deadline.
+        """
         e = self.environment
         embedded = e.kind == "search" and e.retrieval.kind == "bm25" and e.reward is None
         wait = 0.0 if embedded else e.tool_wait

@@ -97,7 +97,7 @@ def deal(
     wanted: Sequence[Sequence[int]],
     group: Group = None,
 ) -> Tensor:
-    """Send each rank of the group the values of the trajectories that it wants, and return this rank's.
+    """Send each rank r the values of the trajectories wanted[r], and return those for this rank.
 
     Collective. values: [tokens, ...] of the trajectories given[rank], one after another; the result has those
     of wanted[rank]. given, wanted: trajectories of every rank, equal on every rank; `given` has each once.

@@ -31,7 +31,7 @@ UNKNOWN = "wrong API key, or no such episode"
 
 @dataclass(frozen=True)
 class Doors:
-    """The open episodes and what their clients may know. sessions: the open episodes by name."""
+    """The open episodes, and the settings that all of them share. sessions: the open episodes by name."""
 
     sessions: Mapping[str, Session]
     model: str
@@ -41,6 +41,8 @@ class Doors:
 
 
 def application(doors: Doors) -> Starlette:
+    """Return the web application for the episodes of `doors`."""
+
     async def chat(request: Request) -> Response:
         def ask(content: bytes) -> Ask:
             return chat_ask(body.read(content), doors.has_parser)

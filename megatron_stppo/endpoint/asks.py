@@ -20,7 +20,7 @@ from megatron_stppo.endpoint.refusal import Refusal
 from megatron_stppo.endpoint.reply import Reply
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MOST_TOKENS = 2**31 - 1  # of max_tokens; more means the same, and ranks could not exchange it
+MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not exchange
 
 
 @dataclass
@@ -92,7 +92,7 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     is_text = isinstance(prompt, str)
     if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
         raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
-    request = _validated(CompletionRequest, given | {"prompt": "a"})  # ours is checked above, at once
+    request = _validated(CompletionRequest, given | {"prompt": "a"})  # the real prompt is checked above
     assert isinstance(request, CompletionRequest)
     if request.logprobs not in (None, 0, 1):
         raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")

@@ -45,7 +45,8 @@ class AgentEnvironment:
     async def reset(self, task: Task, seed: int) -> Request:
         """Start the agent, and return its first request.
 
-        Raises NoCompletion if it ends before, and what it raises. After ToolAway it is started anew.
+        Raises NoCompletion if the agent ends before that, and any exception of the agent. A call after
+        ToolAway starts a new agent.
         """
         await self.close()
         self._session, self._recorder = self._endpoint.open(), Recorder(self._rules)
@@ -75,7 +76,7 @@ class AgentEnvironment:
         return replace(self._end(self._agent), tool_calls=calls)
 
     async def close(self) -> None:
-        """End the agent, and the validity of its key."""
+        """End the agent, and make its key invalid."""
         session, agent, self._session, self._agent = self._session, self._agent, None, None
         if session is not None:
             self._endpoint.shut(session)
@@ -87,7 +88,7 @@ class AgentEnvironment:
             if not agent.done():
                 log.error("an agent did not end when it was cancelled; it is abandoned")
         if agent is not None and agent.done() and not agent.cancelled():
-            agent.exception()  # asyncio logs exceptions that nobody has looked at
+            agent.exception()  # otherwise asyncio would log the exception as never retrieved
 
     async def _played(self, episode: AgentEpisode) -> object:
         try:

@@ -32,7 +32,7 @@ ACCEPTED = {
 IGNORED = frozenset(
     # sampling: that of the run is used
     "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty length_penalty "
-    # how hard the model shall think: it is trained for the task
+    # amount of reasoning, which training determines
     "reasoning_effort verbosity include_reasoning parallel_tool_calls "
     # the name of the model, and notes of the client
     "model user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "

@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Match:
-    """What the histories know of a request's units.
+    """How far the units of a request are recorded already.
 
     Example: Match(1, 3, (5, 9, 7), continues=True): the request begins with the 3 units of history 1, whose
     3 tokens end with a completion; what follows them is new.
@@ -41,7 +41,7 @@ class _Conversation:
 
 
 class Histories:
-    """See the module.
+    """The recorded histories of one episode; see the module.
 
     Example, with letters as units: after record(place("", "ab"), "", "ab", "X", new=(1, 2), completion=(7,)),
     place("", "abXc") is Match(0, 3, (1, 2, 7), True), and place("", "ac") is Match(1, 0, (), False).

@@ -95,7 +95,7 @@ def _check_parser(rules: Rules, name: str | None) -> None:
         return
     try:
         rules.parser(rules.tokenizer, None)
-    except Exception as error:  # parsers raise what they like
+    except Exception as error:  # a parser may raise any exception
         raise ConfigError(
             f"environment.tool_parser={name}: vLLM's parser cannot be used with the tokenizer of model.path "
             f"({one_line(str(error))}); name the parser of this model"

@@ -3,7 +3,7 @@
 Repeated requests. A request is answered with the completion that an equal request got, instead of a new one,
 if the client says that it repeats it (the header x-stainless-retry-count of OpenAI's clients is above 0), or
 if the connection of the earlier request was closed before it was answered. Every completion is thus recorded
-once. An equal request without these signs is a wish for a second sample: a history of its own.
+once. An equal request without these signs gets a second sample, in a history of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Rules:
 
 
 class Recorder:
-    """Example: ask(first) returns a Request; complete(turn) then returns the Reply to it."""
+    """The histories of one episode, and the request that is being answered.
+
+    Example: ask(first) returns a Request; complete(turn) then returns the Reply to it.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -54,7 +57,7 @@ class Recorder:
         self._current: tuple[Ask, Match, list[int]] | None = None  # what the engine generates
         self.completions = 0
         self.tool_calls = 0  # that the last completion made
-        self.reached_limit = ""  # why a request was refused because of the policy's own doing
+        self.reached_limit = ""  # why a request was refused, if the policy is the cause
 
     def ask(self, ask: Ask) -> Request | Reply:
         """Return what the policy reads next, or the recorded reply to a repeated request. Raises Refusal."""

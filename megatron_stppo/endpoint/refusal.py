@@ -6,7 +6,9 @@ from megatron_stppo.messages import one_line
 
 
 class Refusal(Exception):
-    """Example: Refusal(400, "n: only 1 is supported").
+    """The error for a request that is refused.
+
+    Example: Refusal(400, "n: only 1 is supported").
 
     code: a word for programs, as in OpenAI's errors.
     """

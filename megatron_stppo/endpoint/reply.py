@@ -61,7 +61,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Form:
-    """What a client wants to get of a reply."""
+    """The parts of a reply that a client has requested."""
 
     model: str
     logprobs: bool
@@ -70,6 +70,7 @@ class Form:
 
 
 def chat_object(reply: Reply, form: Form) -> BaseModel:
+    """Return the answer to a chat request as one object."""
     calls = [
         ToolCall(id=call, function=FunctionCall(name=name, arguments=arguments))
         for call, name, arguments in reply.calls
@@ -94,6 +95,7 @@ def chat_object(reply: Reply, form: Form) -> BaseModel:
 
 
 def chat_chunks(reply: Reply, form: Form) -> Iterator[BaseModel]:
+    """Yield the answer to a chat request as a stream of chunks."""
     deltas = [DeltaMessage(role="assistant", content="")]
     deltas += [DeltaMessage(content=reply.text)] if reply.text else []
     deltas += [
@@ -129,11 +131,13 @@ def chat_chunks(reply: Reply, form: Form) -> Iterator[BaseModel]:
 
 
 def text_object(reply: Reply, form: Form) -> BaseModel:
+    """Return the answer to a text request as one object."""
     choice = CompletionResponseChoice(**_text_choice(reply, form))
     return CompletionResponse(model=form.model, choices=[choice], usage=reply.usage)
 
 
 def text_chunks(reply: Reply, form: Form) -> Iterator[BaseModel]:
+    """Yield the answer to a text request as a stream of chunks."""
     choice = CompletionResponseStreamChoice(**_text_choice(reply, form))
     first = CompletionStreamResponse(model=form.model, choices=[choice])
     yield first

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Example: ServerLimits(head_seconds=1.0) closes a connection on which a request begins and whose head
+    """Limits against slow and numerous clients.
+
+    Example: ServerLimits(head_seconds=1.0) closes a connection on which a request begins and whose head
     is not complete after one second."""
 
     connections: int = 2048  # at a time; others get 503
@@ -36,7 +38,7 @@ class ServerLimits:
 
 
 class Endpoint:
-    """Example: start(), then open() for every episode."""
+    """The server of the agents of this process. Example: start(), then open() for every episode."""
 
     def __init__(
         self,
@@ -52,8 +54,9 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         doors = Doors(self._sessions, model, max_context, has_parser, limits.body_seconds)
         self._socket = socket.create_server((HOST, 0))
-        # Connections inherit it. asyncio sets it only for sockets that name their protocol. Without it the
-        # body of a reply waits for the acknowledgement of its head, up to 40 ms.
+        # Connections inherit TCP_NODELAY from this socket. asyncio sets it only for sockets that were created
+        # with a protocol number, which this one was not. Without it the body of a reply waits for the
+        # acknowledgement of its head, up to 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -84,7 +87,7 @@ class Endpoint:
         return self
 
     def open(self) -> Session:
-        """Open the door of an episode. Call it in the event loop of the episode."""
+        """Return a new session, whose requests are accepted. Call it in the event loop of the episode."""
         session = Session(self._allowance)
         self._sessions[session.name] = session
         return session
@@ -93,7 +96,7 @@ class Endpoint:
         return f"http://{HOST}:{self.port}/{session.name}/v1"
 
     def shut(self, session: Session) -> None:
-        """Close the door of an episode: its token is not valid any more."""
+        """Close the session of an episode: its token is not valid any more."""
         self._sessions.pop(session.name, None)
         session.close()
 

@@ -1,4 +1,4 @@
-"""The door of one episode: what its agent's clients may do, and the way of their requests to the episode.
+"""One episode at the endpoint: the limits of its clients, and the queue of their requests.
 
 The server's thread calls `admit`, `leave` and `submit`; everything else belongs to the episode's event loop.
 """
@@ -32,7 +32,7 @@ class Allowance:
 
 @dataclass
 class Session:
-    """One episode at the endpoint. Its name is part of its address; only its token opens it."""
+    """One episode at the endpoint. Its name is part of its address; every request must have its token."""
 
     allowance: Allowance = Allowance()
     name: str = field(default_factory=lambda: secrets.token_hex(8))

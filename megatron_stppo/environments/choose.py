@@ -114,7 +114,7 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
 
 
 def agent(name: str) -> Any:
-    """Import and return the object that environment.agent names. Raises ConfigError if it may not be."""
+    """Import and return the object that environment.agent names. Raises ConfigError if it cannot be used."""
     where = f"environment.agent={name}"
     module, attribute = _named(where, name, "agent", FUNCTION_REMEDY)
     with _one_line(where, FUNCTION_REMEDY):

@@ -11,7 +11,7 @@ TEMPLATE = "template"
 
 
 def write(folder: Path) -> list[str]:
-    """Copy the template's files into `folder`, which is made; return their names, sorted.
+    """Copy the template's files into `folder`, which is created; return their names, sorted.
 
     Raises ConfigError if the folder holds anything, or cannot be written.
     """

@@ -72,6 +72,7 @@ def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
 
 
 def fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
+    """Return whether `world` ranks can train the model under this layout."""
     try:
         check_layout(shape, parallel.tensor)
         check_stages(shape, Layout.of_world(world, parallel))

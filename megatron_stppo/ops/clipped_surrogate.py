@@ -72,7 +72,10 @@ def clipped_surrogate(
 
     logprob, old_logprob, advantage: float32 [T].
     segment_offsets: int32 or int64 [S+1], from 0 to T, non-decreasing. None: every token is a segment.
+    clip_low: in [0, 1]. clip_high: at least 0. dual_clip: above 1, an upper bound of w where A < 0; None: no
+    bound.
     weight: c, a number, float32 [T], or None for 1/T.
+    pooling: "mean": w is the geometric mean of the segment's token ratios; "sum": their product.
     sum_p_sq: float32 [T] from vocab_logprob, needed for logit_bias_sq and logit_grad_sq.
     with_bias: whether to return bias_T.
     group: ranks that each hold a part of every segment (context parallelism); segment s is the same segment

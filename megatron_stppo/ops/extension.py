@@ -64,9 +64,9 @@ def serves(device: torch.device) -> bool:
         raise RuntimeError(f"STPPO_OPS={mode!r} is not known; choose auto, extension or torch")
     if mode == "extension" and not built:
         raise RuntimeError(
-            f"STPPO_OPS=extension, but not built for this {device.type} (built: {parts() or 'nothing'}): pip "
-            "install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
-            "device), or STPPO_OPS=auto"
+            f"STPPO_OPS=extension, but not built for this {device.type} (built: {parts() or 'nothing'}); run "
+            "pip install --no-build-isolation -e . (for cuda with nvcc on PATH, STPPO_CUDA_ARCHS naming the "
+            "device), or set STPPO_OPS=auto"
         )
     return mode == "extension"
 
@@ -146,7 +146,7 @@ def logits(
     valid: int,
     ignore_index: int,
 ) -> Any:
-    """Return csrc's record of logits [T, V_local] and their shard. See Shard of ops/vocab_logprob.py."""
+    """Return csrc's record of logits [T, V_local] and their shard. See Shard in ops/shard.py."""
     return _csrc.Logits(
         pointer(data),
         DTYPES[data.dtype],

@@ -1,8 +1,8 @@
-"""Call a function that may wait for a process that has died, and give it up if that is found out elsewhere.
+"""Call a function that may wait for a process that has died, and give it up if the death is found elsewhere.
 
 A collective does not always raise when a peer dies. Gloo (torch 2.13) loses the error of a send that waits
 for its receiver, if the connection breaks as the event thread begins to write: in 3 of 12 syncs of weights
-whose receiver was killed, a rank waited for the timeout. NCCL finds out only what the network reports, which
+whose receiver was killed, a rank waited for the timeout. NCCL detects only what the network reports, which
 for peers on one host is nothing.
 """
 
@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
-POLL = 0.1  # seconds between two looks for a reason
+POLL = 0.1  # seconds between two calls of reason()
 GRACE = 1.0  # seconds that a function gets to end after it was released
 
 

@@ -31,10 +31,12 @@ def gather_records(records: Sequence[Record], type: type[Record], group: Group =
 
 
 def encode(value: Any) -> bytes:
+    """Return a record as msgpack."""
     return msgspec.msgpack.encode(value)
 
 
 def decode(payload: bytes, type: Any) -> Any:
+    """Return the record in `payload`. Raises msgspec.MsgspecError if it is not of this type."""
     # strict=False would convert "1" to 1; the data must already have the type.
     return msgspec.msgpack.decode(payload, type=type, strict=True)
 

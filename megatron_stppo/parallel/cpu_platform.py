@@ -6,8 +6,8 @@ no others, by CPU versions: `torch.cuda.is_available()` still returns False, and
 same megatron code as on a GPU. Call it after vLLM is imported (vLLM checks torch.cuda during its import) and
 before megatron is imported. With device="meta", tensors have shapes but no memory, for a dry run.
 
-No other file replaces functions of torch, megatron or Python. What a run needs for a while only is a context
-at the end of this file, which puts the original functions back.
+No other file replaces functions in modules or classes of torch, megatron or Python. What a run needs for a
+while only is a context at the end of this file, which puts the original functions back.
 """
 
 from __future__ import annotations

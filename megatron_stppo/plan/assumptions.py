@@ -35,7 +35,7 @@ LENGTHS = (
 )
 TOOLS = (
     Assumption("tool_seconds", "s", "for a call of a tool, median"),
-    Assumption("tool_seconds_p99", "s", "or more take one in 100 calls of tools"),
+    Assumption("tool_seconds_p99", "s", "or more for one in 100 calls of tools"),
 )
 MACHINE = (
     Assumption(
@@ -81,6 +81,7 @@ def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
 
 
 def defaults(config: Config) -> dict[str, float]:
+    """Return the default of every assumption by name. Some depend on the limits of the configuration."""
     r, e = config.rollout, config.environment
     return {
         "turns": e.max_turns,

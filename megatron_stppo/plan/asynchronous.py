@@ -1,6 +1,6 @@
 """Simulate asynchronous training: a trainer, and replicas that play episodes while it trains.
 
-This follows docs/asynchronous.md. In iteration v the trainer asks for batch v and waits until it is complete.
+This follows docs/asynchronous.md. In iteration v the trainer requests batch v and waits until it is complete.
 Then it computes scores, advantages and updates, and publishes version v + 1 to one replica after the other.
 Admitted episodes are given to the replica with the fewest episodes in progress.
 """

@@ -48,6 +48,8 @@ WITHOUT_VALUES = {"use_cpu_initialization": False, "perform_initialization": Fal
 
 @dataclass(frozen=True)
 class Plan:
+    """The plan of a run on a number of GPUs: what it needs, and which limits it violates (`broken`)."""
+
     config: Config
     gpu: Gpu
     shape: ModelShape

@@ -27,6 +27,8 @@ from megatron_stppo.sharding.transfers import ServedAdapters
 
 @dataclass(frozen=True)
 class ReshardCost:
+    """What a reshard costs, over all ranks unless a field names one."""
+
     copies: int
     moved: int  # bytes between ranks
     least: int  # bytes that any plan must move between ranks

@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks need to know for measurements in which they meet."""
+    """What all ranks need for the measurements that they make together."""
 
     nodes: tuple[str, ...]  # of every rank; empty if a rank is missing, so that there is nothing to measure
     name: str  # of this check, part of its files' names

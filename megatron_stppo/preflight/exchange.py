@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_stppo.parallel.collectives import decode, encode
 
 Value = TypeVar("Value")
-GRACE = 30.0  # seconds by which another rank's wait for the first one is longer than the first one's
+GRACE = 30.0  # seconds that the other ranks wait for the first one beyond its own deadlines
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Board:
         return found
 
     def announce(self, name: str, value: Value | None, type: type[Value], waits: int = 1) -> Value:
-        """Return the first rank's `value` on every rank. waits: deadlines that the first rank may use before.
+        """Return the first rank's `value` on every rank.
 
+        waits: how many deadlines may pass on the first rank before.
         Raises TimeoutError on the other ranks if the first rank does not answer.
         """
         if self.rank == 0:

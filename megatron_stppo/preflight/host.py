@@ -72,7 +72,7 @@ def folder_speed(path: Path, size: int) -> FolderSpeed:
         os.fsync(file.fileno())
     written = time.perf_counter() - start
     with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # a wish: not every file system can
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # a hint; some file systems ignore it
         start = time.perf_counter()
         while file.read(BLOCK):
             pass
@@ -88,7 +88,7 @@ def wait_for_files(files: Mapping[str, Path], seconds: float) -> tuple[float, tu
     """
     start = time.monotonic()
     while True:
-        # Listing a folder makes NFS ask the server, which a look at one name may not.
+        # To list a folder, NFS asks the server. To look up one name, it may use its cache.
         names = {folder: set(os.listdir(folder)) for folder in {file.parent for file in files.values()}}
         hidden = tuple(node for node, file in files.items() if file.name not in names[file.parent])
         passed = time.monotonic() - start

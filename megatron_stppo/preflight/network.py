@@ -22,7 +22,7 @@ def join(store: dist.Store, rank: int, world: int, cuda: bool, seconds: float) -
     """Create the default process group, with the backends of a training run. Collective."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # A connection of its own: gloo waits on it for ranks that do not come, which blocks other uses of it.
+        # A connection of its own: while gloo waits on it for a missing rank, other uses of it would block.
         store=dist.PrefixStore("network", store.clone()),  # type: ignore[attr-defined]  # not in the stub
         rank=rank,
         world_size=world,

@@ -47,6 +47,8 @@ class RowCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
+    """All copies of a reshard, in the order of build_plan."""
+
     copies: tuple[RowCopy, ...]
 
     @cached_property

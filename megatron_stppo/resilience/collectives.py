@@ -5,8 +5,8 @@ thread does not show which collective a rank waits for. The recorder does: it ke
 of each backend (TORCH_FR_BUFFER_SIZE; 0 turns it off). It has none that do not go through torch, such as
 those of vLLM's own NCCL communicator.
 
-Reading it can take long or never end: it asks the GPU for the state of each collective, and keeps other
-threads of Python from running.
+Reading it can take long or never end: torch queries the GPU for the state of each collective, and meanwhile
+other threads of Python do not run.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class TooManyFailures(RuntimeError):
 
 
 class CannotServe(RuntimeError):
-    """A replica cannot go on: the trainer is gone, weights did not arrive, or the like.
+    """A replica cannot continue: the trainer is gone, weights did not arrive, or the like.
 
     The command line turns this error into exit code 1 and one line. The run continues without the replica.
     """

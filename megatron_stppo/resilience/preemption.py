@@ -79,8 +79,7 @@ class PreemptionNotice:
             _drop_dead_outputs()
         if os.environ.get("RANK", "0") == "0":
             then = "; a second Ctrl-C ends the run at once" if number == signal.SIGINT else ""
-            text = f"{self.reason}: {self._then}{then}"
-            text = f"megatron-stppo: {text}\n"
+            text = f"megatron-stppo: {self.reason}: {self._then}{then}\n"
             with suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
                 os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
 

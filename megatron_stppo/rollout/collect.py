@@ -112,9 +112,9 @@ def collect(
 def meet(trouble: BaseException | None, group: dist.ProcessGroup | None, seconds: float) -> None:
     """Wait until all ranks of an engine have ended their rollout. Collective over `group`, which is of gloo.
 
-    trouble: why this rank's rollout failed. A rank that does not come within `seconds` then is in a
-    collective of vLLM that this rank has left, and would stay there until the deadline of the rollout.
-    Raises RolloutError in this case.
+    trouble: why this rank's rollout failed, or None. If it failed, and another rank does not arrive within
+    `seconds`, that rank waits in a collective of vLLM that this rank has left, and would wait until the
+    deadline of the rollout. Raises RolloutError in this case.
     """
     if group is None or dist.get_world_size(group) == 1:
         return

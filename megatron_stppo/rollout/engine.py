@@ -13,8 +13,8 @@ The weights come from the reshard (load_format="dummy"). The engine generates on
 their version without an error.
 
 New weights may arrive between two steps while requests are running: call `settle`, write the weights, and
-call `refresh(recompute=True)`. Generation then goes on in the same turns, and every token has the version of
-the weights that computed it.
+call `refresh(recompute=True)`. Then the same turns continue, and every token has the version of the
+weights that computed it.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class Engine:
         """Drop the key-value blocks that older weights wrote, and return the published version.
 
         Call this after each sync. With `recompute`, running requests lose their blocks too: the next steps
-        compute them again with the new weights, and the requests go on. Raises RolloutError if requests are
-        running otherwise, or if the engine records routes; if a step is under way; or if vLLM keeps its
-        prefix cache.
+        compute them again with the new weights, and the requests continue. Raises RolloutError if requests
+        are running, and `recompute` is False or the engine records routes; if a step is under way; or if vLLM
+        keeps its prefix cache.
         """
         version = self.published()
         if self._requests and not recompute:

@@ -102,6 +102,8 @@ class EnvironmentHost:
             log.error("an environment blocks the event loop; its thread is abandoned")
 
     def reset(self, index: int, task: Task, seed: int) -> None:
+        """Make the environment of episode `index` and reset it, in the background; see `take`."""
+
         async def call() -> Answer:
             if index not in self._environments:  # a first attempt
                 self._environments[index] = self._make()
@@ -114,6 +116,8 @@ class EnvironmentHost:
         self._submit(index, call)
 
     def step(self, index: int, action: str | Completion) -> None:
+        """Pass an action to the environment of episode `index`, in the background; see `take`."""
+
         async def call() -> Answer:
             return Answer(index, result=await contract.step(self._environments[index], action))
 

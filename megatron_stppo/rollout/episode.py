@@ -122,6 +122,7 @@ class Episode:
         return self.limits.max_context - len(self.context)
 
     def add_turn(self, finished: Finished) -> None:
+        """Append a complete turn. If the context is full, the episode is truncated, except an agent's."""
         self._current.add(finished)
         if finished.reason == "length" and self._room < 1 and self.request is None:
             self.end("truncated", f"context of {self.limits.max_context} tokens is full")
@@ -163,6 +164,7 @@ class Episode:
         self.outcome, self.detail = outcome, detail
 
     def trajectory(self) -> Trajectory:
+        """Return the trajectory of the episode, which must have ended."""
         assert self.outcome is not None, "the episode has not ended"
         first, *others = (history.branch() for history in self.histories)
         return Trajectory(

@@ -14,7 +14,7 @@ Reason = Literal["stop", "end", "length"]  # a stop string, the end-of-text toke
 
 
 class RolloutError(RuntimeError):
-    """Generation cannot continue: the weights are not synchronised, or the engine failed."""
+    """A rollout cannot continue: no synchronised weights, a failed engine, or a blocking environment."""
 
 
 class EngineFailure(RolloutError):

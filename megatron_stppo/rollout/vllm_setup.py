@@ -254,7 +254,10 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     known = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in known:
-        raise ConfigError(f"model.path: its head size {head_size} cannot be served on a CPU; known: {known}")
+        raise ConfigError(
+            f"model.path: its head size {head_size} cannot be served on a CPU; choose a model with one of "
+            f"{known}"
+        )
     if getattr(config, "num_experts", None) and config.hidden_size % 32:
         raise ConfigError(
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "

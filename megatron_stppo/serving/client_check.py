@@ -1,7 +1,7 @@
 """Accepts the clients of one attempt only: keys, a listening socket, and the check of a client's key.
 
-zmq asks the check before a connection carries any message (ZAP, ZeroMQ's RFC 27). Without it, CURVE accepts
-every client that has the server's public key.
+zmq sends a request to the check before a connection carries any message (ZAP, ZeroMQ's RFC 27). Without the
+check, CURVE accepts every client that has the server's public key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_stppo.serving.keys import Connection
 log = logging.getLogger(__name__)
 
 DOMAIN = b"replicas"
-HANDLER = "inproc://zeromq.zap.01"  # where libzmq looks for the check
+HANDLER = "inproc://zeromq.zap.01"  # the address to which libzmq sends these requests
 BACKLOG = 1024  # connections that the system holds until zmq accepts them: all replicas may start at once
 
 
@@ -44,7 +44,7 @@ class ClientCheck:
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the check's answer nobody is accepted
 
     def answer(self) -> None:
-        """Answer one question of zmq: whether a client is accepted."""
+        """Answer one request of zmq: whether a client is accepted."""
         version, request, domain, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = credentials[0] if mechanism == b"CURVE" and domain == DOMAIN and credentials else b""
         accepted = hmac.compare_digest(key, self._expected)

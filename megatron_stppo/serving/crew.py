@@ -1,6 +1,6 @@
 """The replicas that are connected, and which of them plays which episode.
 
-Nothing here waits or takes a lock: the hub holds its own.
+Nothing here waits or takes a lock: the hub holds its own lock when it calls this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Member:
 
 
 class Crew:
-    """See the module.
+    """The connected replicas and the episodes that wait for one; see the module.
 
     Example: after crew.add(peer, hello).joined = True and crew.append(episodes), the replica plays them.
     """

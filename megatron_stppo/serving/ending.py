@@ -11,7 +11,9 @@ from megatron_stppo.serving.replica import Replica
 
 
 def play_to_the_end(replica: Replica, send: Send) -> End:
-    """Run the replica. Send the trainer why it ends, unless the trainer knows, and return it. Collective.
+    """Run the replica, and return why it ended. Collective.
+
+    The reason is also sent to the trainer, unless the trainer decided it or is gone.
 
     Exceptions of Replica.run are sent too, and passed on.
     """

@@ -58,7 +58,7 @@ class Expected:
         return ""
 
     def fault(self, done: Done, held: Collection[int]) -> str:
-        """Return why an episode cannot be true, or "". held: versions that the replica may have."""
+        """Return why an episode is not possible, or "". held: versions that the replica may have."""
         return trajectory_check.fault(
             done,
             held=held,

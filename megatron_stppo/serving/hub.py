@@ -30,11 +30,14 @@ from megatron_stppo.telemetry.console import say
 from megatron_stppo.types import Summary, Trajectory
 
 T = TypeVar("T")
-TICK = 0.2  # seconds between two looks for lost replicas
+TICK = 0.2  # seconds between two checks for lost replicas
 
 
 class Hub:
-    """See the module. All methods may be called from the main thread, one at a time."""
+    """All replicas, for the trainer's first rank; see the module.
+
+    All methods may be called from the main thread, one at a time.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class Hub:
                 self._listener.send(member.peer, Announce(version))
 
     def next_update(self, version: int) -> str:
-        """Wait until an announced replica is ready, tell it to enter the update, and return its group.
+        """Wait until an announced replica is ready, send it Go, and return its group.
 
         Returns "" if none is left, or if the run must end: then the next `wait` raises the reason, where a
         checkpoint is written.

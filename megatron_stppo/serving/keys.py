@@ -1,8 +1,8 @@
 """The connection file of a run: where the trainer listens, and the CURVE keys.
 
 It is RUN_DIR/serving/connection.json. Every attempt of the trainer makes new keys. The server's secret key
-stays in the trainer's memory. Who can read the file can connect as a replica, so only its owner may (0600 in
-a folder 0700). A replica on another machine reads it over the shared file system.
+stays in the trainer's memory. Everyone who can read the file can connect as a replica, so only its owner can
+read it (0600 in a folder 0700). A replica on another machine reads it over the shared file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_stppo.config import ConfigError
 FOLDER, FILE = "serving", "connection.json"
 CONFIG = "config.yaml"  # in the same folder: the configuration of this attempt, for the replicas
 MOST_BYTES = 4096
-LOOK = 0.2  # seconds between two looks for the file
+LOOK = 0.2  # seconds between two attempts to read the file
 CONNECT = 10.0  # seconds until a connection must be open
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # 32 bytes in Z85
 
@@ -130,7 +130,7 @@ def _listens(connection: Connection) -> bool:
 
 def _parse(path: Path) -> Connection:
     try:
-        # O_NONBLOCK: a FIFO in the place of the file must not stop us
+        # O_NONBLOCK: a FIFO in the place of the file must not block this process
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise

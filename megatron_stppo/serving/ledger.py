@@ -7,8 +7,8 @@ group is trained on exactly once, after any number of interruptions, or is dropp
 Admission (the rule of AReaL, arXiv 2505.24298): while iteration v collects its batch, groups below
 (max_staleness + v + 1) * tasks may have been admitted. In the order of admission the batch of iteration v
 was admitted at version v - max_staleness or later, so none of its tokens is older. In the order of completion
-the same number of groups is open, but a slow one may become older: every batch has room for exactly the
-groups of one iteration, so none can pass another one that must not become older.
+the same number of groups is open, but a slow one may become older: a batch has room for exactly the groups of
+one iteration, so a group that is taken early leaves a slow one for a later batch.
 
 Dynamic sampling (resampling.py): when all groups of the next batch have completed, those without variance are
 dropped. The groups that follow take their places, and as many new ones are admitted, so that the number of
@@ -92,7 +92,7 @@ class Ledger:
         group = self._open.get(number // self._terms.samples)
         if group is None or number in group.finished:
             return False
-        # The task is ours: a replica might return another one.
+        # The task is the trainer's own copy: a replica might return another one.
         group.finished[number] = replace(trajectory, task=group.task)
         if len(group.finished) == self._terms.samples:
             self._completed.append(number // self._terms.samples)

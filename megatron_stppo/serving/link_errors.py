@@ -1,7 +1,7 @@
 """What the ranks of a program do with an error in a step of a link (weights.py).
 
 On a replica, the rank that has the error raises it, and the replica ends. The trainer's ranks agree over
-their default group, because the trainer goes on without the replica.
+their default group, because the trainer continues without the replica.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the replicas of a run on this machine, and starts those again that end."""
+"""Starts the replicas of a run on this machine, and restarts those that end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_stppo.serving.messages import process_name
 
 # A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
 INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
-GRACE = 20.0  # seconds that a replica gets to end after it was told to
-DYING = 5.0  # seconds that a killed process gets to end
+GRACE = 20.0  # seconds that a replica has to end after a Stop
+DYING = 5.0  # seconds that a killed process has to end
 LAST = 65_536  # bytes at the end of a log in which the last line is
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Notices on the trainer's store that a link over which weights go has failed.
 
 Ranks look for the notice of their link while they wait for the other program. The first rank that fails
-writes it, or the trainer's first rank when it finds out in another way that a replica has died.
+writes it, or the trainer's first rank if it detects in another way that a replica has died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def tell_lost(store: dist.Store, group: str, why: str) -> None:
-    """Make all ranks of both programs raise that are in a method of the link `group`, or enter one.
+    """Make each rank of both programs raise an error if it is in a method of the link `group`, or enters one.
 
     Any thread may call it, with a connection to the store in which no other thread waits.
     """
@@ -45,11 +45,11 @@ class LossNotices:
         threading.Thread(target=self._run, name="losses", daemon=True).start()
 
     def add(self, group: str, why: str) -> None:
-        """Return at once."""
+        """Queue a loss, and return at once."""
         self._losses.put((group, why))
 
     def close(self) -> None:
-        """End the thread when it has told what was added. Does not wait for it."""
+        """End the thread after the calls for all losses that were added. Does not wait for it."""
         self._losses.put(None)
 
     def _run(self) -> None:

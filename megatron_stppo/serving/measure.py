@@ -1,4 +1,4 @@
-"""The metrics of asynchronous training: who waited for whom, and what updates cost."""
+"""The metrics of asynchronous training: how long each side waited, and what updates cost."""
 
 from __future__ import annotations
 

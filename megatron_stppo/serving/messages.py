@@ -4,7 +4,7 @@ A replica joins:    Hello -> Offer, or NotAccepted. After an Offer both sides bu
                     which weights are sent, and send the offered version.
 It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
 It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
-                    replica goes on playing, with `drain` what it can without starting a turn.
+                    replica continues to play; with `drain` it starts no new turn.
 It leaves:          Stop from the trainer; Leaving or ReplicaFailed from the replica.
 Both sides send Alive regularly. A side that is silent for serving.timeout is lost.
 """
@@ -22,7 +22,7 @@ from megatron_stppo.sharding.mlp_spans import LayerSpec
 from megatron_stppo.types import Task, Trajectory
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
-# payloads.limit_of is larger where an episode can be
+# payloads.limit_of returns more if an episode can be larger
 
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ class Alive(_Sent, frozen=True):
 
 
 class ReplicaFailed(_Sent, frozen=True):
-    """The replica cannot go on, and ends.
+    """The replica cannot continue, and ends.
 
     misuse: an error of the environment that ends the run. away: tools stay unreachable. error: another one.
     """

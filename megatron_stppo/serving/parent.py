@@ -1,6 +1,6 @@
 """Ends a replica soon after the trainer that has started it, also while it imports vLLM or builds its engine.
 
-A replica that plays sees this itself (inbox.py), and ends in order.
+A replica that plays detects this itself (inbox.py), and ends normally.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 
-LOOK = 0.5  # seconds between two looks
-GRACE = 5.0  # seconds that a replica gets to end in order
+LOOK = 0.5  # seconds between two checks
+GRACE = 5.0  # seconds that a replica has to end normally
 
 
 def has_ended(parent: int | None) -> bool:

@@ -76,7 +76,7 @@ def limit_of(config: Config, shape: ModelShape) -> int:
 
 
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
-    """Return the payload of a message. Raises ValueError if it exceeds max_bytes: nobody would accept it."""
+    """Return the payload of a message. Raises ValueError if it exceeds max_bytes, the receiver's limit."""
     payload = _encoder.encode(packed(message) if isinstance(message, Done) else message)
     if len(payload) > max_bytes:
         name = type(message).__name__

@@ -1,6 +1,6 @@
 """What the messages of replicas change, and which replicas are lost.
 
-Nothing here waits or takes a lock: the hub holds its own.
+Nothing here waits or takes a lock: the hub holds its own lock when it calls this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_stppo.serving.messages import (
 from megatron_stppo.serving.transport import Listener, Unreadable
 from megatron_stppo.types import Trajectory
 
-ABSENT = 10  # times serving.timeout: so long a run waits for a replica when it has none
+ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class Reception:
             self._failed(member.group, message)
 
     def expel(self, group: str, why: str) -> None:
-        """Remove a replica that may not know it: one that is left running would never be replaced.
+        """Remove a replica, and end it if it still runs: otherwise it would never be replaced.
 
         Its episodes are assigned again. Nothing happens if it is lost already.
         """
@@ -106,7 +106,7 @@ class Reception:
         now = time.monotonic()
         if self._crew.members:
             self._alone_since = now
-            if isinstance(self.trouble, EngineLost):  # one came before anything had to wait for it
+            if isinstance(self.trouble, EngineLost):  # a replica came before the error was raised
                 self.trouble = None
         elif self._local is not None and self._local.gave_up:
             self.trouble = EngineLost(self._local.gave_up)
@@ -137,7 +137,7 @@ class Reception:
         if why := self._expected.fault(done, held):
             return self.expel(member.group, f"episode {done.number}: {why}")
         assigned = member.playing.pop(done.number)
-        # The task is ours: the replica might return another one.
+        # The task is the trainer's own copy: a replica might return another one.
         played = replace(done.trajectory, task=assigned.task, group=assigned.group)
         if done.number < 0:
             self.results[done.number] = played

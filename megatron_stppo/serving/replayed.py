@@ -34,7 +34,7 @@ class Replayed:
         self._idle_since: float | None = None  # after the last line
 
     def next(self, player: Player) -> News:
-        """Raises CannotServe if the run differs from the recorded one."""
+        """Return the recorded news. Raises CannotServe if the run differs from the recorded one."""
         self._inbox.look(0.0)
         news = self._after(player) if self._line is None else self._due(player, self._line)
         if self._inbox.end is not None:

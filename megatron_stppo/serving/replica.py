@@ -118,7 +118,7 @@ class Replica:
         self._activity.joined(time.monotonic())
 
     def _update(self, version: int) -> None:
-        """Receive new weights between two steps. Turns that were begun go on with them."""
+        """Receive new weights between two steps. Turns that were begun continue with them."""
         assert self._link is not None, "the first news are those of joining"
         player, began = self._player, time.monotonic()
         self._report(player.hand_over(self._engine.settle()))

@@ -1,7 +1,7 @@
 """Rollouts from replicas: the trainer's ranks' side of asynchronous training.
 
-The first rank talks to the replicas (hub.py). Whatever needs all of the trainer's ranks, which is sending
-weights to a replica, is a Step that the first rank decides and broadcasts.
+The first rank exchanges messages with the replicas (hub.py). Weights are sent to a replica by all of the
+trainer's ranks, in Steps that the first rank decides and broadcasts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Step(msgspec.Struct, frozen=True):
     """What all ranks of the trainer do next.
 
     join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
-    version to the replica of `group`. done: go on. The others: raise the error with `text`.
+    version to the replica of `group`. done: continue. The others: raise the error with `text`.
     """
 
     kind: Literal["join", "update", "done", "misuse", "away", "lost"]

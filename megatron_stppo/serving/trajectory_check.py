@@ -1,8 +1,8 @@
-"""Whether a trajectory that a replica has sent can be true. A replica may be broken, or hostile.
+"""Checks that a trajectory which a replica has sent is possible. A replica may be broken, or hostile.
 
-This is about one message alone, after it was decoded, which refuses negative token ids and log-probs above 0
-(packed_done.py). Whether the episode was assigned to the replica, and is not sent twice, is for the ledger of
-episodes; the trainer uses its own copy of the task. Numbers that are not finite pass: the update refuses
+This is about one message alone. Decoding has refused negative token ids and log-probs above 0
+(packed_done.py). reception.py checks that the episode was assigned to the replica and is not sent twice, and
+uses the trainer's own copy of the task. Numbers that are not finite pass: the update refuses
 them, in every mode (data/finite.py).
 """
 
@@ -28,7 +28,7 @@ def fault(
     experts: int = 0,
     routes: tuple[int, int] = (0, 0),
 ) -> str:
-    """Return why the message cannot be true, in one printable line, or "". Takes linear time.
+    """Return why the message is not possible, in one printable line, or "". Takes linear time.
 
     held: versions that the trainer has sent to this replica. max_context: rollout.max_context, in tokens.
     experts: of a layer. routes: layers and experts per token if experts are recorded, zeros otherwise.

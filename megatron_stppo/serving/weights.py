@@ -3,9 +3,9 @@
 Each replica has a group of its own, so if it dies only this group's collectives fail. The rows are planned,
 sent and compared as between ranks of one program (reshard/); both sides compute the same plan.
 
-A failed rank must not leave another one waiting, which may be in a collective with it, or with the dead one
-without being told so (parallel/abandon.py). So the rank that fails first writes the reason to the store,
-where all ranks look for it while they wait, and leaves the group. Then the trainer's ranks agree on the
+A rank that fails must not leave other ranks waiting: they may be in a collective with it, or with a dead rank
+whose end they do not notice (parallel/abandon.py). So the rank that fails first writes the reason to the
+store, which all ranks read while they wait, and leaves the group. Then the trainer's ranks agree on the
 failure over their default group.
 """
 

@@ -27,6 +27,7 @@ Part = tuple[str, int, int]  # hf_key, first row, number of rows
 
 
 def whole(hf_key: str, size: int) -> tuple[Span, ...]:
+    """Return the span of a tensor that holds all `size` rows of `hf_key`."""
     return (Span(hf_key, 0, 0, size, 0),)
 
 

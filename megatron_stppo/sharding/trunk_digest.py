@@ -1,4 +1,4 @@
-"""The hash by which adapters know the weights that they belong to."""
+"""The hash that identifies the weights that adapters belong to."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, config: Config) -> None:
-        wandb = importlib.import_module("wandb")  # optional: see check()
+        wandb = importlib.import_module("wandb")  # optional: validation/checks.py has checked it
         silent = {"console": "off", "disable_git": True, "save_code": False, "disable_job_creation": True}
         private = {"x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True}
         self._run = wandb.init(

@@ -17,6 +17,7 @@ from megatron_stppo.sharding.hf_names import read_shape
 
 
 def check_model(config: Config) -> None:
+    """Check config.json of model.path and model.critic_path, and that both have the same shape."""
     for field, folder in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
         if folder is None:
             continue
@@ -43,6 +44,7 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
+    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
     path = config.model.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
@@ -79,6 +81,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def check_chat_template(config: Config) -> None:
+    """Check that the tokenizer has a chat template."""
     folder = config.model.path
     inline = "chat_template" in _tokenizer_settings(folder)
     if not inline and not (folder / "chat_template.jinja").is_file():

@@ -51,7 +51,7 @@ def engine_sizes(shape: ModelShape) -> frozenset[int]:
 def with_fitting_layout(config: Config, world_size: int) -> Config:
     """Return `config` if its `parallel` fits the ranks, else a copy where every rank holds the whole model.
 
-    For `convert`, whose input and output are the same under every layout.
+    For `convert` and `audit`, whose input and output are the same under every layout.
     """
     try:
         Layout.of_world(world_size, config.parallel)

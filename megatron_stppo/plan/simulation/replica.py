@@ -122,7 +122,7 @@ class ReplicaModel:
             episode.oldest = self.version
 
     def _finished(self, episode: EpisodeInPlay) -> None:
-        """Go on after a turn: call the tool, or end the episode."""
+        """Continue after a turn: call the tool, or end the episode."""
         self._generating -= 1
         _, generated = episode.plan.sizes.turns[episode.turn]
         episode.context += generated

@@ -100,7 +100,7 @@ class StepEngine:
             self._cut()
 
     def resume(self) -> int:
-        """Go on after an update: the keys and values of everything that runs are computed again.
+        """Continue after an update: the keys and values of everything that runs are computed again.
 
         Return the number of tokens that this takes.
         """
