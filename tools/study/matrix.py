@@ -124,6 +124,7 @@ NARROWED: dict[str, Fields] = {
     f"{name}_{bound}": FAMILY[name] | {"clip_low": bound, "clip_high": bound}
     for name, bound in (("st_ppo", 0.035), ("st_ppo", 0.006), ("s_ppo", 0.035), ("turn_ppo", 0.006))
 }
+NARROWED["kl_low_0.035"] = ADDED_ARMS["kl_low"] | {"clip_low": 0.035, "clip_high": 0.035}
 # The second family: each changes one thing of ppo, or of s_ppo.
 OTHERS: dict[str, Fields] = {
     "select_turn": {"preset": "select_turn", "select": "turn", "select_bound": 0.04} | CONTROLLED,
