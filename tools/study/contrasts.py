@@ -23,7 +23,13 @@ SECOND_FAMILY += (("clipping_bias", "s_ppo"),)
 LOWER_TARGET = (("kl_low", "kl"), ("s_ppo", "kl_low"))
 AS_PRINTED = (("paper", "turn_ppo"), ("paper", "st_ppo"))
 NARROWER = tuple(("st_ppo_0.035", right) for right in ("st_ppo", "s_ppo", "kl_low"))
-LATER = (SECOND_FAMILY, LOWER_TARGET, AS_PRINTED, NARROWER)  # families that were declared after CONTRASTS
+FIRST = "First stage"
+LATER = {  # families that were declared after CONTRASTS
+    "Second family": SECOND_FAMILY,
+    "A lower target of `kl`, declared when the results of the first stage were known": LOWER_TARGET,
+    "The form that the paper prints": AS_PRINTED,
+    "Narrower bounds of the ratio per turn": NARROWER,
+}
 # The declared test of equivalence: of endpoints at one rate.
 EQUIVALENT, EQUIVALENCE_RATE, EQUIVALENCE_SEEDS, MARGIN = ("s_ppo", "open_loop"), 6e-4, range(5, 17), 0.05
 RESAMPLES = 10_000
@@ -76,7 +82,7 @@ def best_of(grid: Grid) -> float:
     The arms of LATER do not change the areas of the first stage.
     Without runs of that stage it is the highest of all.
     """
-    later = {left for pairs in LATER for left, _ in pairs} - {left for left, _ in CONTRASTS}
+    later = {left for pairs in LATER.values() for left, _ in pairs} - {left for left, _ in CONTRASTS}
     first = {name: arm for name, arm in grid.items() if name not in later} or grid
     cells = [cell for arm in first.values() for cell in arm.values() if cell]
     return max(statistics.fmean(cell.values()) for cell in cells)

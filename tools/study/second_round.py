@@ -26,6 +26,7 @@ from tools.study.contrasts import (
     EQUIVALENCE_RATE,
     EQUIVALENCE_SEEDS,
     EQUIVALENT,
+    FIRST,
     LATER,
     MARGIN,
     SEEDS,
@@ -47,6 +48,7 @@ Row = dict[str, Any]
 ADDED = ADDED_ARMS | NARROWED
 PICTURE = "rates.png"
 SHARE = 0.9  # of the best cell, for the contour of the heat map and the range of rates
+BRIGHT = 0.6  # exact match of a cell of the heat map on which white numbers are hard to read
 
 
 def sections(folder: Path, shown: Path) -> list[str]:
@@ -76,15 +78,16 @@ def _of_rates(rows: Sequence[Row], folder: Path, shown: Path) -> tuple[list[str]
     counts += [f"{runs_of({arm: cells})} of `{arm}`" for arm, cells in added.items()]
     draw(grid, rows, folder / PICTURE)
     lines = [f"Finished runs: {', '.join(counts)}.", "", f"![rates]({shown / PICTURE})"]
-    lines += ["", *contrast_table(contrasts(grid))]
-    families = [(pairs, more) for pairs in LATER if (more := contrasts(grid, pairs))]
-    for _, more in families:
-        lines += ["", *contrast_table(more)]
+    lines += ["", f"{FIRST}:", "", *contrast_table(contrasts(grid))]
+    families = [(title, pairs, more) for title, pairs in LATER.items() if (more := contrasts(grid, pairs))]
+    for title, _, more in families:
+        lines += ["", f"{title}:", "", *contrast_table(more)]
     lines += ["", *equivalent] if equivalent else []
     tables = ["", "Endpoints: mean over seeds ± half of the 95 % t interval (seeds).", "", *cell_table(grid)]
-    tables += ["", *area_table(grid, list(first))]
-    for pairs, _ in families:
-        tables += ["", *area_table(grid, [arm for arm in grid if any(arm in pair for pair in pairs)])]
+    tables += ["", f"{FIRST}:", "", *area_table(grid, list(first))]
+    for title, pairs, _ in families:
+        arms = [arm for arm in grid if any(arm in pair for pair in pairs)]
+        tables += ["", f"{title}:", "", *area_table(grid, arms)]
     return lines, tables
 
 
@@ -191,7 +194,8 @@ def heat_map(axis: Axes, grid: Grid) -> None:
         for x, rate in enumerate(rates):
             if grid[arm].get(rate):
                 values[y, x] = _mean(grid[arm][rate])
-                axis.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", color="white")
+                ink = "black" if values[y, x] > BRIGHT else "white"
+                axis.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", color=ink)
                 if values[y, x] >= bar:
                     axis.add_patch(_frame(x, y))
     axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
