@@ -2,16 +2,17 @@
 
     python tools/benchmark_data_path.py [--ranks 4 8 16 32 64] [--per-rank 8] [--tokens 1000] [--tensor 4]
 
-Every rank is a process without a model, over gloo. Engine and training both have a tensor parallel size of
---tensor; the other ranks are data parallel. Trajectories are synthetic: 4 turns, half of the tokens are
-action tokens. Two paths are compared, each in processes of its own:
+Every rank is a process without a model, and ranks communicate over gloo. Engine and training both have a
+tensor parallel size of --tensor; the other ranks are data parallel. Trajectories are synthetic: they have 4
+turns, and half of their tokens are action tokens. Two paths are compared, each in processes of its own:
 
     all to all   all ranks gather and decode all trajectories and build the whole batch
-    divided      the package's: all ranks gather summaries and log-probs, and get the tokens they train on
+    divided      that of the package: all ranks gather summaries and log-probs, and get only the tokens that
+                 they train on
 
-Per path and number of ranks the table has the largest value of any rank: bytes received over TCP (counted by
-the kernel), processor time and additional peak memory of one iteration's exchange. A second table has the
-time of what is sent between two engine steps if the environments have not answered.
+For each path and number of ranks, the first table has the largest value of any rank for the exchange of one
+iteration: bytes received over TCP (counted by the kernel), processor time and additional peak memory. A
+second table has the time of the messages between two engine steps if the environments have not answered.
 """
 
 from __future__ import annotations

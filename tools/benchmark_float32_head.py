@@ -1,10 +1,10 @@
-"""The cost of logits in float32 for a bfloat16 model, and the log-probs' errors with and without them.
+"""Measure the cost of float32 logits for a bfloat16 model, and the errors of log-probs with and without them.
 
     python tools/benchmark_float32_head.py [--repeats 5]
 
-Times are the processor time of one thread for ops.linear_loss, forward and backward, on a CPU. Errors are the
-mean absolute differences of the log-probs from float64 with the same bfloat16 arguments, and the relative
-differences of the gradient of the hidden states. Sizes are (tokens, hidden size, vocabulary).
+Times are the processor time of one thread for ops.linear_loss, forward and backward, on a CPU. Errors are
+differences from float64 with the same bfloat16 arguments: the mean absolute difference of the log-probs, and
+the relative difference of the gradient of the hidden states. Sizes are (tokens, hidden size, vocabulary).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tools/benchmark_kernels.py [--quick] [--device cpu|cuda] [--threads N] [--output FOLDER]
 
 Prints tables, and writes kernels.json and kernels.png into FOLDER. docs/performance.md explains the numbers.
-STPPO_OPS is set per variant: `extension` for "fused", which then raises an error instead of using a fallback,
-and `torch` for "fallback". Exits with 2 if the extension is not built for the device.
+STPPO_OPS is set for each variant: to `extension` for "fused", so that it raises an error instead of using a
+fallback, and to `torch` for "fallback". Exits with 2 if the extension is not built for the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of benchmark_kernels about log-probabilities, from logits and from hidden states."""
+"""Sections of benchmark_kernels about log-probabilities, from logits and from hidden states."""
 
 from __future__ import annotations
 

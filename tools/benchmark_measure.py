@@ -1,10 +1,10 @@
 """Measurements of benchmark_kernels: interleaved variants, their error against float64, and copy bandwidth.
 
-There are two times per variant, each a median with p10 and p90:
-    warm: one call, including the end of the device's work, right after a call of the same variant.
-    cold: after the caches were overwritten. On a GPU this is the time on the device alone: the stream is kept
-    busy while the host enqueues the call. If the host needs longer than that (thousands of launches, as of a
-    Python loop), it is the host's time.
+There are two times for each variant, each a median with p10 and p90:
+    warm: one call right after a call of the same variant, until the device has finished its work.
+    cold: one call after the caches were overwritten. On a GPU this is the time on the device alone: the
+    stream is kept busy while the host enqueues the call. If the host needs longer than that (thousands of
+    launches, for example from a Python loop), it is the host's time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opponents of the ops: the same computations as in other projects, and float64 references."""
+"""Implementations that the ops are compared with: those of other projects, and float64 references."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Compare an iteration of GRPO with TRL: same model, prompts, tokens, steps and threads, in turn.
+"""Compare an iteration of GRPO with TRL, in turn, with the same model, prompts, tokens, steps and threads.
 
     python tools/benchmark_peers.py [--cases small,large] [--rounds 2] [--ours 1x2,2x1] [--trl 1x2,2x1]
         [--iterations 8] [--output runs/peers] [--table]
 
 The first call installs TRL into a separate virtual environment, .venv-peers. This needs a network and uses
-pip's settings. Every round runs both sides, TRL and ours in turn, once for each start that is given as
-PROCESSESxTHREADS[/AMOUNT] (see tools/peers/cases.py). The first iterations of a run are a warm-up and are
-left out; the medians are over the other iterations of all rounds. The table shows the fastest start of each
-side, in tokens generated per second, and the seconds of an iteration. Results of earlier calls in the same
-output folder are kept, by case and start; --table only prints them. The machine must be idle, because under
-load two threads wait for each other.
+pip's settings. A start is a number of processes and threads, given as PROCESSESxTHREADS[/AMOUNT] (see
+tools/peers/cases.py). Every round runs both sides in turn, TRL and ours, once for each start. The first
+iterations of a run are a warm-up and are left out; the medians are over the other iterations of all rounds.
+The table shows the fastest start of each side, in tokens generated per second, and the seconds of an
+iteration. Results of earlier calls in the same output folder are kept, by case and start; --table only prints
+them. The machine must be idle, because under load two threads wait for each other.
 
-Generation: from prompts to completions, tools included. Training: the rest of an iteration (scores of
-the old policy, advantages, optimizer steps, weights to the engine, logging).
+The time of generation is from prompts to completions, including tools. The time of training is the rest of an
+iteration (scores of the old policy, advantages, optimizer steps, weights to the engine, logging).
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
-    parser.add_argument("--trl", default="1x2,2x1", help="starts of TRL to measure")
+    parser.add_argument("--cases", default=",".join(CASES), help="names of cases, separated by commas")
+    parser.add_argument("--trl", default="1x2,2x1", help="starts of TRL to measure, as PROCESSESxTHREADS")
     parser.add_argument("--ours", default="1x2,2x1", help="starts of megatron_stppo to measure")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--iterations",
         type=int,
         default=8,
-        help=f"per run; the first {1 + WARM_UP} are warm-up",
+        help=f"of a run; the first {1 + WARM_UP} are warm-up",
     )
     parser.add_argument("--output", type=Path, default=run.ROOT / "runs" / "peers")
-    parser.add_argument("--table", action="store_true", help="print the results in the output folder")
+    parser.add_argument("--table", action="store_true", help="only print the results in the output folder")
     given = parser.parse_args(argv)
     if given.rounds < 1 or given.iterations < WARM_UP + 2:
         parser.error(f"--rounds must be at least 1 and --iterations at least {WARM_UP + 2}")

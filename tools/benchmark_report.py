@@ -1,4 +1,4 @@
-"""Output of benchmark_kernels: a table per section, the limits and whether they are met, JSON, a figure."""
+"""Output of benchmark_kernels: tables, the limits and whether they are met, a JSON file, a figure."""
 
 from __future__ import annotations
 

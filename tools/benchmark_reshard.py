@@ -3,14 +3,14 @@
     torchrun --standalone --nproc-per-node 2 tools/benchmark_reshard.py [--layers 4] [--source float32]
         [--target bfloat16] [--pairs tensor=2:1 pipeline=2:2 data=2:2] [--rounds 15] [--output FILE.json]
 
-A pair is TRAINING:ENGINE, the axes of `parallel:` and the engine's tensor parallel size. The backend is NCCL
-if there is a GPU per rank, otherwise gloo. Every round calls all variants in turn. A time is that of the
-slowest rank, measured from a barrier:
+A pair is TRAINING:ENGINE: the axes of `parallel:`, and the engine's tensor parallel size. The backend is NCCL
+if there is a GPU for every rank, otherwise gloo. Every round calls all variants in turn. A time is that of
+the slowest rank, measured from a barrier. The variants are:
 
     reshard, unchecked   a whole weight sync of random weights without checksums
     reshard, checked     the same with checksums of every copy on both ranks
     plain                one all_to_all_single of the bytes that must cross between ranks, already packed
-    local copies         a rank's copies with casts: into that buffer, out of it, and within the rank
+    local copies         a rank's copies with casts: into the packed buffer, out of it, and within the rank
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--target", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--pairs", nargs="+", default=["tensor=2:1", "pipeline=2:2", "data=2:2"])
-    parser.add_argument("--bucket-bytes", type=int, help="default: the resharder's")
+    parser.add_argument("--bucket-bytes", type=int, help="default: that of the resharder")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     given = parser.parse_args(arguments)

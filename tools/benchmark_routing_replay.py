@@ -1,11 +1,11 @@
-"""The difference of log-probs between engine and trainer with and without Routing Replay R3, and its cost.
+"""Measure the cost of Routing Replay R3, and how log-probs of engine and trainer differ with and without it.
 
     python tools/benchmark_routing_replay.py [--dtype bfloat16] [--experts 32] [--repeats 3]
 
 A random Qwen3-MoE of 4 layers with 4 experts per token plays 32 episodes of three turns on one rank. The
-weights of its routers are small, so that scores are close to ties. The trainer scores the episodes with the
-experts that its routers choose, and with those that the engine chose. Times are the processor time of one
-thread.
+weights of its routers are small, so that the scores of experts are nearly equal. The trainer scores the
+episodes with the experts that its own routers choose, and with those that the engine chose. Times are the
+processor time of one thread.
 """
 
 from __future__ import annotations

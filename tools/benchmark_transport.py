@@ -2,21 +2,22 @@
 
     python tools/benchmark_transport.py [--gpus 64 256 1024] [--seconds 10]
 
-Replicas are simulated: two other processes hold a real Dialer for each, and answer every Play of one episode
-at once with a Done. The first rank is this process, with a real Listener. For every episode it decrypts and
-decodes the Done, checks it (trajectory_check.fault), and encodes and encrypts the Play of the next one.
+Replicas are simulated: two other processes hold a real Dialer for each replica. They answer every Play (a
+message with one episode to play) at once with a Done (a message with the played episode). The first rank is
+this process, with a real Listener. For every episode it decrypts and decodes the Done, checks it
+(trajectory_check.fault), and encodes and encrypts the Play of the next one.
 
-How many episodes per second are needed is not measured. It follows from assumptions:
+The number of episodes per second that a run needs is not measured. It follows from assumptions:
 
     --rate         tokens that one GPU generates per second
-    --tokens       tokens of an episode; a half of them is generated, the rest is prompt and observations
+    --tokens       tokens of an episode; half of them are generated, the rest are prompt and observations
     --turns        turns of an episode
     --per-replica  GPUs of one replica; all GPUs serve, which is more than in any real run
 
-The first table has what is needed: 10 times that rate. The second one has what was measured while the
-simulated replicas used the same processors. Its columns of milliseconds are processor time of this process
-per episode: of the thread that decodes, checks and assigns, and of all threads, which also receive and
-decrypt. A thread with a processor of its own could do 1000 divided by the first number per second.
+The first table has the requirement: 10 times that number. The second table has the measurements, made while
+the simulated replicas used the same processors. Its columns of milliseconds are processor time of this
+process per episode: of the thread that decodes, checks and assigns, and of all threads, which also receive
+and decrypt. A thread with a processor of its own could process 1000 divided by the first number per second.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--in-progress", type=int, default=4, help="episodes of a replica")
+    parser.add_argument("--in-progress", type=int, default=4, help="episodes in progress on each replica")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--replicas-of", type=Path, help=argparse.SUPPRESS)  # a process of simulated replicas
     parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)

@@ -2,10 +2,14 @@
 
     python tools/chaos.py [--kills 50] [--examples 2000] [--calls N] [--seed 0] [--only PART]
 
-There are four parts, drawn from the seed. "saves": a save is killed at each of its system calls. "damage":
-a folder of checkpoints is damaged at random. "training": the training program on four gloo ranks gets
-SIGKILL. "serving": ranks and replicas of asynchronous training get SIGKILL. The first loss is written into
-the document too, and the program exits with code 1.
+There are four parts, whose random numbers come from the seed:
+
+    saves     a save is killed at each of its system calls
+    damage    a folder of checkpoints is damaged at random
+    training  the training program on four gloo ranks gets SIGKILL
+    serving   ranks and replicas of asynchronous training get SIGKILL
+
+If something is lost, the first loss is also written into the document, and the program exits with code 1.
 """
 
 from __future__ import annotations
@@ -99,15 +103,15 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--kills", type=int, default=50, help="SIGKILLs of all four ranks, and of a rank or a replica"
+        "--kills", type=int, default=50, help="SIGKILLs of all four ranks, and of one rank or replica"
     )
-    parser.add_argument("--examples", type=int, default=2000, help="damaged folders")
+    parser.add_argument("--examples", type=int, default=2000, help="number of damaged folders")
     parser.add_argument(
-        "--every", type=int, default=40, help="of the writes into a buffer, die at every n-th"
+        "--every", type=int, default=40, help="of the writes into a buffer, kill at every n-th"
     )
-    parser.add_argument("--calls", type=int, help="at most so many, evenly spaced; default: all")
+    parser.add_argument("--calls", type=int, help="at most so many calls, evenly spaced; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=PARTS, action="append", help="keep the results of the other parts")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run this part; keep other results")
     about = "an existing document; the results replace those between its marks"
     parser.add_argument("--output", type=Path, default=Path("docs/reliability.md"), help=about)
     return parser.parse_args()

@@ -3,13 +3,19 @@
     python tools/check_asynchronous_plan.py --calibrate runs/a --calibrate runs/b runs/c runs/d
 
 The speeds of engine and trainer come from the runs of --calibrate: colocated runs whose tools take no time,
-or asynchronous runs. Two runs with batches of different sizes are needed to tell the time of a step from that
-of a sequence. The lengths of episodes are those of each compared run. So are the times of tools with
-environment.kind=slow_search:factory, which follow from the seeds (runs with one rank, or in the order of
-admission). Other environments of the user have the times of --tool-seconds, and the search environment none.
+or asynchronous runs. Two runs with batches of different sizes are needed to separate the time of a step from
+that of a sequence.
 
-Means over iterations are compared: with a tail, an iteration that waits for it is followed by one that does
-not, so a median says little. Exits with 1 if an error is above --limit.
+The lengths of episodes are those of each compared run. The times of tools are:
+
+    environment.kind=slow_search:factory   those of the compared run, which follow from the seeds (for runs
+                                           with one rank, or in the order of admission)
+    other environments of the user         those of --tool-seconds
+    the search environment                 none
+
+Means over iterations are compared, not medians: if tool times have a long tail, an iteration that waits for
+the tail is followed by one that does not, so a median shows little. Exits with 1 if an error is above
+--limit.
 """
 
 from __future__ import annotations
@@ -136,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--own-training",
         action="store_true",
-        help="take the mean time of training from each compared run: for a machine whose load changes",
+        help="take the mean time of training from each compared run, for a machine whose load changes",
     )
     parser.add_argument("--limit", type=float, default=0.15, help="largest relative error (default: 0.15)")
     arguments = parser.parse_args(argv)

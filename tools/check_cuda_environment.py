@@ -3,8 +3,9 @@
     .venv-gpu/bin/python tools/check_cuda_environment.py [--json FILE] [--only GROUP]
 
 Each check prints one line with its outcome and seconds. The exit status is the number of checks that failed.
-Without a driver, a library whose functions all return "stub library" takes its place, so that libraries
-that link to the driver can be loaded; tools/cuda_environment/stand_ins.py has all that is not real.
+If there is no driver, a library whose functions all return "stub library" takes its place, so that libraries
+that link to the driver can be loaded. tools/cuda_environment/stand_ins.py contains everything that replaces a
+real part.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ MARK = "check: "  # begins the lines of a group's process that are results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Checks the CUDA environment; see the file.")
-    parser.add_argument("--json", type=Path, help="write the results there too")
-    parser.add_argument("--only", choices=GROUPS, action="append", help="run these groups of checks")
+    parser = argparse.ArgumentParser(description="Check the CUDA environment; see the docstring.")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--only", choices=GROUPS, action="append", help="run this group; can be repeated")
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)  # used by this file only
     given = parser.parse_args()
     if given.group:

@@ -3,10 +3,14 @@
     python tools/check_dockerfile.py --python PYTHON3.12 [--folder SCRATCH]
 
 A folder replaces the image's file system. COPY copies files. A RUN step is split at &&, and each command runs
-unchanged, with two exceptions. pip only resolves packages that are too large to install, which checks that
-the versions exist and fit together. Commands that need root or torch's CUDA build are skipped and reported.
+unchanged, with two exceptions:
+
+    - Packages that are too large to install are only resolved by pip. This checks that their versions exist
+      and fit together.
+    - Commands that need root or torch's CUDA build are skipped and reported.
+
 Our extension is compiled for the architectures of the image, which needs nvcc. The script needs a package
-index and only the standard library.
+index and, of Python, only the standard library.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ def steps(text: str) -> list[Step]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Runs the Dockerfile's steps in a folder; see the file.")
-    parser.add_argument("--python", default="python3.12", help="stands in for the image's python3.12")
+    parser = argparse.ArgumentParser(description="Run the Dockerfile's steps in a folder; see the docstring.")
+    parser.add_argument("--python", default="python3.12", help="takes the place of the image's python3.12")
     parser.add_argument("--folder", type=Path, help="scratch folder; default: a temporary one")
     given = parser.parse_args()
     python = shutil.which(given.python)

@@ -1,4 +1,4 @@
-"""The first 30 minutes with a GPU: build, check and measure everything, in the order of importance.
+"""Build, check and measure everything in the first 30 minutes with a GPU, in the order of importance.
 
     python tools/check_gpu.py [PART ...] [--device cuda|cpu] [--output FOLDER] [--limits 1.0]
 
@@ -10,14 +10,14 @@ The parts, with their limits in minutes:
     counters   4  Nsight Compute on the kernels
     sanitizers 3  compute-sanitizer: memcheck and racecheck
     serving    5  vLLM: build, sleep, wake, weights in place, log-probs of engine and trainer
-Without PART, all run. Each part writes PART.log (the output of its steps) and PART.json (outcome, seconds and
-results of each step) to FOLDER (default: $OUT, else runs/check-gpu), and summary.md has a table of all parts
-found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its limit does not stop the
-later ones. Steps whose tool or package is missing are skipped, with the reason. The exit status is the number
-of failed steps.
+Without PART, all parts run. Each part writes two files to FOLDER (default: $OUT, else runs/check-gpu):
+PART.log (the output of its steps) and PART.json (outcome, seconds and results of each step). summary.md has a
+table of all parts found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its
+limit does not stop the later ones. Steps whose tool or package is missing are skipped, and the reason is
+reported. The exit status is the number of failed steps.
 
-Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller sizes: a rehearsal.
---limits: multiplies all limits. On a slow machine use 2 or more.
+Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller sizes, as a rehearsal.
+--limits multiplies all limits. On a slow machine use 2 or more.
 """
 
 from __future__ import annotations
@@ -282,10 +282,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = Path(os.environ.get("OUT") or ROOT / "runs/check-gpu")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="parts to run; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER")
-    parser.add_argument("--limits", type=float, default=1.0, help="multiplies all limits")
+    parser.add_argument("--limits", type=float, default=1.0, help="factor on all limits")
     given = parser.parse_args()
     if unknown := [name for name in given.parts if name not in MINUTES]:
         parser.error(f"PART={unknown[0]}: no such part; choose from {', '.join(MINUTES)}")

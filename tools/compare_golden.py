@@ -3,11 +3,16 @@
     python tools/compare_golden.py record FOLDER       # with the old code
     python tools/compare_golden.py compare FOLDER      # with the new code: exits 1 if a number differs
 
-The cases are three iterations of the quickstart with tensor, pipeline and data parallelism over two ranks, a
-run resumed after its second iteration, a mixture of experts with replayed routing, and one run of the
-stability study. The record holds the rows of metrics.jsonl and a digest of every exported tensor.
-Floats differ between machines, so record and compare on the same one. FOLDER/SIDE/ keeps the files of a side.
-A case that has been recorded is not run again. Metrics with an old name are compared under today's.
+The cases are:
+
+    - three iterations of the quickstart, with tensor, pipeline and data parallelism over two ranks
+    - a run that is resumed after its second iteration
+    - a mixture of experts with replayed routing
+    - one run of the stability study
+
+The record contains the rows of metrics.jsonl and a digest of every exported tensor. Floats differ between
+machines, so record and compare on the same machine. FOLDER/SIDE/ keeps the files of a side. A case that has
+been recorded is not run again. Metrics with an old name are compared under their present name.
 """
 
 from __future__ import annotations
@@ -193,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("record", "compare"))
-    parser.add_argument("folder", type=Path, help="for the record and for the files of both sides")
+    parser.add_argument("folder", type=Path, help="folder of the record and of the files of both sides")
     given = parser.parse_args(argv)
     folder = given.folder.resolve()
     record = folder / "record.json"

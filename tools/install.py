@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/install.py tools/lock-cpu.txt
 
-The result is the same as of `pip install --no-deps -r tools/lock-cpu.txt`, in about half the time. For
-indexes, proxies and certificates, pip reads its own configuration and PIP_* variables. Standard library only.
+The result is the same as that of `pip install --no-deps -r tools/lock-cpu.txt`, in about half the time. For
+indexes, proxies and certificates, pip reads its own configuration and PIP_* variables. The script needs only
+the standard library.
 """
 
 from __future__ import annotations

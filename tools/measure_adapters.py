@@ -1,10 +1,10 @@
-"""Memory and processor time of a training step with all weights and with adapters, on one CPU rank.
+"""Measure memory and processor time of a training step with all weights and with adapters, on one CPU rank.
 
     python tools/measure_adapters.py [--hidden 512] [--layers 8] [--repeats 3]
 
-The model is a random Qwen2 in float32 with a vocabulary of 8,192; 8 trajectories of 128 tokens in two
-micro-batches are scored, and actor and critic take a step. MiB are those of live tensors: what models keep,
-and what the call adds at its peak. Seconds are medians of the processor time of one thread.
+The model is a random Qwen2 in float32 with a vocabulary of 8,192. A batch of 8 trajectories of 128 tokens, in
+two micro-batches, is scored, and actor and critic each take a step. MiB are those of live tensors: what
+the models keep, and what the call adds at its peak. Seconds are medians of the processor time of one thread.
 """
 
 from __future__ import annotations

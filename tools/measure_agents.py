@@ -1,12 +1,12 @@
-"""Measure what the endpoint for agents costs: the quickstart's rollouts, built in and by an agent.
+"""Measure the cost of the endpoint for agents: the quickstart's rollouts, built in and by an agent.
 
     make quickstart-agent                            # builds the model and the data
     PYTHONPATH=examples/agents python -m torch.distributed.run --standalone --nproc-per-node=2 \
         tools/measure_agents.py [--repeats 7] [--config FILE] [section.field=value ...]
 
 The same engine plays the same tasks with the same seeds, in turn with the environment of the package and with
-that of the configuration. Prints a Markdown table: medians over the repeats of generated tokens per second of
-the rollout, and of the processor's seconds of all ranks; then whether all tokens of both are equal.
+that of the configuration. Prints a Markdown table with medians over the repeats: generated tokens per second
+of the rollout, and processor time of all ranks in seconds. Then prints whether all tokens of both are equal.
 """
 
 from __future__ import annotations

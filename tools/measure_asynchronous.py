@@ -3,10 +3,11 @@
     make quickstart-async                                    # builds the model and the data
     python tools/measure_asynchronous.py [--iterations 12] [--root runs/measured]
 
-Every row is a run on the same two cores: colocated with two ranks, and asynchronous with one rank and one
-replica for bounds 0, 1, 2 and 4; with a retriever of log-normal seconds (slow_search.py: median 0.2 s, 1 in
-100 above 4 s), and without waiting. Prints a Markdown table. Numbers are medians over iterations, without the
-first two, which fill the pipeline. Measure on an idle machine.
+Every row is a run on the same two cores: colocated with two ranks, or asynchronous with one rank and one
+replica, for bounds 0, 1, 2 and 4 of the staleness. Each case is run with a retriever whose seconds are
+log-normal (slow_search.py: median 0.2 s, 1 in 100 above 4 s), and with one that does not wait. Prints a
+Markdown table. Numbers are medians over iterations, without the first two, which fill the pipeline. Measure
+on an idle machine.
 """
 
 from __future__ import annotations

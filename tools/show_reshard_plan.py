@@ -3,12 +3,16 @@
     python tools/show_reshard_plan.py MODEL_FOLDER --train tensor=8,pipeline=2 --ranks 16 --engine-tensor 8
 
 MODEL_FOLDER needs only config.json. --train takes the fields of `parallel:` in a run's configuration; data
-parallelism uses the remaining ranks. Prints the number of copies; the bytes that stay on their rank, cross
-within a node and cross between nodes; those of the busiest rank and node; and the bytes that any plan must
-move. The bytes are counted as in `megatron-stppo plan` (plan/exchange.py). Exits with 2 if a layout does not
-fit the model or the ranks.
-With --lora, such as rank=32,sync=adapter, it is the reshard after an update of adapters (docs/lora.md), for
-an engine that has kept its weights.
+parallelism uses the remaining ranks. Prints:
+
+    - the number of copies
+    - the bytes that stay on their rank, that move within a node and that move between nodes
+    - the bytes of the busiest rank and node
+    - the bytes that any plan must move
+
+The bytes are counted as in `megatron-stppo plan` (plan/exchange.py). Exits with 2 if a layout does not fit
+the model or the ranks. With --lora, such as rank=32,sync=adapter, the reshard is the one after an update of
+adapters (docs/lora.md), for an engine that has kept its weights.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine-tensor", type=int, help="default: that of --train")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16", help="dtype of the engine")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:

@@ -1,10 +1,10 @@
-"""The search environment with a retriever that is sometimes slow, to measure what a long tail costs.
+"""The search environment with a retriever that is sometimes slow, to measure the cost of a long tail.
 
     PYTHONPATH=tools megatron-stppo train CONFIG.yaml environment.kind=slow_search:factory
 
-The seconds of a search are log-normal: half of them take 0.2 s or less, and one in 100 takes more than 4 s.
-They depend only on the seed of the episode and the number of the turn, so check_asynchronous_plan.py can
-compute them. Turns without a search take no time.
+The seconds of a search are log-normal: half of the searches take 0.2 s or less, and one in 100 takes more
+than 4 s. The seconds depend only on the seed of the episode and the number of the turn, so
+check_asynchronous_plan.py can compute them. Turns without a search take no time.
 """
 
 from __future__ import annotations

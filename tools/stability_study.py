@@ -4,11 +4,12 @@
         [--budget-minutes 60] [--plan] [--report]
 
 A run is a process on one core, or two processes on two cores if rollouts lag. All runs of a seed and an
-example share a build and a cold start. A finished run is skipped. An interrupted run (by the budget or
-Ctrl-C) continues from its checkpoint.
+example share a build and a cold start. A finished run is skipped. A run that was interrupted (by the budget
+or Ctrl-C) continues from its checkpoint.
+
 docs/study/first-round.md has the protocol of the first round, docs/study/protocol.md that of the second, and
-docs/lora.md that of adapters. Their tables and figures, and the small files in docs/study/ from which they
-are made, are updated at the end, or by --report alone from existing results.
+docs/lora.md that of adapters. At the end, the program updates their tables and figures, and the small files
+in docs/study/ from which these are made. With --report it does only this, from existing results.
 """
 
 from __future__ import annotations
@@ -84,16 +85,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     groups = ", ".join(f"{name} ({', '.join(group)})" for name, group in matrix.GROUPS.items())
     parser.add_argument("--only", default="family", help=f"algorithms or groups of algorithms: {groups}")
     parser.add_argument(
-        "--settings", default=",".join(matrix.STUDIED), help=f"settings, out of {', '.join(matrix.SETTINGS)}"
+        "--settings", default=",".join(matrix.STUDIED), help=f"settings: any of {', '.join(matrix.SETTINGS)}"
     )
     parser.add_argument("--seeds", default="0-4", help="for example 0-4 or 0,7")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: number of cores)"
     )
     parser.add_argument(
-        "--budget-minutes", type=float, default=math.inf, help="after this time write checkpoints and stop"
+        "--budget-minutes", type=float, default=math.inf, help="after this time, write checkpoints and stop"
     )
-    parser.add_argument("--iterations", type=int, help="iterations of a run (default: 100); for a trial")
+    parser.add_argument("--iterations", type=int, help="iterations of a run, for a trial (default: 100)")
     parser.add_argument("--plan", action="store_true", help="print the runs and the expected time, and stop")
     parser.add_argument(
         "--report", action="store_true", help="only write the tables and figures, from existing results"

@@ -2,7 +2,7 @@
 
     python tools/write_reference.py [--check]
 
---check writes nothing and exits 1 if a file is not what would be written.
+With --check, writes nothing, and exits with 1 if a file differs from what would be written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's CUDA model classes on the meta device, compared with the tensors that the reshard writes.
+"""Compare vLLM's CUDA model classes, on the meta device, with the tensors that the reshard writes.
 
 One process takes the place of each tensor rank in turn, in process groups that transfer nothing.
 """

@@ -1,4 +1,4 @@
-"""megatron_stppo/_csrc, which nvcc has built from csrc/ for this Python, loads beside torch's CUDA build."""
+"""Check that megatron_stppo/_csrc, built by nvcc from csrc/, can be loaded beside torch's CUDA build."""
 
 from __future__ import annotations
 

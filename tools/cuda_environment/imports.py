@@ -1,4 +1,4 @@
-"""Every module of the package is imported, as on a GPU, and torch's functions for CUDA stay torch's own."""
+"""Check that the modules can be imported, as on a GPU, and that torch's CUDA functions stay its own."""
 
 from __future__ import annotations
 

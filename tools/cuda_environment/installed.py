@@ -1,4 +1,4 @@
-"""The installed packages are those of tools/constraints-gpu.txt, fit together, and can plan a run."""
+"""Check that the installed packages are those of constraints-gpu.txt, fit together, and can plan a run."""
 
 from __future__ import annotations
 

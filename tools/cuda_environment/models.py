@@ -1,4 +1,4 @@
-"""One model of every family, small but with the head size and the divisibility of real ones."""
+"""One small model of every family, with the head size and the divisibility of real models."""
 
 from __future__ import annotations
 

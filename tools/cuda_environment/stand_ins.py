@@ -1,6 +1,6 @@
-"""What the checks put in place of a GPU: a driver library without a driver, and vLLM's platform of an H100.
+"""Replacements of a GPU for the checks: a driver library without a driver, and vLLM's platform of an H100.
 
-Nothing here computes anything. Each stand-in only lets the real code get as far as it can without a device.
+Nothing here computes anything. Each replacement only lets the real code run as far as it can without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""megatron's models with TransformerEngine's layers on the meta device, compared with the trainer's spans.
+"""Compare megatron's models with TransformerEngine's layers, on the meta device, with the trainer's spans.
 
 One process takes the place of one rank of each kind, as in `plan`.
 """

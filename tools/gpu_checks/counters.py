@@ -1,4 +1,4 @@
-"""Nsight Compute on the kernels: how far each is from the limits of memory and of issue slots."""
+"""Run Nsight Compute on the kernels: how far each is from the limits of memory and of issue slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some layers of large models at the sizes of one rank: time, memory against the plan, host waits."""
+"""Run some layers of large models at the sizes of one rank: time, memory against the plan, host waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine is: versions, clocks, and the ceilings that the other numbers are compared with."""
+"""The machine: versions, clocks, and the ceilings with which the other numbers are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models, configurations and trajectories for the checks. Everything is made here, nothing is read."""
+"""Random models, configurations and trajectories for the checks. Everything is made here; no file is read."""
 
 from __future__ import annotations
 

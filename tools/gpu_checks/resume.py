@@ -1,4 +1,4 @@
-"""Checkpoints and adapters of the small model: what is saved and loaded again is equal, bit for bit."""
+"""Check that saved checkpoints and adapters of the small model are loaded again bit for bit."""
 
 from __future__ import annotations
 

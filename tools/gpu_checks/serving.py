@@ -1,4 +1,4 @@
-"""Two iterations of the project that `megatron-stppo init` writes: engine, sleep, reshard, log-probs."""
+"""Run two iterations of the project that `megatron-stppo init` writes: engine, sleep, reshard, log-probs."""
 
 from __future__ import annotations
 

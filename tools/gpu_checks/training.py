@@ -1,4 +1,4 @@
-"""Training of a small model with megatron's local layers, without an engine."""
+"""Train a small model with megatron's local layers, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the comparison: models, lengths, and how a trainer is started. Plain data, without torch."""
+"""Cases of the comparison with TRL: models, lengths, and starts of a trainer. Plain data, without torch."""
 
 from __future__ import annotations
 

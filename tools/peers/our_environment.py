@@ -1,4 +1,4 @@
-"""The task as an environment of megatron_stppo: `turns` turns of any text, each answered by OBSERVATION."""
+"""The task as an environment of megatron_stppo: `turns` turns of any text, each answered with OBSERVATION."""
 
 from __future__ import annotations
 

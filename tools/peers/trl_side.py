@@ -2,10 +2,14 @@
 
     python tools/peers/trl_side.py SPECIFICATION.json RESULT.json
 
-Settings that differ from TRL's defaults: float32, as on the other side; no gradient checkpointing and no
-logging, which would only cost time; no early stop. One generation is used for four optimizer steps, so TRL
-computes the old log-probs, as the other side does. beta=0 (TRL's default) means that there is no reference
-model.
+These settings differ from TRL's defaults:
+
+    - float32, as on the other side
+    - no gradient checkpointing and no logging, which would only cost time
+    - no early stop
+
+One generation is used for four optimizer steps. So TRL computes the old log-probs, as the other side does.
+beta=0 (TRL's default) means that there is no reference model.
 """
 
 from __future__ import annotations

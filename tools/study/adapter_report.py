@@ -1,4 +1,4 @@
-"""The tables and the figure of all weights against adapters, in docs/lora.md, from curves.parquet."""
+"""Make the tables and the figure of docs/lora.md that compare all weights with adapters."""
 
 from __future__ import annotations
 

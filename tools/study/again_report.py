@@ -1,6 +1,6 @@
-"""The part of docs/study.md about lag 8 on another CPU, with `mismatch` and today's default.
+"""Make the part of docs/study.md about lag 8 on another CPU, with `mismatch` and with the present default.
 
-Tables from the rows of curves.parquet.
+The tables are made from the rows of curves.parquet.
 """
 
 from __future__ import annotations

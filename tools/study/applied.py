@@ -1,10 +1,10 @@
 """The share of each gradient that Adam applies when scales multiply single steps, and which steps are scaled.
 
-Adam's first moment m_j = sum_{i <= j} (1 - beta1) beta1^(j - i) g_i holds the gradient g_i from step i on.
+Adam's first moment m_j = sum_{i <= j} (1 - beta1) beta1^(j - i) g_i contains the gradient g_i from step i on.
 `correction_apply: step` multiplies the change of step j by its scale s_j. So, apart from Adam's second
 moment, g_i is applied with the share
     a_i = sum_{j >= i} (1 - beta1) beta1^(j - i) s_j,
-which is 1 if no step is scaled. Its own scale s_i counts in it with 1 - beta1 = 0.1.
+which is 1 if no step is scaled. The scale s_i of the gradient's own step has a weight of 1 - beta1 = 0.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of the second round's report share: cells of tables, numbers of rows, endpoints of runs."""
+"""Functions that the reports of the second round share: table cells, numbers of rows, endpoints of runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Write small result files from the folders of finished runs.
 
 runs.csv         one row per run: its outcome and its means
-curves.parquet   one row per run and iteration: METRICS as float32, NaN where a row has none
+curves.parquet   one row per run and iteration: METRICS as float32, NaN where a metric is missing
 steps.parquet    one row per optimizer step of the probes: ||C|| by every estimator
 """
 

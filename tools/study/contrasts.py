@@ -1,6 +1,7 @@
 """Statistics of the second round: the endpoint of a run, the area over learning rates, declared contrasts.
 
-docs/study/protocol.md declares them. Functions of plain numbers, {arm: {rate: {seed: endpoint}}} as `Grid`.
+docs/study/protocol.md declares the contrasts. The functions take plain numbers; a `Grid` is
+{arm: {rate: {seed: endpoint}}}.
 """
 
 from __future__ import annotations

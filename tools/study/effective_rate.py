@@ -1,7 +1,7 @@
 """The effective rate of the first round's runs: learning rate after warm-up times mean correction scale.
 
-If the correction does no more than to lower the rate, runs with equal effective rates end at equal exact
-match, with a correction or without.
+If the correction only lowers the rate, runs with equal effective rates end at equal exact match, with a
+correction or without.
 """
 
 from __future__ import annotations

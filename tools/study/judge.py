@@ -1,4 +1,4 @@
-"""The definition of collapse, and statistics over a few seeds. Functions of plain numbers."""
+"""The definition of collapse, and statistics over a few seeds. The functions take plain numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet.
+"""Make the part of docs/study.md about rollouts that lag: tables and figure from the rows of curves.parquet.
 
-again_report.py has the part about the runs on another CPU, sums_report.py that about the third task.
+again_report.py makes the part about the runs on another CPU, sums_report.py that about the third task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The runs of the study: algorithms and settings as data.
 
-A run is the configuration of an example (bases.py), with COMMON, one setting and one algorithm. Nothing else
-differs: all algorithms have the same learning rates and batches, and all but NARROWED the same clip bounds.
+The configuration of a run is that of an example (bases.py), with COMMON, one setting and one algorithm.
+Nothing else differs: all algorithms have the same learning rates and batches, and all algorithms except those
+in NARROWED have the same clip bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/study/first-round.md, from runs.csv and steps.parquet, and the figures beside them."""
+"""Make the tables and figures of docs/study/first-round.md, from runs.csv and steps.parquet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tables and figures of the second round, in docs/study.md, from curves.parquet.
+"""Make the tables and figures of the second round, in docs/study.md, from curves.parquet.
 
-Here are those of the learning rates. lag_report.py has those of the lags, sums_report.py those of the third
-task.
+This file makes those about the learning rates. lag_report.py makes those about the lags, and sums_report.py
+those about the third task.
 """
 
 from __future__ import annotations

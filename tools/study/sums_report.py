@@ -1,4 +1,4 @@
-"""The part of docs/study.md about the third task, whose turns are longer: from the rows of curves.parquet."""
+"""Make the part of docs/study.md about the third task, whose turns are longer, from curves.parquet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of the study: per seed a build and a cold start, then the runs that start from them."""
+"""The processes of the study: for each seed a build and a cold start, then the runs that start from them."""
 
 from __future__ import annotations
 
