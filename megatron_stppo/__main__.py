@@ -15,7 +15,7 @@ import typer
 from megatron_stppo import __version__
 from megatron_stppo.cli import conversion, environments, inspection, serving, training
 from megatron_stppo.cli.options import command_group, examples
-from megatron_stppo.exits import exit_code, has_process_groups, leave, report_to_torchrun, say
+from megatron_stppo.exits import end_within, exit_code, has_process_groups, leave, report_to_torchrun, say
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
@@ -75,6 +75,7 @@ def run() -> int:
 def main() -> NoReturn:
     """Run the command line and end the process."""
     code = run()
+    end_within(code)
     if has_process_groups():
         leave(code)
     # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
 CANNOT_WRITE = 120
+PATIENCE = 85.0  # seconds that threads get to end; longer than a save gets, shorter than deadlines.END
 
 
 @contextmanager
@@ -137,6 +138,26 @@ def leave(code: int) -> NoReturn:
         ctypes.CDLL(None).fflush(None)  # what C libraries such as NCCL have printed
     finally:
         os._exit(code)
+
+
+def end_within(code: int, seconds: float = PATIENCE) -> None:
+    """End the process with `code` after `seconds`, if it still exists then.
+
+    Python waits for all threads before it ends. A thread of asyncio.to_thread in which an environment calls a
+    server that never answers would keep the process, its GPU and the lock of the run's folder for ever.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        main = threading.main_thread()
+        names = ", ".join(t.name for t in threading.enumerate() if t is not main and not t.daemon)
+        with suppress(OSError, ValueError):
+            print(f"megatron-stppo: threads did not end in {seconds:g} s: {names}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
 
 
 def is_first_rank() -> bool:

@@ -24,7 +24,7 @@ from megatron_stppo.launch import process
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.reshard.verify import ReshardError
 from megatron_stppo.resilience.deadlines import Watchdog
-from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway
+from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway, TooManyFailures
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
@@ -49,7 +49,7 @@ def train(
     assemble: builds the models and what plays the episodes; worker.assemble or serving.start.assemble.
     With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
     preemption notice before the last iteration, if tools stay unreachable, or if the engine fails on a GPU,
-    a checkpoint is saved and Requeue is raised.
+    a checkpoint is saved and Requeue is raised. After a notice an evaluation that was due is not made.
     """
     run, leave = config.run, False
     training = _Training.build(config, resume, watchdog, assemble)
@@ -85,19 +85,21 @@ def train(
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"), training.leaving(done, row):
             rollouts.publish(version=done)
-        # evaluate: episodes of held-out tasks
-        if run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations):
+        # evaluate: episodes of held-out tasks, unless the run must leave, because they may take too long
+        evaluates = run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations)
+        leave = notice.due(any_rank, begins="evaluation" if evaluates else "iteration")
+        if evaluates and not leave:
             row |= training.evaluate(done, row)
+            leave = notice.due(any_rank, ended="evaluation")
         observer.log(done, row)
         # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
-        leave = notice.due(any_rank) and done < run.iterations
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             training.checkpoint(done)
         training.saver.check()
         if leave:
             break
     training.finish()
-    if leave:
+    if leave and done < run.iterations:
         raise Requeue(f"step_{done} of {run.iterations} is checkpointed and can be resumed: {notice.reason}")
 
 
@@ -167,7 +169,8 @@ class _Training:
     def leaving(self, done: int, row: dict[str, Any] | None = None) -> Iterator[None]:
         """Context for playing episodes, or waiting for them.
 
-        It turns ToolsStayAway and EngineLost into a checkpoint and Requeue.
+        It turns ToolsStayAway and EngineLost into a checkpoint and Requeue, and writes a checkpoint before
+        TooManyFailures is raised.
         Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
         progress is completed.
         done: the number of iterations that are done. row: metrics of the last one, if they are not reported
@@ -175,8 +178,10 @@ class _Training:
         """
         try:
             yield
-        except (ToolsStayAway, EngineLost) as reason:
+        except (ToolsStayAway, EngineLost, TooManyFailures) as reason:
             of = self.rollouts.learner.config.run.iterations
+            if isinstance(reason, TooManyFailures) and not reason.resumable:
+                raise
             if row is not None:
                 self.observer.log(done, row)
             with self.observer.phase("checkpoint"):
@@ -187,6 +192,8 @@ class _Training:
                 self.rollouts.load_for("checkpoint")
                 self._save(done)
             self.finish()
+            if isinstance(reason, TooManyFailures):
+                raise
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 

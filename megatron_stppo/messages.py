@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,17 @@ def printable(text: Any) -> str:
 def one_line(text: str) -> str:
     """Return foreign text that is safe to print, as one line of at most MAX_LINE characters."""
     return printable(text[:MAX_LINE]).replace("\n", " ")
+
+
+class Printable(logging.Formatter):
+    """A formatter whose lines are those of `inner`, made safe to print. Tracebacks quote foreign text too."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(self._inner.format(record))
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: str = "{}") -> str:

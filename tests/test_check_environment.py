@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def returning(value):
 
 
 nothing = returning(None)
+lost = returning(WRONG)
 pair = returning(("", 1.0))
 won = returning(StepResult("", 1.0, True, True, False, "won"))
 nan = returning(StepResult("", math.nan, True, True, False, "ok"))
@@ -149,6 +151,23 @@ def test_a_correct_environment_is_reported_without_problems(check: Check) -> Non
     code, (line,) = check("right")
     assert code == 0
     assert re.fullmatch(r"no problem in \d+ episodes, \d+ turns: \d+ ok, \d+ wrong", line)
+
+
+def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "t",
+            "prompt": [{"role": "user", "content": "Which?"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": [answer]}},
+            "extra_info": {"split": "train", "index": number},
+        }
+        for number, answer in enumerate(("one", "two", "three", "four"))
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, (line,) = check("right", f"data.train={tmp_path / 'tasks.jsonl'}")
+    assert code == 0 and re.search(r" [1-9]\d* ok, ", line)
+    code, (line,) = check("lost")
+    assert code == 0 and line.endswith(" wrong; none was ok: give right actions with --action")
 
 
 @pytest.mark.parametrize(

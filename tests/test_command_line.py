@@ -213,6 +213,16 @@ def test_output_that_cannot_be_written_at_the_end_is_an_error_unless_there_is_an
             assert left.returncode == expected
 
 
+def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
+    program = (
+        "import threading, sys; from megatron_stppo.exits import end_within; end_within(85, 0.2);"
+        "threading.Thread(target=threading.Event().wait, name='asyncio_0').start(); sys.exit(85)"
+    )
+    left = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert left.returncode == 85
+    assert left.stderr == "megatron-stppo: threads did not end in 0.2 s: asyncio_0\n"
+
+
 def test_the_text_of_a_users_sys_exit_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,15 @@ def test_examples_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> No
     assert load(written(tmp_path, config.dump())) == config
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(minimal(tmp_path), ["run.root=~/runs", "data.train=~/t.jsonl", "model.path=/m~"])
+    assert (config.run.root, config.data.train) == (tmp_path / "runs", tmp_path / "t.jsonl")
+    assert config.model.path == Path("/m~")
+    with pytest.raises(ConfigError, match=r"run\.root: ~nobody-here/runs names a user who has no home"):
+        load(minimal(tmp_path), ["run.root=~nobody-here/runs"])
+
+
 def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "model: {path: m}\nupdate: {epochs: 1}\n")
     assert load(path, ["update.epochs=3"]).update.epochs == 3

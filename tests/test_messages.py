@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_stppo.messages import did_you_mean, one_line, printable
+import logging
+import sys
+
+from megatron_stppo.messages import Printable, did_you_mean, one_line, printable
 
 
 def test_one_line_holds_no_control_or_direction_codes() -> None:
@@ -13,6 +16,15 @@ def test_one_line_holds_no_control_or_direction_codes() -> None:
 def test_printable_text_keeps_its_line_breaks() -> None:
     assert printable("a\x1b[2J\nb\r\n") == "a [2J\nb \n"
     assert printable(ValueError("a\tb")) == "a b"
+
+
+def test_a_log_line_and_the_traceback_below_it_hold_no_control_codes() -> None:
+    try:
+        raise ValueError("\x1b[31mred")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "a.py", 1, "%s", ("b\x1b]0;c",), sys.exc_info())
+    text = Printable(logging.Formatter("%(name)s: %(message)s")).format(record)
+    assert text.startswith("a: b ]0;c\nTraceback") and text.endswith("ValueError:  [31mred")
 
 
 def test_a_misspelled_name_gets_the_most_similar_one() -> None:

@@ -8,7 +8,8 @@
 #     2, 93    the next attempt would fail too (configuration; see docs/cluster.md): not requeued
 #     85       checkpointed, because the time limit is near: requeued
 #     other    a crash or a hang: requeued
-# After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes.
+# After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes. Attempts
+# that were killed from outside, by a preemption or the failure of a node, count only when there are ten of them.
 #
 # The same NAME continues that run (with --resume, if its folder has one). Another NAME starts a new run.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
@@ -23,7 +24,9 @@ name=$1 config=$2
 shift 2
 checkpoints=$ROOT/$name/checkpoints attempts=$ROOT/$name/attempts
 attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-started=$attempts/started # one line "ATTEMPT STEP" per attempt since the job was submitted; STEP is where it began
+# One line "ATTEMPT STEP" per attempt since the job was submitted, and "ATTEMPT STEP ended" if it was not killed from
+# outside. STEP is where it began.
+started=$attempts/started
 
 say() { echo "$(date -u +%FT%TZ) $name $attempt: $*" >&2; }
 newest() { # print the step from which the program would resume; 0 without a checkpoint
@@ -40,9 +43,33 @@ verdict() { # print 2 or 93 if the first rank exited with it; srun returns the h
     sed -En 's/^\{"code": (2|93), .*/\1/p' "$ROOT/$name/exit.json" 2>/dev/null || true
 }
 stop_without_progress() {
-    if (($(tail -n 2 "$started" | awk -v step="$(newest)" '$2 >= step' | wc -l) >= 2)); then
-        say "not started again: two attempts without a newer checkpoint than step $(newest); see $attempts"
+    local step ended killed
+    step=$(newest)
+    read -r ended killed < <(awk -v step="$step" '
+        $2 < step { ended = killed = 0; next }
+        $3 == "ended" { ended++; next }
+        { killed++ }
+        END { print ended + 0, killed + 0 }' "$started")
+    if ((ended >= 2)); then
+        say "not started again: two attempts without a newer checkpoint than step $step; see $attempts"
         exit 93
+    elif ((killed >= 10)); then
+        say "not started again: ten attempts without a newer checkpoint than step $step were killed; see $attempts," \
+            "and lower run.checkpoint_every"
+        exit 93
+    fi
+}
+
+refuse_arguments() {
+    for given in "$@"; do
+        if [[ $given == run.name=* || $given == run.root=* ]]; then
+            say "$given: the name of the run is that of the job, and its folder is ROOT: sbatch --job-name=NAME, ROOT=FOLDER"
+            exit 2
+        fi
+    done
+    if [[ -z $IMAGE ]] && ! command -v "${python[0]}" >/dev/null; then
+        say "PYTHON=${python[0]}: no such program; make .venv-gpu installs it, or name another one: PYTHON=... sbatch ..."
+        exit 2
     fi
 }
 
@@ -56,6 +83,7 @@ refuse_if_in_use() { # before anything of the run that uses the folder is overwr
     exit 2
 }
 
+refuse_arguments "$@"
 refuse_if_in_use
 mkdir -p "$attempts/$attempt"
 ln -sfn "$attempt" "$attempts/latest"
@@ -70,6 +98,7 @@ rm -f "$ROOT/$name/exit.json"
 start_replicas "$ROOT/$name" "$attempts/$attempt"
 "${launch[@]}" "${training[@]}" --output="$attempts/$attempt/rank-%t.log" "${python[@]}" -m megatron_stppo train "$config" \
     run.name="$name" run.root="$ROOT" "${asynchronous[@]}" "$@" "${resume[@]}" || code=$?
+sed -i '$ s/$/ ended/' "$started"
 stop_replicas
 judged=$(verdict)
 code=${judged:-$code}

@@ -3,7 +3,7 @@
 # source this file in the repository's root. It sets `launch`, srun with its options, and `python`, which srun starts.
 #
 # The program is installed on the nodes in one of two ways:
-# - An environment that every node sees. `make .venv-gpu` makes one for GPUs: PYTHON=.venv-gpu/bin/python.
+# - An environment that every node sees: PYTHON. `make .venv-gpu` makes the one that is the default.
 # - The image of the Dockerfile, with pyxis, a plugin of srun: IMAGE=/images/megatron-stppo.sqsh. The batch script, srun
 #   and scontrol still run outside the image. docs/cluster.md, "In a container", has the rest.
 
@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # task is the program itself, without a shell around it, because Slurm sends signals to tasks, not to their children.
 # After the first task ends, the others have two minutes to end by themselves; then Slurm kills them.
 launch=(srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=120)
-python=("${PYTHON:-.venv/bin/python}") # on every node
+python=("${PYTHON:-.venv-gpu/bin/python}") # on every node
 
 if [[ -n $IMAGE ]]; then
     # -P: the package that the image has installed, with its CUDA kernels, and not the one in the working directory.

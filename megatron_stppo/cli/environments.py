@@ -42,7 +42,8 @@ def check_environment(
     if found.problems:
         raise ConfigError("\nmegatron-stppo: ".join(found.problems))
     ends = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items())) or "none ended"
-    typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}", err=True)
+    unseen = "" if "ok" in found.outcomes else "; none was ok: give right actions with --action"
+    typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}{unseen}", err=True)
 
 
 @commands.command("build-index", epilog=examples("megatron-stppo build-index corpus.jsonl index"))

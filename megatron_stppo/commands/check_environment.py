@@ -90,8 +90,9 @@ async def _check(
         )
     await player.play(first, tasks[0], ["hello"])
     stops = player.stops
-    for number, action in enumerate(actions or script(tasks[0], stops)):
+    for number in range(len(actions) or len(script(tasks[0], stops))):
         task = tasks[number % len(tasks)]
+        action = (actions or script(task, stops))[number]
         alone = await player.play(player.make(make), task, [action])
         beside = await player.beside(player.make(make), player.make(make), task, tasks[-1], action)
         if alone is not None and beside is not None and repr(alone) != repr(beside):  # NaN equals nothing

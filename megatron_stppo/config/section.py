@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 # A limit in seconds, at most four months. Limits are added up, and faulthandler cannot wait for 9.3e9 s.
@@ -29,3 +30,14 @@ def finite(value: Any) -> Any:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        """Replace a leading ~ of a path by the home folder. The shell does not, in run.root=~/runs."""
+        if not isinstance(value, Path) or not str(value).startswith("~"):
+            return value
+        try:
+            return value.expanduser()
+        except RuntimeError:
+            raise ValueError(f"{value} names a user who has no home folder here; give the path") from None

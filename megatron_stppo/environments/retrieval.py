@@ -232,8 +232,14 @@ class HttpRetriever:
         loop = asyncio.get_running_loop()
         self._clients = {known: client for known, client in self._clients.items() if not known.is_closed()}
         if loop not in self._clients:
+            # By default httpx makes 100 connections, and other searches wait for one until their timeout.
+            # environment.concurrency limits the number of searches.
             self._clients[loop] = httpx.AsyncClient(
-                headers=self._headers, timeout=self._timeout, trust_env=False, follow_redirects=False
+                headers=self._headers,
+                timeout=self._timeout,
+                limits=httpx.Limits(max_connections=None),
+                trust_env=False,
+                follow_redirects=False,
             )
         return self._clients[loop]
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.launch import connections, slurm
+from megatron_stppo.messages import Printable
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_stppo.model import fusions
     from megatron_stppo.parallel.groups import MeshRank
 
+LINE = "%(asctime)s %(name)s %(levelname)s %(message)s"  # of a log
 # Warnings that a user cannot act on: (category, module that they are attributed to, with those inside it).
 IGNORED: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, "megatron"),  # packages that are optional here
@@ -92,7 +94,8 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     A second call with the same arguments does nothing. `engine=False` does not import vLLM. device="meta" is
     for a dry run, in which no GPU may be visible.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=LINE)
+    _print_safely(logging.getLogger())
     _ignore_warnings(connections.gpu_generations() if _has_gpu() else ())
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
@@ -108,10 +111,18 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
         import vllm.v1.engine.core
         import vllm.v1.worker.gpu_model_runner
         import vllm.v1.worker.gpu_worker  # noqa: F401
+
+        _print_safely(logging.getLogger("vllm"))
     from megatron_stppo.parallel import cpu_platform
 
     if cpu_platform.needed():
         cpu_platform.install(device)
+
+
+def _print_safely(logger: logging.Logger) -> None:
+    """Make what the logger prints safe for a terminal: it may quote text of the model or of a tool."""
+    for handler in logger.handlers:
+        handler.setFormatter(Printable(handler.formatter or logging.Formatter()))
 
 
 def check_transformer_engine() -> None:
@@ -201,6 +212,7 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)
+    slurm.check_gpus(os.environ, cuda)
     if cuda:
         torch.cuda.set_device(device_index())
     elif world_size() > 1:
@@ -241,7 +253,7 @@ def log_to(folder: Path, rank: int, prefix: str = "") -> None:
     """Write this rank's warnings and errors to folder/logs/rank-N.log too; `prefix` precedes the name."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"{prefix}rank-{rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(Printable(logging.Formatter(LINE)))
     logging.getLogger().addHandler(handler)
 
 

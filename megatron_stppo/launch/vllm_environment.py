@@ -1,7 +1,7 @@
 """The environment variables that vLLM reads when it is imported.
 
 This module does not import vLLM: call `prepare_environment` before the first import of vLLM. A value that
-the user has set is kept, except that of VLLM_ENABLE_V1_MULTIPROCESSING: the engine must run in this process.
+the user has set is kept, except those of VLLM_ENABLE_V1_MULTIPROCESSING and VLLM_LOGGING_COLOR.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def prepare_environment() -> None:
     - VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine runs in this process, so the reshard reaches its weights.
     - VLLM_USE_FLASHINFER_SAMPLER=0: FlashInfer cannot return the log-probs of the distribution that was
       sampled from, which the engine asks for. vLLM would import it and never call it.
+    - VLLM_LOGGING_COLOR=0: colours are control characters, which logs must not contain (messages.Printable).
     - VLLM_CPU_OMP_THREADS_BIND=nobind (CPU only): engine and trainer share cores, and binding would pin both
       to one core.
     - TORCHDYNAMO_DISABLE=1 (CPU only): compiling the sampler's helpers takes seconds and gains nothing.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_LOGGING_COLOR"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # For the time of the import, before vLLM sets up its own logging at the same level.

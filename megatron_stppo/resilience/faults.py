@@ -31,9 +31,12 @@ class EngineLost(Requeue):
 class TooManyFailures(RuntimeError):
     """More episodes failed than environment.max_failure_rate allows.
 
-    The command line turns this error into exit code 1 and one line. It prints no stack trace, because the
-    cause is outside this program, and the message contains it.
+    All ranks raise the same error. The command line turns it into exit code 1 and one line. It prints no
+    stack trace, because the cause is outside this program, and the message contains it. A training run writes
+    a checkpoint before it ends if `resumable`: if a resumed run plays these tasks again.
     """
+
+    resumable = True
 
 
 class CannotServe(RuntimeError):

@@ -31,8 +31,8 @@ class PreemptionNotice:
     job of a script) stay ignored.
 
     An iteration may be longer than the time between Slurm's signal and the end. Therefore the run also leaves
-    without a signal, if another iteration as long as the last one would end less than `margin` seconds before
-    SLURM_JOB_END_TIME, or after it.
+    without a signal, if what comes next, an iteration or an evaluation, would end less than `margin` seconds
+    before SLURM_JOB_END_TIME, or after it, if it takes as long as the last one.
     """
 
     def __init__(
@@ -48,19 +48,21 @@ class PreemptionNotice:
         self.reason, self._then = "", then
         self._end = _end_of_allocation()
         self._margin, self._asked = margin, time.time()
+        self._took: dict[str, float] = {}  # seconds of the last iteration and of the last evaluation
         for number in signals:
             if number in OF_A_SCHEDULER or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 
-    def due(self, agree: Callable[[bool], bool]) -> bool:
-        """Return whether to leave now. Call it once per iteration.
+    def due(self, agree: Callable[[bool], bool], ended: str = "iteration", begins: str = "iteration") -> bool:
+        """Return whether to leave now. Call it after each iteration and after each evaluation.
 
         `agree` returns True on all ranks if its argument is True on any rank. After the first True, further
         signals are ignored, except a second Ctrl-C.
+        ended: what has run since the last call, "iteration" or "evaluation". begins: what comes next.
         """
         now = time.time()
-        spent, self._asked = now - self._asked, now
-        if self._end is not None and now + spent > self._end - self._margin:
+        self._took[ended], self._asked = now - self._asked, now
+        if self._end is not None and now + self._took.get(begins, 0.0) > self._end - self._margin:
             self.reason = self.reason or f"{END} is near"
         leave = agree(bool(self.reason))
         if leave:

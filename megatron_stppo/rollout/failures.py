@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_stppo.messages import one_line
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.types import FAILED, Summary
 
@@ -84,7 +85,7 @@ def report(played: Sequence[Summary]) -> list[str]:
         count = f"{len(failed)} of {len(played)} episodes failed ({kinds}){of_tools}"
         lines.append(f"{count}; the first: {_reason(failed[0])}")
     if overlong:
-        named = {t.index: f"task {t.index}: {t.detail}" for t in overlong}
+        named = {t.index: f"task {t.index}: {one_line(t.detail)}" for t in overlong}
         said = "; ".join(list(named.values())[:NAMED]) + ("; ..." if len(named) > NAMED else "")
         were = "prompts were too long and are" if len(overlong) > 1 else "prompts was too long and is"
         lines.append(f"{len(overlong)} of {len(played)} {were} not played: {said}")
@@ -92,4 +93,4 @@ def report(played: Sequence[Summary]) -> list[str]:
 
 
 def _reason(t: Summary) -> str:
-    return f"task {t.index}: {t.outcome}: {t.detail}"
+    return f"task {t.index}: {t.outcome}: {one_line(t.detail)}"

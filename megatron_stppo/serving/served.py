@@ -25,7 +25,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
-from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
+from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway, TooManyFailures
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.serving import kept_episodes, keys, recorded
@@ -121,7 +121,11 @@ class Served:
         if config.rollout.resample:
             dropped = encode(self._hub.dropped()) if self._hub is not None else None
             played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
-        self._failures.check(played.with_dropped)
+        try:
+            self._failures.check(played.with_dropped)
+        except TooManyFailures as error:
+            error.resumable = False  # the ledger counts the batch as trained on
+            raise
         return played
 
     def play(

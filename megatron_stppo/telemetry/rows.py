@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,25 @@ from typing import Any
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.telemetry.renamed import renamed
 
+log = logging.getLogger(__name__)
+
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in order, without an incomplete last line. Old names of columns become today's."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [renamed(json.loads(line)) for line in lines if line.endswith("\n")]
+    """Return the rows in order, without an incomplete last line. Old names of columns become today's.
+
+    Damaged lines are left out, with a warning: rows are not synchronised with the disk, so a node that loses
+    power may leave zeros in their place.
+    """
+    rows, damaged = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if line.endswith("\n"):
+            try:
+                rows.append(renamed(json.loads(line)))
+            except (ValueError, AttributeError):
+                damaged += 1
+    if damaged:
+        log.warning("%s: %d damaged lines are left out", path, damaged)
+    return rows
 
 
 def truncate(path: Path, last: int) -> None:

@@ -215,6 +215,38 @@ def test_an_invalid_http_answer_is_an_error():
     assert type(error) is RetrievalError
 
 
+def test_more_searches_at_a_time_than_httpx_allows_by_default_reach_the_server():
+    """The server answers when all of them have arrived."""
+    count = 120
+
+    async def episode():
+        every = asyncio.Event()
+        arrived = 0
+
+        async def serve(reader, writer):
+            nonlocal arrived
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            arrived += 1
+            if arrived == count:
+                every.set()
+            await every.wait()
+            writer.write(http(200, ANSWER))
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", 30.0, 0, None, 60.0)
+        try:
+            return await asyncio.gather(*(client.search("q", 1) for _ in range(count)))
+        finally:
+            await client.close()
+            server.close()
+
+    assert [len(found) for found in asyncio.run(episode())] == [1] * count
+
+
 def test_bm25_ranks_the_named_passage_first_and_omits_passages_without_a_common_word(index):
     retriever = BM25Retriever(index)
     assert [d.title for d in retriever.lookup("spain", 3)] == ["Spain", "France"]

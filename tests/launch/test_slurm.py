@@ -5,7 +5,13 @@ import json
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.slurm import first_host, logged_variables, started_by_srun, torchrun_variables
+from megatron_stppo.launch.slurm import (
+    check_gpus,
+    first_host,
+    logged_variables,
+    started_by_srun,
+    torchrun_variables,
+)
 
 TASK = {
     "SLURM_PROCID": "9",
@@ -125,3 +131,14 @@ def test_wrong_or_incomplete_variables_give_one_line(environment: dict[str, str]
 def test_only_listed_variables_are_logged() -> None:
     logged = json.loads(logged_variables(TASK | {"API_KEY": "s3cret", "SLURM_JWT": "s3cret"}))
     assert logged == without("SLURM_STEP_ID", "SLURM_GTIDS")
+
+
+def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error_unless_they_are_hidden_on_purpose() -> None:
+    given = {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "gpu07", "CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(
+        ConfigError, match="SLURM_GPUS_ON_NODE=8, but torch sees no GPU on gpu07; give the env"
+    ):
+        check_gpus(given, seen=False)
+    check_gpus(given, seen=True)
+    check_gpus(given | {"CUDA_VISIBLE_DEVICES": ""}, seen=False)
+    check_gpus({}, seen=False)

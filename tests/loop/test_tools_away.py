@@ -30,6 +30,7 @@ class Retriever(ThreadingHTTPServer):
     episode fails because the outage ends between the two.
     """
 
+    denies = False  # whether it refuses the key of every request: episodes fail, and nothing waits
     _began: float | None = None
     _outage = 0.0
 
@@ -47,8 +48,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Retriever)
         away = self.server.refuses(self.rfile.read(int(self.headers["Content-Length"])))
-        body = b"" if away else ANSWER
-        self.send_response(503 if away else 200)
+        body = b"" if away or self.server.denies else ANSWER
+        self.send_response(503 if away else 401 if self.server.denies else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         with suppress(BrokenPipeError):  # the client has timed out
@@ -76,7 +77,8 @@ def retriever() -> Iterator[Retriever]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tuple[Ended, Ended]:
-    """(a run whose tool fails twice, at last permanently; its resume while the tool is unavailable)."""
+    """(a run whose tool fails twice, at last permanently; its resume while the tool is unavailable, in which
+    later all episodes fail)."""
     root = tmp_path_factory.mktemp("away")
     config, run = small_run.write(root), root / "runs" / "away"
     log = root / "stderr"
@@ -108,10 +110,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
         wait_until(process, lambda: metrics.read_text().count("\n") > rows)
         retriever.go_away(math.inf)
 
+    def deny_later(process: subprocess.Popen[bytes]) -> None:
+        rows = (run / "metrics.jsonl").read_text().count("\n")
+        wait_until(process, lambda: (run / "metrics.jsonl").read_text().count("\n") > rows)
+        retriever.denies = True
+
     first = train("run.iterations=100000", during=go_away_twice)
     retriever.go_away(SHORT)
-    iterations = f"run.iterations={first.rows[-1] + 1}"
-    return first, train("--resume", iterations, during=lambda process: None)
+    return first, train("--resume", "run.iterations=100000", during=deny_later)
 
 
 def wait_until(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
@@ -155,6 +161,14 @@ def test_a_resumed_run_waits_for_its_tools_and_continues_after_the_last_finished
     ended: tuple[Ended, Ended],
 ) -> None:
     run, resumed = ended
-    assert (resumed.code, resumed.reason) == (0, "done")
-    assert resumed.rows == [*run.rows, run.rows[-1] + 1]
+    assert resumed.rows == list(range(1, resumed.rows[-1] + 1)) and len(resumed.rows) > len(run.rows)
     assert [sum(text in line for line in resumed.said) for text in (WAITS, ANSWERS)] == [1, 1]
+
+
+def test_a_run_in_which_too_many_episodes_fail_ends_with_a_checkpoint_of_its_last_iteration(
+    ended: tuple[Ended, Ended],
+) -> None:
+    _, run = ended
+    assert run.code == 1 and f"step_{run.rows[-1]}" in run.steps
+    assert "more than environment.max_failure_rate=0.2 allows" in run.reason
+    assert "status 401" in run.reason

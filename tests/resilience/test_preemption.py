@@ -122,6 +122,18 @@ def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: py
     assert notice.reason == "SLURM_JOB_END_TIME is near"
 
 
+def test_notice_comes_before_an_evaluation_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 1060. Iterations take 10 s, the first evaluation 30 s; a second one would end at 1070."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    times = iter((980.0, 990.0, 1020.0, 1030.0, 1040.0))
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    notice = PreemptionNotice(margin=40)
+    assert not notice.due(alone, begins="evaluation"), "how long one takes is not known yet"
+    assert not notice.due(alone, ended="evaluation")
+    assert not notice.due(alone)
+    assert notice.due(alone, begins="evaluation")
+
+
 def test_an_end_time_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
     with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is not a time"):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ GPUS = {load(EXAMPLES / folder / config).run.name: gpus for folder, config, _, g
 ASYNCHRONOUS = "-async"  # ends the names of scripts whose last nodes serve; without it, the name of the plan
 
 
-def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
+def run(folder: Path, *ends: str, arguments: Sequence[str] = (), **variables: str) -> tuple[int, list[str]]:
     """Return (exit code of the job, its lines about the attempts) if attempts end with "CODE STEP"."""
     (folder / "ends").mkdir(parents=True)
     for attempt, end in enumerate(ends):
@@ -33,7 +34,8 @@ def run(folder: Path, *ends: str, **variables: str) -> tuple[int, list[str]]:
     given = {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
     options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
     script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
-    with cluster.submit(folder / "slurm", script, *options, **given | variables) as job:
+    given |= variables
+    with cluster.submit(folder / "slurm", script, *options, arguments=arguments, **given) as job:
         for attempt in range(len(ends) - 1):
             (job.folder / f"go.{attempt}").touch()
         code = job.process.wait(60)
@@ -125,12 +127,25 @@ def test_earlier_attempts_do_not_count_after_a_fallback_to_an_older_checkpoint(t
     assert run(tmp_path, "1 10", "1 6", "1 8", "1 8", "0 9")[0] == 0
 
 
-def test_attempts_that_ended_with_their_nodes_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("killed", "code"), [(9, 0), (10, 93)])
+def test_ten_attempts_that_were_killed_from_outside_end_the_job(
+    tmp_path: Path, killed: int, code: int
+) -> None:
+    """A preemption, or the failure of a node, kills this script too: it does not note that they ended."""
     started = tmp_path / "job/attempts/started"
     started.parent.mkdir(parents=True)
-    started.write_text("4711.0 0\n4711.1 0\n")
-    code, said = run(tmp_path, "0 6", SLURM_RESTART_COUNT="2")
-    assert (code, len(said)) == (93, 1)
+    started.write_text("".join(f"4711.{n} 0\n" for n in range(killed)))
+    ended, said = run(tmp_path, *["0 6"] * (killed + 1), SLURM_RESTART_COUNT=f"{killed}")
+    assert ended == code
+    refused = "not started again: ten attempts without a newer checkpoint than step 0 were killed"
+    assert said[-1].startswith(refused) == bool(code)
+
+
+def test_a_name_in_the_arguments_and_a_missing_program_are_refused(tmp_path: Path) -> None:
+    code, (line,) = run(tmp_path / "name", "0 6", arguments=("run.name=other",))
+    assert code == 2 and line.startswith("run.name=other: the name of the run is that of the job")
+    code, (line,) = run(tmp_path / "program", "0 6", PYTHON="/nowhere/python")
+    assert code == 2 and line.startswith("PYTHON=/nowhere/python: no such program; make .venv-gpu")
 
 
 def test_a_newly_submitted_job_starts_a_new_count(tmp_path: Path) -> None:

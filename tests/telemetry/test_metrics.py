@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_stppo.telemetry import metrics as module
 from megatron_stppo.telemetry.curves import plot
 from megatron_stppo.telemetry.metrics import Metrics, progress
-from megatron_stppo.telemetry.rows import column, read, write_steps
+from megatron_stppo.telemetry.rows import column, read, truncate, write_steps
 
 
 class Clock:
@@ -164,3 +164,13 @@ def test_rows_with_old_names_are_read_and_kept_with_the_new_ones(tmp_path: Path)
     assert read(path)[0] == expected
     Metrics(tmp_path, 0, resumed_at=1).close()
     assert json.loads(path.read_text()) == expected
+
+
+def test_zeros_that_a_loss_of_power_left_in_the_rows_do_not_prevent_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n\0\0\0\0\n[1]\n{"iteration": 3}\n{"iteration": 4}\n{"iter')
+    truncate(path, 3)
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'
+    assert caplog.messages == [f"{path}: 2 damaged lines are left out"]
