@@ -36,6 +36,21 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
         load(minimal(tmp_path), ["run.root=~nobody-here/runs"])
 
 
+def test_the_fields_that_differ_from_the_preset_are_named(tmp_path: Path) -> None:
+    def named(*overrides: str) -> str:
+        return load(minimal(tmp_path), list(overrides)).algorithm.named()
+
+    assert named() == "kl"
+    assert (
+        named("algorithm.preset=ppo", "algorithm.clip_low=0.006") == "ppo with clip_low=0.006 (preset: 0.2)"
+    )
+
+
+@pytest.mark.parametrize("preset", VARIANTS)
+def test_a_preset_alone_differs_in_no_field(preset: str, tmp_path: Path) -> None:
+    assert load(minimal(tmp_path), [f"algorithm.preset={preset}"]).algorithm.named() == preset
+
+
 def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "model: {path: m}\nupdate: {epochs: 1}\n")
     assert load(path, ["update.epochs=3"]).update.epochs == 3

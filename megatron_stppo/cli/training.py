@@ -56,6 +56,8 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
     from megatron_stppo.telemetry.console import say
     from megatron_stppo.validation import attempts, run_folder
 
+    if resume and is_first_rank():
+        attempts.say_changes(settings)
     if resume and (step := run_folder.finished(settings)) is not None:
         from megatron_stppo.serving import keys
 
@@ -63,12 +65,11 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
             keys.remove(settings.run.folder)
         with noting_the_end(settings):
             given = f"run.iterations={settings.run.iterations}"
-            return say(f"{given}: step_{step} is done; give more to continue the run", is_first_rank())
+            done = f"{given}: step_{step} is done, so nothing was trained; give more to continue the run"
+            return say(done, is_first_rank())
 
     # before the imports, which take long: without a handler SIGUSR1 would end the process
     notice = PreemptionNotice(settings.run.end_margin)
-    if resume and is_first_rank():
-        attempts.say_changes(settings)
     with importing():
         process.prepare(engine=settings.serving.replicas is None)
         process.check(settings)

@@ -139,6 +139,16 @@ class AlgorithmConfig(Section):
             raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
 
+    def named(self) -> str:
+        """Return the preset's name, and the fields that differ from its row.
+
+        Example: "ppo with clip_low=0.006 (preset: 0.2)".
+        """
+        row = AlgorithmConfig(preset=self.preset)
+        own = ((name, value, getattr(row, name)) for name, value in self)
+        changed = ", ".join(f"{name}={value} (preset: {of})" for name, value, of in own if value != of)
+        return f"{self.preset} with {changed}" if changed else self.preset
+
     @model_validator(mode="after")
     def _length_given(self) -> AlgorithmConfig:
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.aggregation_length is not None):

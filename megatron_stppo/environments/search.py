@@ -19,6 +19,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import exact_match, parse_action
 from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.environments.retrieval import (
+    SEARCH,
     BM25Retriever,
     Document,
     HttpRetriever,
@@ -33,6 +34,7 @@ STOP_STRINGS = ("</search>", "</answer>")
 CORRECTION = (
     "\n\nThat action is invalid. Write <search>query</search> or <answer>answer</answer>, then stop.\n\n"
 )
+PROBE_SECONDS = 0.2  # of a rank's probe, at the start of a run
 CHARACTERS_PER_TOKEN = 8  # generous, so that usually the token limit of the rollout cuts an observation
 # The "<" of text that looks like one of this environment's tags. {0,3} keeps the scan linear on long runs of
 # spaces.
@@ -172,7 +174,10 @@ def open_retriever(section: EnvironmentConfig) -> Retriever:
     if config.url is None:
         raise ConfigError("environment.retrieval.url: missing with kind=http; give a /retrieve endpoint")
     token = _token(config.token_env)
-    asyncio.run(_probe(HttpRetriever(config.url, config.timeout, 0, token, section.deadline), config.url))
+    # All ranks ask at the same moment, and the server may answer one query after the other.
+    seconds = max(config.timeout, PROBE_SECONDS * int(os.environ.get("WORLD_SIZE", "1")))
+    deadline = max(section.deadline, seconds / SEARCH)
+    asyncio.run(_probe(HttpRetriever(config.url, seconds, 0, token, deadline), config.url))
     return HttpRetriever(config.url, config.timeout, config.retries, token, section.deadline)
 
 

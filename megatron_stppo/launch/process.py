@@ -224,7 +224,7 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
 
 
 def _opening(config: Config, mesh: MeshRank) -> str:
-    """Return one line: the layout, the device, the dtype, the kernels, and the missing optional packages."""
+    """Return one line: layout, algorithm, device, dtype, kernels, and missing optional packages."""
     import torch
 
     from megatron_stppo.launch import doctor
@@ -239,6 +239,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     parts = [
         f"{mesh.world} ranks ({shared})" if shared else "1 rank",
+        config.algorithm.named(),
         f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, the CPU in place of torch.cuda",
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",

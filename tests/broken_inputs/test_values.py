@@ -133,7 +133,8 @@ def test_a_finished_run_is_resumed_without_starting_anything(
     assert command_line.run() == 0
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "done"}
     said = capsys.readouterr().err
-    assert "megatron-stppo: run.iterations=4: step_4 is done; give more to continue the run\n" in said
+    done = "run.iterations=4: step_4 is done, so nothing was trained; give more to continue the run"
+    assert f"megatron-stppo: {done}\n" in said
     assert "importing" not in said and not list((folder / "serving").iterdir())
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -58,6 +59,15 @@ def test_every_plan_is_current_and_takes_at_most_75_s_and_8_gib(
     # a minute of one core, and 15 s more because other processes share its caches
     assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 75
     assert used.ru_maxrss < 8 << 20  # KiB, of the largest child so far
+
+
+@pytest.mark.long
+def test_the_run_that_the_readme_shows_fits_its_8_gpus(tmp_path: Path) -> None:
+    block = re.search(r"```yaml\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "config.yaml").write_text(block[1])
+    result = run(str(tmp_path / "config.yaml"), "model.path=examples/qwen2.5-7b/model", "--gpus", "8")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "fits"), result.stderr
 
 
 @pytest.mark.parametrize(("folder", "config", "plan", "gpus"), PLANNED)
