@@ -40,7 +40,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         ) from None
     if not isinstance(raw, dict):
         raise ConfigError(
-            f"config={path}: holds {type(raw).__name__}, not sections; see examples/quickstart/config.yaml"
+            f"config={path}: {'is empty' if raw is None else f'holds {type(raw).__name__}'}, and must have "
+            "sections; see examples/quickstart/config.yaml"
         )
     for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
         if override.startswith(PRESET):
@@ -91,6 +92,17 @@ _Plain.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+# What to write instead, by pydantic's type of the error.
+REMEDIES = {
+    "string_type": "is not text; give text, in the file in quotes",
+    "list_type": "is not a list; give one, such as [a, b]",
+    "tuple_type": "is not a list; give one, such as [1, 2]",
+    "dict_type": "is not a section; give fields, such as {name: value}",
+    "model_type": "is not a section; give one of its fields, such as {name: value}",
+    "string_pattern_mismatch": "is not a name; give 1 to 64 letters, digits, '.', '_' or '-', not beginning "
+    "with '.'",
+}
 
 _PASSWORD = re.compile("://[^/@]*@")
 
@@ -184,8 +196,8 @@ def _explain(error: Any) -> str:
         return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
     if error["type"] == "missing":
         return f"{where}: missing; add it to the file or give {where}=VALUE"
-    if error["type"] == "string_type":
-        return f"{where}={_short(repr(error['input']))}: is not text; give text, in the file in quotes"
+    if error["type"] in REMEDIES:
+        return f"{where}={_short(repr(error['input']))}: {REMEDIES[error['type']]}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # its message already has the value, if it may be shown
         return f"{where}: {message}"

@@ -141,7 +141,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
 def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
     episodes = len(batch.live_N) if batch.first_N is None else int(batch.first_N.sum())
     checks.check_trajectories(learner.config, learner.mesh.layout, episodes)
-    largest = int(batch.tokens_P.max())
+    largest = int(batch.tokens_P.max()) if len(batch.tokens_P) else 0  # all of this rank's episodes failed
     if largest >= learner.shape.vocab:
         raise ConfigError(
             f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, but {run} contains "

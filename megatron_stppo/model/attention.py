@@ -128,8 +128,8 @@ class Pieces:
 class Chosen(torch.autograd.Function):
     """x[where] of x [rows, ...] and where [n], whose gradient is added up in float32.
 
-    In bfloat16 the gradient of keys and values of a prompt that n trajectories share would be rounded n
-    times.
+    In bfloat16 the gradient of what n trajectories share, such as the keys and values of their prompt, would
+    be rounded n times.
     """
 
     @staticmethod

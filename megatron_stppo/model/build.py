@@ -79,7 +79,11 @@ def transformer_config(
         "pipeline_model_parallel_size": mesh.pipeline_size,
         "virtual_pipeline_model_parallel_size": mesh.layout.virtual if mesh.layout.virtual > 1 else None,
         "num_layers_in_first_pipeline_stage": mesh.layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": mesh.layout.last_stage_layers,
+        # With two stages the first one determines the last. Given both and virtual chunks, megatron divides
+        # by the number of stages between them.
+        "num_layers_in_last_pipeline_stage": None
+        if mesh.pipeline_size == 2 and mesh.layout.first_stage_layers
+        else mesh.layout.last_stage_layers,
         "context_parallel_size": mesh.context_size,
         "expert_model_parallel_size": mesh.layout.expert,
         "sequence_parallel": config.parallel.sequence,

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.model.attention import Pack, Rotation
+from megatron_stppo.model.attention import Chosen, Pack, Rotation
 from megatron_stppo.model.routing import Routing
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
@@ -44,7 +44,7 @@ class TokenModel(GPTModel):
             attention_mask=None,
             packed_seq_params=Pack.of(microbatch, self.mesh, self._rotates_in_attention),
         )
-        return self._head(hidden, microbatch.hidden_index_T) if self.post_process else hidden
+        return self._head(hidden, microbatch) if self.post_process else hidden
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
@@ -61,14 +61,17 @@ class TokenModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states  # megatron would project every token here
 
-    def _head(self, hidden: Tensor, index_T: Tensor) -> Tensor:
+    def _head(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         if self.config.sequence_parallel:
             # Gather before the selection, because action tokens are spread unevenly over the ranks. The
             # operations that follow are the same on every rank, so the backward pass only has to split.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tensor_group
             )
-        selected = hidden[:, 0].index_select(0, index_T)
+        if microbatch.history is None:
+            selected = hidden[:, 0].index_select(0, microbatch.hidden_index_T)
+        else:  # the first action token of each trajectory reads the last token of the prompt that they share
+            selected = Chosen.apply(hidden[:, 0], microbatch.hidden_index_T)
         return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
 
     def vocabulary_weight(self) -> Tensor | None:

@@ -16,28 +16,29 @@ log = logging.getLogger(__name__)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in order, without an incomplete last line. Old names of columns become today's.
+    """Return the rows in order, without an incomplete last line. Old names of columns become today's."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [renamed(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def truncate(path: Path, last: int) -> None:
+    """Keep only the complete rows up to iteration `last`; a resumed run writes the later ones again.
 
     Damaged lines are left out, with a warning: rows are not synchronised with the disk, so a node that loses
     power may leave zeros in their place.
     """
-    rows, damaged = [], 0
+    if not path.exists():
+        return
+    kept, damaged = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         if line.endswith("\n"):
             try:
-                rows.append(renamed(json.loads(line)))
-            except (ValueError, AttributeError):
+                row = renamed(json.loads(line))
+                kept += [json.dumps(row) + "\n"] if row["iteration"] <= last else []
+            except (ValueError, AttributeError, KeyError, TypeError):
                 damaged += 1
     if damaged:
         log.warning("%s: %d damaged lines are left out", path, damaged)
-    return rows
-
-
-def truncate(path: Path, last: int) -> None:
-    """Keep only the complete rows up to iteration `last`; a resumed run writes the later ones again."""
-    if not path.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in read(path) if row["iteration"] <= last]
     with replacing(path) as scratch:
         scratch.write_text("".join(kept), encoding="utf-8")
 

@@ -44,6 +44,13 @@ def test_the_router_chooses_where_the_experts_are_unknown(experts: int) -> None:
     assert microbatch.routes_P[:, 0, 0].tolist() == [-1, -1, 0, 2, 4, 6, -1, -1]  # the last one is a dummy
 
 
+def test_a_rank_without_a_token_has_a_dummy_token_whose_experts_the_router_chooses() -> None:
+    batch = to_batch([replace(FAILED, prompt_ids=())])
+    batch = replace(batch, routes_P=torch.empty(0, 2, 1, dtype=torch.uint8))
+    (microbatch,) = pack(batch, [0], PackingSpec(100, multiple=4))
+    assert microbatch.routes_P is not None and microbatch.routes_P.unique().tolist() == [-1]
+
+
 @pytest.mark.parametrize("routes", [b"", bytes(7), bytes(9)])
 def test_missing_experts_are_refused(routes: bytes) -> None:
     with pytest.raises(ConfigError) as error:
