@@ -42,6 +42,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Example: load_config("config.yaml", ["run.iterations=2"]).environment.max_turns.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r}: is one text; give a list, [{overrides!r}]")
     return load(Path(path), list(overrides))
 
 
@@ -107,6 +109,10 @@ def _run(
     command: str, settings: Config, options: Sequence[str], ranks: int, modules: Path | str | None
 ) -> None:
     """Run a command and print what it prints. Raises ConfigError and RunFailed."""
+    if ranks < 1:
+        raise ConfigError(f"ranks={ranks}: give the number of processes, 1 or more")
+    if modules is not None and not Path(modules).is_dir():
+        raise ConfigError(f"modules={modules}: is not a folder; give the one with the modules of environment")
     with tempfile.TemporaryDirectory(prefix="stppo-") as scratch:
         file, error = Path(scratch) / "config.yaml", Path(scratch) / "error.json"
         file.write_text(settings.dump(), encoding="utf-8")

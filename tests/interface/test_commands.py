@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,25 @@ def test_a_wrong_field_is_found_before_a_process_is_started(tmp_path: Path) -> N
         train(path, ["run.sed=1"])
     with pytest.raises(ConfigError, match=r"^overrides=\['run.seed=1'\]: are for a file"):
         train(load_config(path), ["run.seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"overrides": "run.name=x"}, r"overrides='run.name=x': is one text; give a list, \['run.name=x'\]"),
+        ({"ranks": 0}, "ranks=0: give the number of processes, 1 or more"),
+        (
+            {"modules": "nodir"},
+            "modules=nodir: is not a folder; give the one with the modules of environment",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_found_before_a_process_is_started(
+    tmp_path: Path, arguments: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: m}\n")
+    with pytest.raises(ConfigError, match=why):
+        train(tmp_path / "run.yaml", **arguments)
 
 
 def test_an_interrupt_reaches_the_command_which_ends_before_the_caller_goes_on(
