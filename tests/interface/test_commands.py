@@ -54,7 +54,7 @@ def test_a_wrong_field_is_found_before_a_process_is_started(tmp_path: Path) -> N
         ({"ranks": 0}, "ranks=0: give the number of processes, 1 or more"),
         (
             {"modules": "nodir"},
-            "modules=nodir: is not a folder; give the one with the modules of environment",
+            "modules=nodir: is not a folder; give the one with",
         ),
     ],
 )
