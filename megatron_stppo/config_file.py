@@ -96,8 +96,9 @@ _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FA
 # What to write instead, by pydantic's type of the error.
 REMEDIES = {
     "string_type": "is not text; give text, in the file in quotes",
-    "list_type": "is not a list; give one, such as [a, b]",
-    "tuple_type": "is not a list; give one, such as [1, 2]",
+    "list_type": "is not a list; give one, such as [FIRST, SECOND]",
+    "tuple_type": "is not a list; give one, such as [FIRST, SECOND]",
+    "path_type": "is not a path; give one, in the file in quotes",
     "dict_type": "is not a section; give fields, such as {name: value}",
     "model_type": "is not a section; give one of its fields, such as {name: value}",
     "string_pattern_mismatch": "is not a name; give 1 to 64 letters, digits, '.', '_' or '-', not beginning "

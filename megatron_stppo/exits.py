@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
 CANNOT_WRITE = 120
-PATIENCE = 85.0  # seconds that threads get to end; longer than a save gets, shorter than deadlines.END
+PATIENCE = 75.0  # seconds until then; longer than a save in progress gets, and shorter than deadlines.END
 
 
 @contextmanager
@@ -152,7 +152,8 @@ def end_within(code: int, seconds: float = PATIENCE) -> None:
         main = threading.main_thread()
         names = ", ".join(t.name for t in threading.enumerate() if t is not main and not t.daemon)
         with suppress(OSError, ValueError):
-            print(f"megatron-stppo: threads did not end in {seconds:g} s: {names}", file=sys.stderr)
+            what = f"threads did not end: {names}" if names else "the process did not end"
+            print(f"megatron-stppo: after {seconds:g} s {what}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

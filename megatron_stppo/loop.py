@@ -38,6 +38,7 @@ from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.update.turns import turns
 from megatron_stppo.validation import attempts
 
+SKIPPED = "step_{0} is not evaluated ({1}); `megatron-stppo evaluate --checkpoint step_{0}` does it"
 Assemble = Callable[[Config, bool], Rollouts]  # the flag: the run is resumed
 
 
@@ -47,9 +48,8 @@ def train(
     """Train up to iteration run.iterations. Collective.
 
     assemble: builds the models and what plays the episodes; worker.assemble or serving.start.assemble.
-    With `resume`, training continues from the newest checkpoint if there is one. If any rank receives a
-    preemption notice before the last iteration, if tools stay unreachable, or if the engine fails on a GPU,
-    a checkpoint is saved and Requeue is raised. After a notice an evaluation that was due is not made.
+    With `resume`, it continues from the newest checkpoint, if there is one. A preemption notice to any rank,
+    tools that stay unreachable, and an engine that fails on a GPU lead to a checkpoint and to Requeue.
     """
     run, leave = config.run, False
     training = _Training.build(config, resume, watchdog, assemble)
@@ -86,8 +86,9 @@ def train(
         with observer.phase("reshard"), training.leaving(done, row):
             rollouts.publish(version=done)
         # evaluate: episodes of held-out tasks, unless the run must leave, because they may take too long
-        evaluates = run.evaluate_every and (done % run.evaluate_every == 0 or done == run.iterations)
+        evaluates = bool(run.evaluate_every) and (done % run.evaluate_every == 0 or done == run.iterations)
         leave = notice.due(any_rank, begins="evaluation" if evaluates else "iteration")
+        console.say(SKIPPED.format(done, notice.reason), learner.mesh.rank == 0 and evaluates and leave)
         if evaluates and not leave:
             row |= training.evaluate(done, row)
             leave = notice.due(any_rank, ended="evaluation")
@@ -144,7 +145,11 @@ class _Training:
     def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
         with self.observer.phase("evaluate"), self.leaving(done, row):
-            return held_out(self.rollouts)
+            try:
+                return held_out(self.rollouts)
+            except TooManyFailures as error:
+                error.resumable = False  # a resumed run would not repeat the evaluation, and hide the failure
+                raise
 
     def checkpoint(self, done: int) -> None:
         """Start to write a checkpoint. The next row reports how long this takes. Collective."""
@@ -180,8 +185,8 @@ class _Training:
             yield
         except (ToolsStayAway, EngineLost, TooManyFailures) as reason:
             of = self.rollouts.learner.config.run.iterations
-            if isinstance(reason, TooManyFailures) and not reason.resumable:
-                raise
+            if isinstance(reason, TooManyFailures) and (not reason.resumable or done == self.first):
+                raise  # nothing was trained yet, or a resumed run would not repeat what failed
             if row is not None:
                 self.observer.log(done, row)
             with self.observer.phase("checkpoint"):

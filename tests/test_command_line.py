@@ -220,7 +220,7 @@ def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
     )
     left = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=120)
     assert left.returncode == 85
-    assert left.stderr == "megatron-stppo: threads did not end in 0.2 s: asyncio_0\n"
+    assert left.stderr == "megatron-stppo: after 0.2 s threads did not end: asyncio_0\n"
 
 
 def test_the_text_of_a_users_sys_exit_is_printed(

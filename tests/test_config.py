@@ -39,8 +39,14 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("update.actor.betas=0.9", "update.actor.betas=0.9: is not a list; give one, such as [1, 2]"),
-        ("environment.command=ls", "environment.command='ls': is not a list; give one, such as [a, b]"),
+        (
+            "update.actor.betas=0.9",
+            "update.actor.betas=0.9: is not a list; give one, such as [FIRST, SECOND]",
+        ),
+        (
+            "environment.command=ls",
+            "environment.command='ls': is not a list; give one, such as [FIRST, SECOND]",
+        ),
         ("run=x", "run='x': is not a section; give one of its fields, such as {name: value}"),
         (
             "run.name='a b'",

@@ -9,7 +9,7 @@
 #     85       checkpointed, because the time limit is near: requeued
 #     other    a crash or a hang: requeued
 # After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes. Attempts
-# that were killed from outside, by a preemption or the failure of a node, count only when there are ten of them.
+# that were killed from outside, by a preemption or the failure of a node, are counted by themselves, up to ten.
 #
 # The same NAME continues that run (with --resume, if its folder has one). Another NAME starts a new run.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
@@ -54,13 +54,14 @@ stop_without_progress() {
         say "not started again: two attempts without a newer checkpoint than step $step; see $attempts"
         exit 93
     elif ((killed >= 10)); then
-        say "not started again: ten attempts without a newer checkpoint than step $step were killed; see $attempts," \
-            "and lower run.checkpoint_every"
+        say "not started again: ten attempts without a newer checkpoint than step $step were killed from outside;" \
+            "see $attempts, and lower run.checkpoint_every if they had no time to write one"
         exit 93
     fi
 }
 
 refuse_arguments() {
+    local given
     for given in "$@"; do
         if [[ $given == run.name=* || $given == run.root=* ]]; then
             say "$given: the name of the run is that of the job, and its folder is ROOT: sbatch --job-name=NAME, ROOT=FOLDER"
@@ -98,7 +99,7 @@ rm -f "$ROOT/$name/exit.json"
 start_replicas "$ROOT/$name" "$attempts/$attempt"
 "${launch[@]}" "${training[@]}" --output="$attempts/$attempt/rank-%t.log" "${python[@]}" -m megatron_stppo train "$config" \
     run.name="$name" run.root="$ROOT" "${asynchronous[@]}" "$@" "${resume[@]}" || code=$?
-sed -i '$ s/$/ ended/' "$started"
+sed -i '$ s/$/ ended/' "$started" || say "$started cannot be written; this attempt counts as killed from outside"
 stop_replicas
 judged=$(verdict)
 code=${judged:-$code}

@@ -262,8 +262,9 @@ def _routes(routes_P: Tensor, origin: Tensor) -> Tensor:
     The router chooses the experts of a dummy token in a replayed pass as in any other pass. Other experts
     would change the number of rows that an expert multiplies, and on some CPUs the last bits of live rows.
     """
-    # An origin of -1 reads the added row: a rank whose episodes all failed at once has no other one.
-    routes = torch.nn.functional.pad(routes_P, (0, 0, 0, 0, 0, 1))[origin]
+    if not len(routes_P):  # no episode of this rank has a token, so the only one here is a dummy
+        routes_P = routes_P.new_zeros(1, *routes_P.shape[1:])
+    routes = routes_P[origin.clamp(min=0)]
     chooses = (routes == unknown(routes.dtype)) | (origin < 0)[:, None, None]
     return routes.short().masked_fill(chooses, -1)
 

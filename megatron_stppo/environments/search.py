@@ -177,7 +177,7 @@ def open_retriever(section: EnvironmentConfig) -> Retriever:
     # All ranks ask at the same moment, and the server may answer one query after the other.
     seconds = max(config.timeout, PROBE_SECONDS * int(os.environ.get("WORLD_SIZE", "1")))
     deadline = max(section.deadline, seconds / SEARCH)
-    asyncio.run(_probe(HttpRetriever(config.url, seconds, 0, token, deadline), config.url))
+    asyncio.run(_probe(HttpRetriever(config.url, seconds, 0, token, deadline, config.timeout), config.url))
     return HttpRetriever(config.url, config.timeout, config.retries, token, section.deadline)
 
 
@@ -190,7 +190,7 @@ def _token(name: str | None) -> str | None:
 
 
 async def _probe(retriever: HttpRetriever, url: str) -> None:
-    """Send one real request before anything else is built, so that a wrong address fails within seconds."""
+    """Send one real request before anything else is built, so that a wrong address fails early."""
     try:
         await retriever.search("probe", 1)
     except (RetrievalError, ToolAway, httpx.InvalidURL) as error:

@@ -42,8 +42,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Example: load_config("config.yaml", ["run.iterations=2"]).environment.max_turns.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r}: is one text; give a list, [{overrides!r}]")
+    _check_list(overrides)
     return load(Path(path), list(overrides))
 
 
@@ -90,12 +89,18 @@ def evaluate(
     return numbers
 
 
+def _check_list(overrides: Sequence[str]) -> None:
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r}: is one text; give a list, [{overrides!r}]")
+
+
 def _results(settings: Config) -> set[Path]:
     """Return the results of the run's evaluations, each in a folder of its own."""
     return set(settings.run.folder.glob("evaluate/*/result.json"))
 
 
 def _settings(config: Config | Path | str, overrides: Sequence[str]) -> Config:
+    _check_list(overrides)
     if not isinstance(config, Config):
         return load_config(config, overrides)
     if overrides:

@@ -70,16 +70,15 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def check_gpus(environment: Mapping[str, str], seen: bool) -> None:
     """Raise ConfigError if Slurm gave this node's job GPUs and torch does not see one.
 
-    Otherwise the run would train on the CPU, or wait for ranks on other nodes that use NCCL. Set
-    CUDA_VISIBLE_DEVICES to nothing to train on the CPU of such a node.
+    Otherwise the run would train on the CPU, or wait for ranks on other nodes that use NCCL. An empty
+    CUDA_VISIBLE_DEVICES, in a shell on such a node, hides the GPUs on purpose.
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     if not seen and given not in ("", "0") and environment.get("CUDA_VISIBLE_DEVICES") != "":
         node = environment.get("SLURMD_NODENAME", "this node")
         raise ConfigError(
             f"SLURM_GPUS_ON_NODE={given}, but torch sees no GPU on {node}; give the environment for GPUs "
-            "(PYTHON=.venv-gpu/bin/python), look at nvidia-smi on that node, or set CUDA_VISIBLE_DEVICES= to "
-            "train on the CPU"
+            "(PYTHON=.venv-gpu/bin/python), look at nvidia-smi there, or request no GPUs to train on CPUs"
         )
 
 

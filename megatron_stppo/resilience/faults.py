@@ -33,7 +33,7 @@ class TooManyFailures(RuntimeError):
 
     All ranks raise the same error. The command line turns it into exit code 1 and one line. It prints no
     stack trace, because the cause is outside this program, and the message contains it. A training run writes
-    a checkpoint before it ends if `resumable`: if a resumed run plays these tasks again.
+    a checkpoint before it ends if `resumable`: if a resumed run plays these episodes again.
     """
 
     resumable = True
