@@ -32,6 +32,10 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def last_lines(run: Path) -> str:
+    return "".join(f"{path}:\n{path.read_text()[-2000:]}\n" for path in run.glob("attempts/latest/*.log"))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_replica_serves_until_the_trainer_has_left_and_serves_the_next_attempt_too(tmp_path: Path) -> None:
@@ -49,9 +53,12 @@ def test_a_replica_serves_until_the_trainer_has_left_and_serves_the_next_attempt
         for tasks in job.folder.glob("pids.0*"):  # Slurm sends it to all steps
             os.kill(int(tasks.read_text()), signal.SIGUSR1)
         wait_for(job.folder / "codes.0")
-        logs = "".join(f"{path}:\n{path.read_text()[-2000:]}\n" for path in run.glob("attempts/latest/*.log"))
+        ended = "the replica has ended: the run has ended"
+        deadline = time.monotonic() + 60  # the replica ends after the trainer
+        while ended not in (logs := last_lines(run)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         assert (job.folder / "codes.0").read_text() == "85\n", logs
-        assert "the replica has ended: the run has ended" in logs, "the signal must not end it"
+        assert ended in logs, "the signal must not end it"
         (job.folder / "go.0").touch()
         assert job.process.wait(400) == 0, logs + (job.folder / "job.out").read_text()
     assert json.loads((run / "exit.json").read_text()) == {"code": 0, "reason": "done"}
