@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
 CANNOT_WRITE = 120
-PATIENCE = 75.0  # seconds until then; longer than a save in progress gets, and shorter than deadlines.END
+PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
 
 
 @contextmanager

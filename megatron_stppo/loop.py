@@ -38,7 +38,7 @@ from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.update.turns import turns
 from megatron_stppo.validation import attempts
 
-SKIPPED = "step_{0} is not evaluated ({1}); `megatron-stppo evaluate --checkpoint step_{0}` does it"
+SKIPPED = "step_{0} is not evaluated ({1}); `megatron-stppo evaluate CONFIG --checkpoint step_{0}` does it"
 Assemble = Callable[[Config, bool], Rollouts]  # the flag: the run is resumed
 
 

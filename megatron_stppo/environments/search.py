@@ -34,7 +34,7 @@ STOP_STRINGS = ("</search>", "</answer>")
 CORRECTION = (
     "\n\nThat action is invalid. Write <search>query</search> or <answer>answer</answer>, then stop.\n\n"
 )
-PROBE_SECONDS = 0.2  # of a rank's probe, at the start of a run
+PROBE_SECONDS = 0.2  # that a slow server may take for the probe of each rank, at the start of a run
 CHARACTERS_PER_TOKEN = 8  # generous, so that usually the token limit of the rollout cuts an observation
 # The "<" of text that looks like one of this environment's tags. {0,3} keeps the scan linear on long runs of
 # spaces.

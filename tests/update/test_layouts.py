@@ -36,6 +36,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "one": ("qwen3", 1, {}, False),
     "tensor": ("qwen3", 2, {"tensor": 2}, False),
     "virtual": ("qwen3", 2, {"pipeline": 2, "virtual": 2}, False),
+    "virtual_both_ends": (
+        "qwen3",
+        2,
+        {"pipeline": 2, "virtual": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+        False,
+    ),
     "context": ("qwen3", 2, {"context": 2}, False),
     "tensor_sequence_pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2, "sequence": True}, False),
     "biases_tensor": ("qwen2", 2, {"tensor": 2}, False),
