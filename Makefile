@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-agents chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-avx2 test-agents chaos lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -64,8 +64,18 @@ lint: $(STAMP) ## run ruff, mypy, shellcheck and hadolint
 test: lint ## lint, then all tests; needs no network
 	$(PYTEST)
 
-test-all: lint ## test, with the longer matrix of layouts and families
+test-all: lint test-avx2 ## test, with the longer matrix of layouts and families; then as without AVX-512
 	$(PYTEST) -m "long or not long"
+
+# What torch, oneDNN and MKL choose by these variables, tests/avx2_machine/sitecustomize.py chooses for the rest.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AVX2 += PYTHONPATH=$(CURDIR)/tests/avx2_machine$${PYTHONPATH:+:$$PYTHONPATH}
+TESTS ?= tests
+
+test-avx2: $(STAMP) ## the tests as on a machine without AVX-512; TESTS=tests/rollout runs a part of them
+	rm -rf .venv/avx2 && mkdir .venv/avx2
+	$(BIN)/python -c 'import pathlib; from tests.csrc.throwaway import for_instruction_set as build; build("x86-64-v3", "avx2", pathlib.Path(".venv/avx2"))'
+	$(AVX2) $(PYTEST) $(TESTS)
 
 # Environments for agents of other packages, whose dependencies contradict each other and tools/lock-cpu.txt.
 # .venv-templates has the files of trl only: chat templates as models ship them. .venv-peft has peft without torch and

@@ -25,7 +25,7 @@ def older(request, tmp_path_factory):
         "512", "2"
     ):
         pytest.skip("this processor has no AVX2")
-    return for_instruction_set(request.param, tmp_path_factory.mktemp("older"))
+    return for_instruction_set(request.param, "older", tmp_path_factory.mktemp("older"))
 
 
 def run(monkeypatch, module, evaluate):

@@ -22,11 +22,10 @@ VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);")
 
 
-def for_instruction_set(march: str, folder: Path) -> ModuleType:
+def for_instruction_set(march: str, name: str, folder: Path) -> ModuleType:
     """Compile the CPU ops for one instruction set instead of clones for several."""
     flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
     sources = {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
-    name = f"for_{march.replace('-', '_')}"
     _build(name, sources, [], folder)
     return load(name, folder)
 

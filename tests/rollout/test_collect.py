@@ -187,7 +187,8 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_leave_no_names_of_shared_memo
 ) -> None:
     (first, memory, timeouts), (second, _, _) = run_ranks(observe_pair, 2, tiny_folder, timeout=240)
     assert timeouts == [TIMEOUT, TIMEOUT], "a tool may be waited for longer than torch's default"
-    assert memory and all(name.endswith(" (deleted)") for name in memory), "a killed run would leave it"
+    assert bool(memory) is torch.cpu._is_avx512_supported(), "vLLM's AVX2 build exchanges over gloo instead"
+    assert all(name.endswith(" (deleted)") for name in memory), "a killed run would leave it"
     assert first == second
     awaited, again, overlapped = first
     assert awaited == again

@@ -14,7 +14,8 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.launch.vllm_environment import check_cuda_functions
 
 # Runs in a process of its own, because the platform is chosen once per process. UnspecifiedPlatform is the
-# only platform of vLLM besides the CPU's that needs neither a driver nor compiled CUDA operations.
+# only platform of vLLM besides the CPU's that needs no driver. It would import a build of vLLM's operations
+# that needs AVX-512. The CPU's platform imports the build that fits the processor.
 IMPORTS = """
 import importlib, json, pkgutil
 import torch
@@ -31,8 +32,13 @@ def functions():
 
 before = functions()
 import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import UnspecifiedPlatform
-vllm.platforms._current_platform = UnspecifiedPlatform()
+
+class Platform(UnspecifiedPlatform):
+    import_kernels = CpuPlatform.import_kernels
+
+vllm.platforms._current_platform = Platform()
 import megatron_stppo.rollout
 for found in pkgutil.iter_modules(megatron_stppo.rollout.__path__):
     if found.name != "cpu_worker":  # imported on a CPU only, by vllm_setup
