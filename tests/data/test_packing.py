@@ -87,6 +87,12 @@ def test_microbatches_keep_the_budget_and_a_longer_trajectory_has_its_own() -> N
     assert split_by_budget([1, 3, 1, 3], [3, 2, 1, 0], 4) == [[3, 2], [1, 0]]
 
 
+def test_context_ranks_share_a_microbatch_so_its_budget_is_multiplied_by_their_number() -> None:
+    lengths, order = [3, 9, 2, 2], [0, 1, 2, 3]
+    assert microbatch_runs(lengths, order, PackingSpec(8)) == [[1], [0, 2, 3]]
+    assert microbatch_runs(lengths, order, PackingSpec(4, context_size=2)) == [[1], [0, 2, 3]]
+
+
 shapes = st.lists(
     st.tuples(
         st.integers(1, 6), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=3)

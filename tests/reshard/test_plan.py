@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.reshard.plan import PlanError, buckets, build_plan, lower_bound
+from megatron_stppo.reshard.plan import PlanError, RowCopy, buckets, build_plan, lower_bound
 from megatron_stppo.sharding.hf_names import FAMILIES
 from megatron_stppo.sharding.spans import hf_spans, row_widths, serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import PADDING, Span
@@ -175,6 +175,12 @@ def test_a_row_comes_from_its_own_rank_else_its_node_else_the_rank_that_sends_le
     assert build_plan({1: one_row, 9: one_row}, {8: one_row}, {"k": 1}).copies[0].source_rank == 9
 
 
+def test_what_a_rank_has_sent_is_counted_in_elements_and_not_in_rows():
+    held = {name: (Span(name, 0, 0, 1, 0),) for name in ("wide", "thin", "next")}
+    copies = build_plan({0: held, 1: held}, {8: held}, {"wide": 10, "thin": 1, "next": 1}).copies
+    assert [copy.source_rank for copy in copies] == [0, 1, 1]
+
+
 def test_tied_embedding_comes_from_the_first_stage_and_the_engine_has_no_head():
     shape = model_shape(tied=True)
     train, engine = training_layouts(shape, Layout(1, 2, 1)), serving_layouts(shape, 2, 1)
@@ -216,6 +222,26 @@ def test_buckets_hold_every_row_once_and_no_rank_exceeds_the_limit():
         return sorted((c.target_rank, c.target, c.target_offset + i) for c in copies for i in range(c.size))
 
     assert rows(c for group in groups for c in group) == rows(remote)
+
+
+def loads(sizes, limit):
+    """Return the bytes of each group by source. Rank 2 i sends sizes[i] rows of 1 byte to rank 2 i + 1."""
+    copies = [RowCopy(2 * i, "w", 0, 2 * i + 1, "w", 0, 0, size, "k") for i, size in enumerate(sizes)]
+    groups = buckets(copies, lambda copy: 1, limit)
+    return [
+        [sum(c.size for c in group if c.source_rank == 2 * i) for i in range(len(sizes))] for group in groups
+    ]
+
+
+def test_copies_of_all_pairs_are_spread_over_all_groups():
+    assert loads([16, 16], 8) == [[8, 8], [8, 8]]
+    assert loads([16, 4], 8) == [[8, 2], [8, 2]]
+
+
+def test_a_copy_is_split_into_eighths_of_the_limit_and_no_further():
+    copy = RowCopy(0, "w", 0, 1, "w", 0, 0, 40, "k")
+    assert [c.size for group in buckets([copy], lambda _: 1, 64) for c in group] == [8, 8, 8, 8, 8]
+    assert [len(group) for group in buckets([copy], lambda _: 1, 16)] == [8, 8, 4]
 
 
 def test_planning_a_32b_model_on_16_ranks_takes_well_under_a_second_and_moves_half_of_it():

@@ -10,7 +10,9 @@ from megatron_stppo.launch import process
 from tests.update.layouts import SETTINGS, batch
 
 
-def first_steps(model: str, algorithms: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any, Any]]:
+def first_steps(
+    model: str, algorithms: dict[str, dict[str, Any]], grad_clips: dict[str, float]
+) -> dict[str, tuple[Any, Any, Any]]:
     """Return {name: (numbers, gradient passed to Adam, change of the weights)}, as flat float64 lists."""
     process.prepare(engine=False)
     import torch
@@ -24,14 +26,22 @@ def first_steps(model: str, algorithms: dict[str, dict[str, Any]]) -> dict[str, 
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 
-    def config_of(algorithm: dict[str, Any]) -> Config:
-        update = {"actor": SETTINGS | {"distributed": False, "weight_decay": 0.0}}
+    def config_of(algorithm: dict[str, Any], grad_clip: float) -> Config:
+        settings = {"distributed": False, "weight_decay": 0.0, "grad_clip": grad_clip}
+        update = {"actor": SETTINGS | settings}
         return Config.model_validate({"model": {"path": model}, "update": update, "algorithm": algorithm})
 
-    mesh, shape, chosen = groups.initialize(config_of({}).parallel), read_shape(Path(model)), list(range(8))
+    mesh, shape, chosen = (
+        groups.initialize(config_of({}, 1.0).parallel),
+        read_shape(Path(model)),
+        list(range(8)),
+    )
     found = {}
     for name, algorithm in algorithms.items():
-        config = config_of({"entropy_coefficient": 0, "kl_coefficient": 0} | algorithm)
+        config = config_of(
+            {"entropy_coefficient": 0, "kl_coefficient": 0} | algorithm,
+            grad_clips.get(name, SETTINGS["grad_clip"]),
+        )
         actor, a = build.trainer("actor", shape, config, mesh, torch.float32), config.algorithm
         head, packer = (
             PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments),

@@ -29,7 +29,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "open_loop": {"preset": "turn_ppo", "rate": "open_loop", "rate_profile": [0.25]},
     "both": {**HALVED, "rate": "open_loop", "rate_profile": [0.25]},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
+    "short": {"preset": "turn_ppo"},
 }
+GRAD_CLIPS = {"short": 0.5}  # the others: no clipping by norm
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,17 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     """Return {name: (numbers, gradient, change of the weights)}."""
     folder = tmp_path_factory.mktemp("model") / "hf"
     layouts.write_model(folder, num_hidden_layers=1)
-    (found,) = run_ranks(applied.first_steps, 1, str(folder), ALGORITHMS)
+    (found,) = run_ranks(applied.first_steps, 1, str(folder), ALGORITHMS, GRAD_CLIPS)
     return {name: (numbers, torch.tensor(g), torch.tensor(d)) for name, (numbers, g, d) in found.items()}
+
+
+def test_a_gradient_longer_than_grad_clip_is_shortened_to_it(steps: Any) -> None:
+    (plain, gradient, _), (numbers, shortened, _) = steps["turn_ppo"], steps["short"]
+    norm = float(gradient.norm())
+    assert norm > 0.5 and numbers["actor/gradient_norm"] == plain["actor/gradient_norm"] == pytest.approx(
+        norm
+    )
+    torch.testing.assert_close(shortened, gradient * 0.5 / norm, rtol=1e-5, atol=1e-9)
 
 
 def test_applied_to_the_step_the_scale_shortens_the_step_and_not_the_gradient(steps: Any) -> None:
