@@ -67,14 +67,18 @@ test: lint ## lint, then all tests; needs no network
 test-all: lint test-avx2 ## test, with the longer matrix of layouts and families; then as without AVX-512
 	$(PYTEST) -m "long or not long"
 
-# What torch, oneDNN and MKL choose by these variables, tests/avx2_machine/sitecustomize.py chooses for the rest.
-AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-AVX2 += PYTHONPATH=$(CURDIR)/tests/avx2_machine$${PYTHONPATH:+:$$PYTHONPATH}
+# What torch, oneDNN and MKL choose by these variables, tests/avx2_machine.py chooses for the rest. A .pth file lets
+# Python import it in every process, also where a test changes PYTHONPATH.
+AVX2 := STPPO_AVX2=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 TESTS ?= tests
 
 test-avx2: $(STAMP) ## the tests as on a machine without AVX-512; TESTS=tests/rollout runs a part of them
 	rm -rf .venv/avx2 && mkdir .venv/avx2
 	$(BIN)/python -c 'import pathlib; from tests.csrc.throwaway import for_instruction_set as build; build("x86-64-v3", "avx2", pathlib.Path(".venv/avx2"))'
+	for folder in .venv/lib/python3*/site-packages; do \
+		ln -sf $(CURDIR)/tests/avx2_machine.py $$folder/; \
+		echo 'import os; os.environ.get("STPPO_AVX2") and __import__("avx2_machine")' > $$folder/avx2_machine.pth; \
+	done
 	$(AVX2) $(PYTEST) $(TESTS)
 
 # Environments for agents of other packages, whose dependencies contradict each other and tools/lock-cpu.txt.

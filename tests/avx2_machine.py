@@ -1,8 +1,7 @@
 """Makes a Python process choose code as on a machine with AVX2 and without AVX-512, on any x86-64 machine.
 
-`make test-avx2` puts this folder on PYTHONPATH, so that Python imports this file when it starts. torch,
-oneDNN and MKL read environment variables that the Makefile sets. The rest is done here, when a module is
-imported:
+`make test-avx2` lets Python import this file when it starts, in every process that has its environment
+variables. torch, oneDNN and MKL read some of them. The rest is done here, when a module is imported:
 - `torch.cpu` says that the processor has neither AVX-512 nor AMX, so vLLM takes its AVX2 build.
 - vLLM's builds for AVX-512 end the process with SIGILL, as their first instruction would.
 - `megatron_stppo._csrc` is the build for x86-64-v3 in .venv/avx2.
@@ -20,7 +19,7 @@ from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 
-BUILD = next(Path(__file__).parents[2].glob(".venv/avx2/*/_csrc.*.so"), None)
+BUILD = next(Path(__file__).resolve().parents[1].glob(".venv/avx2/*/_csrc.*.so"), None)
 AVX512 = ("vllm._C", "vllm._C_AVX512")
 MISSING = (
     "_is_avx512_supported",
