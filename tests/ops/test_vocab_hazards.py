@@ -199,14 +199,20 @@ def test_every_row_has_its_own_temperature(dtype):
 
 
 @pytest.mark.parametrize("columns", [301, 1024])
-def test_a_bfloat16_gradient_is_the_float32_one_rounded_to_nearest_even(columns):
+def test_a_bfloat16_gradient_is_the_float32_one_rounded_to_nearest(columns):
     logits, target = rows(20, columns)
     logits = logits.bfloat16()
     shard = Shard(target, 0.5 + uniform(20), 0, columns, -100)
     merged = merge_shards(local_statistics(logits, shard)[None], shard)
     cotangents = [normal(20, seed=i) for i in range(3)]
     narrow, wide = (write_gradient(x, shard, merged, cotangents, x.clone()) for x in (logits, logits.float()))
-    assert narrow.dtype == torch.bfloat16 and narrow.equal(wide.bfloat16())
+    # bfloat16 is the upper half of float32; the CPU kernel rounds a tie away from 0, the others to even
+    away = (wide.view(torch.int32) + 0x8000).bitwise_right_shift(16).to(torch.int16).view(torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16 and (narrow.eq(wide.bfloat16()) | narrow.eq(away)).all()
+    # without cotangents of entropy and sum p^2 the CPU kernel's exponentials have an error of 1.1e-4
+    cotangents = [cotangents[0], None, None]
+    narrow, wide = (write_gradient(x, shard, merged, cotangents, x.clone()) for x in (logits, logits.float()))
+    torch.testing.assert_close(narrow.float(), wide, rtol=2**-8 + 1.2e-4, atol=1e-37)
 
 
 def test_rows_beyond_2_to_the_31_elements_are_addressed_correctly(device):

@@ -99,6 +99,31 @@ def test_entropy_gradient_is_not_corrupted_by_the_logprob_gradient():
     assert logits.detach().equal(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_equal_the_reference_wherever_their_largest_logits_are(dtype):
+    logits, _ = rows(4, 6001)  # an odd number: two bfloat16 make a word, and the last column is alone
+    step = torch.arange(6001) // 1500
+    logits += torch.stack([0 * step, 7 * step, 30 * step, -30 * step])
+    logits[1:3, :2500] = -INF
+    logits = logits.to(dtype).requires_grad_()
+    target, ones = torch.tensor([0, 4000, 6000, 6000]), [torch.ones(4)] * 3
+    outputs = ops.vocab_logprob(logits, target)
+    expected = reference(logits.clamp(min=-1e30), target)  # its entropy would be NaN, as 0 times -inf
+    for output, value in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output.double(), value, rtol=1e-5, atol=3e-6)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-5}
+    exact = gradients(expected, logits, ones)
+    torch.testing.assert_close(gradients(outputs, logits, ones), exact, **tolerance)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])
+def test_a_nan_cotangent_gives_a_nan_gradient_in_bfloat16_whatever_its_bits(bits):
+    logits = torch.zeros(1, 3, dtype=torch.bfloat16, requires_grad=True)
+    logprob = ops.vocab_logprob(logits, torch.tensor([1]))[0]
+    cotangent = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert torch.autograd.grad(logprob, logits, cotangent)[0].isnan().all()
+
+
 @pytest.mark.parametrize("level", [1e4, -1e4])
 def test_large_common_offset_changes_nothing(level):
     logits, target = rows(6, 50)
