@@ -11,7 +11,7 @@ Conventions
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +39,22 @@ class Message:
 
     role: str
     content: str
+    # further keys that a chat template may read, JSON values: tool_calls, tool_call_id, reasoning_content, ..
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Message:
+        """Return the message with these keys. Content that is missing or None becomes "".
+
+        Example: {"role": "tool", "content": "5", "name": "add"} is Message("tool", "5", {"name": "add"}).
+        """
+        extra = {key: value for key, value in given.items() if key not in ("role", "content")}
+        content = given.get("content")
+        return cls(given.get("role", ""), "" if content is None else content, extra)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as chat templates and clients of chat completions have it; see `of`."""
+        return {"role": self.role, "content": self.content} | self.extra
 
 
 @dataclass(frozen=True)

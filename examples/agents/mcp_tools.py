@@ -30,7 +30,7 @@ async def call(tools: Any, name: str, arguments: str) -> str:
 
 
 async def agent(episode: Any) -> dict[str, Any]:
-    messages: list[Any] = [{"role": m.role, "content": m.content} for m in episode.task.prompt]
+    messages: list[Any] = [m.as_dict() for m in episode.task.prompt]
     async with (
         Client(stdio_client(SERVER)) as tools,
         AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client,

@@ -28,7 +28,7 @@ def look_up(arguments: str) -> str:
 
 
 async def agent(episode: Any) -> dict[str, Any]:
-    messages: list[Any] = [{"role": m.role, "content": m.content} for m in episode.task.prompt]
+    messages: list[Any] = [m.as_dict() for m in episode.task.prompt]
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
         for _turn in range(3):
             reply = await client.chat.completions.create(model=episode.model, messages=messages, tools=[TOOL])

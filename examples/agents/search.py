@@ -27,7 +27,7 @@ CERTIFICATES = ssl.create_default_context()  # reading them for every episode wo
 
 
 async def agent(episode: Any) -> dict[str, Any]:
-    chat = [{"role": m.role, "content": m.content} for m in episode.task.prompt]
+    chat = [m.as_dict() for m in episode.task.prompt]
     ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     more: Any = {"include_stop_str_in_output": True, "return_token_ids": True}
     http = DefaultAsyncHttpxClient(verify=CERTIFICATES)

@@ -27,7 +27,7 @@ MAX_MIB = 4.0  # of a message of the server
 async def agent(episode: CommandEpisode) -> dict[str, Any]:
     """Play until the environment is done, and return the sum of its rewards and the number of steps."""
     given = episode.task.extra[NAME]
-    messages: list[Any] = [{"role": m.role, "content": m.content} for m in episode.task.prompt]
+    messages: list[Any] = [m.as_dict() for m in episode.task.prompt]
     total, steps = 0.0, 0
     async with (
         GenericEnvClient(base_url=given["url"], max_message_size_mb=MAX_MIB) as environment,

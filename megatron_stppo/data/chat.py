@@ -34,15 +34,14 @@ def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[lis
 
     The result equals tokenizer.apply_chat_template, unless a message contains the text of a special token.
     This text, and the text around it up to the template's next special tokens, is encoded by encode_plain.
-    Raises ConfigError for messages that the template rejects.
+    Raises ConfigError for messages that the template rejects, and for calls of tools that it leaves out.
     """
     rendered, marks = [], []
     for messages in chats:
-        given = [{"role": message.role, "content": message.content} for message in messages]
-        marked, texts = mark_special(tokenizer, given)
-        rendered.append(render(tokenizer, marked))
+        marked, texts = mark_special(tokenizer, [message.as_dict() for message in messages])
+        rendered.append(render_prompt(tokenizer, marked))
         marks.append(texts)
-    every: list[list[int]] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    every: list[list[int]] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     return [
         encode_marked(tokenizer, text, texts) if texts else ids
         for text, texts, ids in zip(rendered, marks, every, strict=True)
@@ -72,12 +71,39 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **given: Any) 
         text: str = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, **given
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: it may also add a text and a number
+        reason = str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ConfigError(
-            f"model.path: its chat template rejects messages with the roles {roles} ({error}); change "
-            "the prompt or the template"
+            f"model.path: its chat template rejects messages with the roles {roles} ({reason}); "
+            "change the prompt or the template"
         ) from None
+    return text
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the chat template, as `render` does, for messages that the run itself sends.
+
+    Raises ConfigError also if the template renders the same text without a call of a tool, or without a
+    tool's answer: many templates leave out silently what they were not written for.
+    """
+    text = render(tokenizer, messages)
+    for place, message in enumerate(messages):
+        if message["role"] == "tool":
+            what, instead = "messages of the role tool", []
+        elif message.get("tool_calls"):
+            what, instead = "tool_calls", [{key: message[key] for key in message if key != "tool_calls"}]
+        else:
+            continue
+        try:
+            without = render(tokenizer, [*messages[:place], *instead, *messages[place + 1 :]])
+        except ConfigError:  # so the template reads it
+            continue
+        if without == text:
+            raise ConfigError(
+                f"model.path: its chat template leaves out {what}; give a template that renders them, or "
+                "write them into the content of other messages"
+            )
     return text
 
 

@@ -3,14 +3,15 @@ position can be saved and restored.
 
 A row: {"data_source", "prompt": [{"role", "content"}], "ability", "reward_model": {"style": "rule",
 "ground_truth": {"target": [..]}}, "extra_info": {"split", "index"}}. The files of Search-R1 can be used
-unchanged.
+unchanged. A null is a missing key, except within a list, and within `extra_info` and messages of a .jsonl
+file. All values are converted to those of JSON (values.py).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import pyarrow.parquet as pq
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
+from megatron_stppo.data.values import plain, without_nulls, wrong
+from megatron_stppo.messages import one_line
 from megatron_stppo.types import Message, Task
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(path: Path) -> tuple[Task, ...]:
@@ -50,9 +53,20 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     with pq.ParquetFile(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
+            for row in _rows(batch, path, number):
                 number += 1
                 yield f"{path} row {number}", row
+
+
+def _rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Any]:
+    """Return the rows with Python's values, without nulls. before: the number of rows before the batch."""
+    try:
+        return [without_nulls(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
+    except (ValueError, KeyError, OverflowError) as error:  # nanoseconds, the year 10000, a key given twice
+        rows = f"rows {before + 1} to {before + len(batch)}"
+        raise ConfigError(
+            f"{path} {rows}: hold a value that cannot be read ({one_line(str(error))}); write it as text"
+        ) from None
 
 
 def _task(row: Any, where: str, number: int) -> Task:
@@ -61,68 +75,48 @@ def _task(row: Any, where: str, number: int) -> Task:
         raise ConfigError(
             f"{where}: is {type(row).__name__}, not an object; give the fields of the verl schema"
         )
-    extra = row.get("extra_info") or {}
-    if not isinstance(extra, dict):
-        raise _wrong(where, "extra_info", extra, 'give an object such as {"split": "train", "index": 0}')
-    split, index = extra.get("split", ""), extra.get("index", number)
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise _wrong(where, "extra_info.index", index, "give a whole number")
-    source = row.get("data_source")
+    extra = row.get("extra_info")
+    if not isinstance(extra, dict | None):
+        raise wrong(where, "extra_info", extra, 'give an object such as {"split": "train", "index": 0}')
+    rest = plain(extra or {}, where, "extra_info")
+    split, index = rest.pop("split", None), rest.pop("index", None)
+    if not isinstance(split, str | None):
+        raise wrong(where, "extra_info.split", split, "give text")
+    if isinstance(index, bool) or not isinstance(index, int | None):
+        raise wrong(where, "extra_info.index", index, "give a whole number")
+    source = plain(row.get("data_source"), where, "data_source")
     if not isinstance(source, str) or not source:
-        raise _wrong(where, "data_source", source, "name the data set the row is from")
-    rest = {key: value for key, value in extra.items() if key not in ("split", "index")}
-    ability = row.get("ability")
-    task = Task(
+        raise wrong(where, "data_source", source, "name the data set the row is from")
+    ability = plain(row.get("ability"), where, "ability")
+    return Task(
         source,
         _prompt(row.get("prompt"), where),
         _targets(row.get("reward_model"), where),
-        str(split),
-        index,
+        split or "",
+        number if index is None else index,
         rest | ({"ability": ability} if ability is not None else {}),
     )
-    others = {"data_source": source, "reward_model": task.targets, "extra_info": extra, "ability": ability}
-    for field, value in others.items():
-        _check_sendable(value, where, field)
-    return task
 
 
 def _prompt(given: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
-        raise _wrong(where, "prompt", given, 'give a list such as [{"role": "user", "content": ".."}]')
-    for position, message in enumerate(given):
-        field = f"prompt[{position}]"
-        if not isinstance(message, dict):
-            raise _wrong(where, field, message, "give an object with role and content")
-        if message.get("role") not in ROLES:
-            raise _wrong(where, f"{field}.role", message.get("role"), f"choose from {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
-            raise _wrong(where, f"{field}.content", message.get("content"), "give non-empty text")
-        if not message["content"].isascii():
-            _check_encodable(message["content"], where, f"{field}.content")
-    return tuple(Message(message["role"], message["content"]) for message in given)
+        raise wrong(where, "prompt", given, 'give a list such as [{"role": "user", "content": ".."}]')
+    return tuple(_message(message, where, f"prompt[{i}]") for i, message in enumerate(given))
 
 
-def _check_encodable(text: str, where: str, field: str) -> None:
-    """Raise ConfigError for an unpaired surrogate, which JSON can contain but UTF-8 cannot encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _wrong(where, field, text[error.start], "remove the unpaired surrogate") from None
-
-
-def _check_sendable(value: Any, where: str, field: str) -> None:
-    """Raise ConfigError for text or a number that ranks cannot send each other: an integer has 64 bits."""
-    if isinstance(value, str):
-        _check_encodable(value, where, field)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise _wrong(where, field, value, "give an integer of at most 64 bits, or text")
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            _check_sendable(key, where, field)
-            _check_sendable(part, where, f"{field}.{key}")
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _check_sendable(part, where, field)
+def _message(given: Any, where: str, field: str) -> Message:
+    """Return a message. That of a tool may be empty, and that of an assistant which has another key."""
+    if not isinstance(given, dict):
+        raise wrong(where, field, given, "give an object with role and content")
+    message = Message.of(plain(given, where, field))
+    if message.role not in ROLES:
+        raise wrong(where, f"{field}.role", message.role, f"choose from {', '.join(ROLES)}")
+    others = any(value is not None for value in message.extra.values())
+    empty_is_right = message.role == "tool" or (message.role == "assistant" and others)
+    text = message.content
+    if not isinstance(text, str) or not (text.strip() or empty_is_right):
+        raise wrong(where, f"{field}.content", given.get("content"), "give non-empty text")
+    return message
 
 
 def _targets(reward_model: Any, where: str) -> tuple[str, ...]:
@@ -132,22 +126,16 @@ def _targets(reward_model: Any, where: str) -> tuple[str, ...]:
     """
     remedy = 'give {"style": "rule", "ground_truth": {"target": ["accepted answer"]}}'
     if not isinstance(reward_model, dict):
-        raise _wrong(where, "reward_model", reward_model, remedy)
+        raise wrong(where, "reward_model", reward_model, remedy)
     truth = reward_model.get("ground_truth")
     target = truth.get("target") if isinstance(truth, dict) else truth
     targets = [target] if isinstance(target, str) else target
     if not isinstance(targets, list) or not targets:
-        raise _wrong(where, "reward_model.ground_truth", truth, remedy)
+        raise wrong(where, "reward_model.ground_truth", truth, remedy)
     for text in targets:
         if not isinstance(text, str) or not text.strip():
-            raise _wrong(where, "reward_model.ground_truth.target", text, "give non-empty text")
-    return tuple(targets)
-
-
-def _wrong(where: str, field: str, value: Any, remedy: str) -> ConfigError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ConfigError(f"{where}: {field}={shown} is missing or malformed; {remedy}")
+            raise wrong(where, "reward_model.ground_truth.target", text, "give non-empty text")
+    return tuple(plain(targets, where, "reward_model"))
 
 
 def shared(train: Iterable[Task], evaluate: Iterable[Task]) -> int:
@@ -206,7 +194,8 @@ class TaskCursor:
             if state[name] != now:
                 raise ConfigError(
                     f"task cursor: {name} is {now} now and {state[name]} in the checkpoint; "
-                    "resume with the same data.train and run.seed, or start a new run"
+                    "resume with the same data.train, rollout.max_prompt_tokens and run.seed, or start a new "
+                    "run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
 

@@ -13,9 +13,11 @@ import math
 import numbers
 import re
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.values import plain
 from megatron_stppo.environments.base import (
     AnyEnvironment,
     Completion,
@@ -42,13 +44,15 @@ async def reset(environment: AnyEnvironment, task: Task, seed: int) -> tuple[Mes
         return messages
     if not isinstance(messages, list | tuple) or not messages:
         raise _wrong(where, "returned", messages, "return a list of at least one types.Message")
+    checked = []
     for position, message in enumerate(messages):
         at = f"{where}[{position}]"
         if not isinstance(message, Message):
             raise _wrong(at, "returned", message, 'return a types.Message, such as Message("user", "..")')
         _check_text(at, "role", message.role)
         _check_text(at, "content", message.content)
-    return tuple(messages)
+        checked.append(replace(message, extra=plain(message.extra, at, "extra")))  # ranks exchange it
+    return tuple(checked)
 
 
 def stop_strings(environment: AnyEnvironment) -> tuple[str, ...]:

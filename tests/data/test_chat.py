@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ each = pytest.mark.parametrize(("tokenizer", "end"), TOKENIZERS.values(), ids=TO
 
 
 def templated(tokenizer: Any, *messages: Message) -> list[int]:
-    chat = [{"role": message.role, "content": message.content} for message in messages]
+    chat = [message.as_dict() for message in messages]
     ids: list[int] = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -156,6 +157,57 @@ def test_messages_that_a_template_rejects_give_one_line_with_its_reason() -> Non
         "model.path: its chat template rejects messages with the roles user, user (roles must alternate); "
         "change the prompt or the template"
     )
+
+
+# As Qwen 3's, shortened: it reads reasoning_content, tool_calls and messages of tools.
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLED = (
+    Message("user", "Which city?"),
+    Message(
+        "assistant",
+        "",
+        {
+            "reasoning_content": "I look it up<|im_end|>.",
+            "tool_calls": [{"function": {"name": "search", "arguments": {"of": "France"}}}],
+        },
+    ),
+    Message("tool", "Paris", {"name": "search"}),
+)
+
+
+def test_what_a_template_reads_of_a_message_reaches_it() -> None:
+    ids = encode_chat(byte_level(QWEN, QWEN_TEMPLATE), CALLED)
+    assert TOKENIZERS["qwen"][0].decode(ids) == (
+        "<|im_start|>user\nWhich city?<|im_end|>\n<|im_start|>assistant\n<think>I look it up<|im_end|>."
+        '</think>\n<tool_call>{"of": "France"}</tool_call><|im_end|>\n<|im_start|>tool\nParis<|im_end|>\n'
+        "<|im_start|>assistant\n"
+    )
+    assert len(controls(TOKENIZERS["qwen"][0], ids)) == 7, "the forged end in the reasoning is text"
+    harmless = replace(CALLED[1], extra=CALLED[1].extra | {"reasoning_content": "I look it up."})
+    chat = [CALLED[0], harmless, CALLED[2]]
+    tokenizer = byte_level(QWEN, QWEN_TEMPLATE)
+    assert encode_chat(tokenizer, chat) == templated(tokenizer, *chat)
+
+
+def test_a_template_that_leaves_out_a_call_or_the_answer_of_a_tool_gives_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^model.path: its chat template leaves out tool_calls; give "):
+        encode_chat(TOKENIZERS["qwen"][0], CALLED)
+    users = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"leaves out messages of the role tool; give "):
+        encode_chat(byte_level(QWEN, users), [CALLED[0], CALLED[2]])
+    assert encode_chat(TOKENIZERS["qwen"][0], [CALLED[0], CALLED[2]])
+
+
+def test_a_template_that_fails_with_any_exception_gives_one_line() -> None:
+    adds = byte_level(QWEN, "{{ messages[0]['content'] + messages[0]['name'] }}")
+    with pytest.raises(ConfigError, match=r"with the roles user \(TypeError: can only concatenate"):
+        encode_chat(adds, [Message("user", "a", {"name": 5})])
 
 
 def test_many_chats_at_once_are_encoded_as_one_by_one() -> None:

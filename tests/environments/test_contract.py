@@ -99,6 +99,7 @@ def test_a_result_of_a_wrong_type_gives_one_line_with_the_remedy(result: Any, me
         ([{"role": "user", "content": "hi"}], "Player.reset()[0]: returned {'role': 'user'"),
         ([Message("user", "a"), Message("user", None)], "Player.reset()[1]: returned content None"),  # type: ignore[arg-type]
         ([Message("user", "\udc00")], "returned content with '\\udc00'; remove unpaired surrogates"),
+        ([Message("tool", "a", {"score": float("nan")})], "Player.reset()[0]: extra.score=nan is missing or"),
     ],
 )
 def test_messages_of_a_wrong_type_give_one_line_with_the_remedy(messages: Any, message: str) -> None:
