@@ -6,8 +6,9 @@ It is for `environment.command`, in a Python environment that has the agent's pa
       kind: agent
       command: [.venv-agents/bin/python, -m, megatron_stppo.adapters.command, "my_agent:agent"]
 
-The function gets the same fields as with `environment.agent`, read from the environment variables, and the
-last line of the output is what it returns. If it raises an exception, the exit status is 1.
+The function gets the same fields as with `environment.agent`, read from the standard input (the task) and
+from environment variables, and the last line of the output is what it returns. If it raises an exception, the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class CommandEpisode:
     seed: int
 
 
-def episode_of(variables: Mapping[str, str]) -> CommandEpisode:
-    """Return the episode that the variables of a command describe.
+def episode_of(variables: Mapping[str, str], given: str) -> CommandEpisode:
+    """Return the episode that the variables and the input of a command describe.
 
-    Example: in a command, episode_of(os.environ). Raises KeyError if one of the five variables is missing.
+    given: the task as JSON. Example: in a command, episode_of(os.environ, sys.stdin.read()). Raises KeyError
+    if one of the four variables is missing.
     """
-    task = json.loads(variables["MEGATRON_STPPO_TASK"])
-    prompt = tuple(Message(**message) for message in task["prompt"])
+    task = json.loads(given)
+    prompt = tuple(map(Message.of, task["prompt"]))
     return CommandEpisode(
         task=Task(**task | {"prompt": prompt, "targets": tuple(task["targets"])}),
         base_url=variables["OPENAI_BASE_URL"],
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("give one argument, MODULE:FUNCTION")
     module, _, name = arguments[0].partition(":")
     agent = getattr(importlib.import_module(module), name)
-    result = asyncio.run(agent(episode_of(os.environ)))
+    result = asyncio.run(agent(episode_of(os.environ, sys.stdin.read())))
     print(f"\n{json.dumps(result)}", flush=True)
 
 

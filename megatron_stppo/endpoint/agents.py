@@ -18,6 +18,7 @@ from megatron_stppo.environments.base import StepResult
 from megatron_stppo.messages import one_line
 from megatron_stppo.types import Outcome, Task
 
+MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 KiB
 # The variables that a command gets from the run, besides those of environment.command_variables.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
 MAX_OUTPUT = 2**16  # bytes of a command's output that are kept, the last ones
@@ -87,25 +88,31 @@ class CommandFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Command:
-    """An agent that is a program: one process per episode, in a session of its own, without a shell."""
+    """An agent that is a program: one process per episode, in a session of its own, without a shell.
+
+    It reads its task from the standard input.
+    """
 
     command: Sequence[str]
     variables: Sequence[str]
 
     async def __call__(self, episode: AgentEpisode) -> Any:
+        task = as_json(episode.task)
         process = await asyncio.create_subprocess_exec(
             *self.command,
-            env=self._environment(episode),
-            stdin=asyncio.subprocess.DEVNULL,
+            env=self._environment(episode, task),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        feeding = asyncio.ensure_future(_feed(process.stdin, task.encode()))
         try:
             out, err = await asyncio.gather(_last(process.stdout), _last(process.stderr))
             status = await process.wait()
         finally:
+            feeding.cancel()  # a program need not read its task
             with suppress(ProcessLookupError):  # also its children, if the episode is cancelled
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -115,15 +122,32 @@ class _Command:
         lines = out.decode("utf-8", "replace").strip().splitlines()
         return _parsed(lines[-1] if lines else "")
 
-    def _environment(self, episode: AgentEpisode) -> dict[str, str]:
+    def _environment(self, episode: AgentEpisode, task: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in (*INHERITED, *self.variables) if name in os.environ}
-        return kept | {
-            "OPENAI_BASE_URL": episode.base_url,
-            "OPENAI_API_KEY": episode.api_key,
-            "MEGATRON_STPPO_MODEL": episode.model,
-            "MEGATRON_STPPO_SEED": str(episode.seed),
-            "MEGATRON_STPPO_TASK": json.dumps(asdict(episode.task)),
-        }
+        small = {"MEGATRON_STPPO_TASK": task} if len(task) <= MOST_IN_VARIABLE else {}
+        return (
+            kept
+            | small
+            | {
+                "OPENAI_BASE_URL": episode.base_url,
+                "OPENAI_API_KEY": episode.api_key,
+                "MEGATRON_STPPO_MODEL": episode.model,
+                "MEGATRON_STPPO_SEED": str(episode.seed),
+            }
+        )
+
+
+def as_json(task: Task) -> str:
+    """Return a task as a command gets it: one line of ASCII. A message has its keys as in the data."""
+    return json.dumps(asdict(task) | {"prompt": [message.as_dict() for message in task.prompt]})
+
+
+async def _feed(stream: asyncio.StreamWriter, text: bytes) -> None:
+    """Write the text and close the stream. A program that ends before it has read everything is no error."""
+    with suppress(ConnectionError):
+        stream.write(text)
+        await stream.drain()
+    stream.close()
 
 
 async def _last(stream: asyncio.StreamReader) -> bytes:

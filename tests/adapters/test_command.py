@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_stppo.adapters.command import CommandEpisode, episode_of
+from megatron_stppo.endpoint.agents import as_json
 from megatron_stppo.types import Message, Task
 
 ROOT = Path(__file__).parents[2]
-TASK = Task("capitals", (Message("user", "France?"),), ("Paris",), "train", 3, {"level": 2})
+PROMPT = (Message("user", "France?"), Message("tool", "Paris", {"name": "look_up"}))
+TASK = Task("capitals", PROMPT, ("Paris",), "train", 3, {"level": 2})
 VARIABLES = {
     "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
     "OPENAI_API_KEY": "k-1",
-    "MEGATRON_STPPO_TASK": json.dumps(asdict(TASK)),
     "MEGATRON_STPPO_MODEL": "tiny",
     "MEGATRON_STPPO_SEED": "7",
 }
@@ -34,15 +34,16 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     (folder / "my_agent.py").write_text(AGENT)
     return subprocess.run(
         [sys.executable, "-S", "-m", "megatron_stppo.adapters.command", *arguments],
+        input=as_json(TASK),
         env=VARIABLES | {"PYTHONPATH": f"{ROOT}:{folder}"} | variables,
         capture_output=True,
         text=True,
     )
 
 
-def test_an_episode_survives_the_variables_of_a_command() -> None:
+def test_an_episode_survives_the_variables_and_the_input_of_a_command() -> None:
     expected = CommandEpisode(TASK, "http://127.0.0.1:1/v1", "k-1", "tiny", 7)
-    assert episode_of(VARIABLES) == expected
+    assert episode_of(VARIABLES, as_json(TASK)) == expected
 
 
 def test_the_last_line_is_the_result_and_the_key_is_not_in_it(tmp_path: Path) -> None:

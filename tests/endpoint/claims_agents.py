@@ -317,8 +317,8 @@ def test_a_result_of_the_wrong_kind_ends_the_run_with_one_line(world: World) -> 
 
 
 COMMAND = """
-import json, os, urllib.request
-task = json.loads(os.environ["MEGATRON_STPPO_TASK"])
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
 {extra}
 body = json.dumps({{"messages": [{{"role": "user", "content": str(task["index"])}}]}}).encode()
 request = urllib.request.Request(
@@ -345,6 +345,22 @@ def test_a_command_is_an_agent_with_an_allow_listed_environment(world: World) ->
     assert "PLANTED_SECRET" not in names and not [name for name in names if "TOKEN" in name]
     (number,) = world.play(command("1.5"))
     assert (number.outcome, number.reward) == ("ok", 1.5)
+
+
+def test_a_command_reads_a_task_of_any_size_or_does_not_read_it(world: World) -> None:
+    """Linux limits one variable to 128 KiB, and a pipe that nobody reads holds 64 KiB."""
+    (given,) = world.tasks
+    world.tasks = [replace(given, extra={"image": "iVBOR" * 100_000})]
+    there, size = 'str("MEGATRON_STPPO_TASK" in os.environ)', 'len(task["extra"]["image"])'
+    (read,) = world.play(command(f'json.dumps({{"reward": {size}, "detail": {there}}})'))
+    assert (read.outcome, read.reward, read.detail) == ("ok", 500_000.0, "False")
+    program = COMMAND.format(extra="", result="2").replace("json.load(sys.stdin)", '{"index": 0}')
+    agent = open_agent(EnvironmentConfig(kind="agent", command=[sys.executable, "-c", program]))
+    (unread,) = world.play(agent)
+    assert (unread.outcome, unread.reward) == ("ok", 2.0)
+    world.tasks = [given]
+    (small,) = world.play(command(f'json.dumps({{"reward": 1, "detail": {there}}})'))
+    assert small.detail == "True", "for agents that were written for the variable"
 
 
 def test_a_command_that_fails_hangs_or_prints_no_result_is_an_outcome(world: World) -> None:
