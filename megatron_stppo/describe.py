@@ -41,7 +41,7 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
     """
     histories = [t for t in trajectories if t.turns]
     played = [t for t in histories if t.branch == 0]
-    counted = outcomes([t for t in trajectories if t.branch == 0])
+    counted = outcomes([t for t in trajectories if t.branch == 0 and not t.overlong_prompt])
     turns = [turn for t in histories for turn in t.turns]
     lengths = sorted(_response_tokens(histories)) or [0]
     staleness = [version - t.policy_version for t in histories] or [0]

@@ -28,6 +28,7 @@ from megatron_stppo.resilience.faults import EngineLost, Requeue, ToolsStayAway,
 from megatron_stppo.resilience.guard import UpdateGuard
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.failures import warn
+from megatron_stppo.rollout.playable import Playable, playable
 from megatron_stppo.rollouts import Rollouts
 from megatron_stppo.stages import distribute, score, update
 from megatron_stppo.telemetry import console
@@ -113,6 +114,7 @@ class _Training:
     guard: UpdateGuard
     observer: Observer
     log: TrajectoryLog
+    held: Playable | None  # the held-out tasks, if they are evaluated during training
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
 
     @classmethod
@@ -121,6 +123,7 @@ class _Training:
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
         reporting = reporters(config, rank)  # a port that is in use fails before anything is built
         reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
         rollouts = assemble(config, resume)
         learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
@@ -133,7 +136,7 @@ class _Training:
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
             rollouts.publish(version=first)
-        return cls(rollouts, saver, guard, observer, log, first)
+        return cls(rollouts, saver, guard, observer, log, held, first)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
@@ -145,8 +148,9 @@ class _Training:
     def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
         with self.observer.phase("evaluate"), self.leaving(done, row):
+            assert self.held is not None, "evaluations are due only with run.evaluate_every"
             try:
-                return held_out(self.rollouts)
+                return held_out(self.rollouts, self.held)
             except TooManyFailures as error:
                 error.resumable = False  # a resumed run would not repeat the evaluation, and hide the failure
                 raise

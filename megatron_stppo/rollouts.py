@@ -72,7 +72,7 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
     """
     r, e = config.rollout, config.environment
     return RolloutSettings(
-        limits=Limits(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context),
+        limits=Limits.of(config),
         temperature=r.temperature if temperature is None else temperature,
         top_p=r.top_p if temperature is None else 1.0,
         overlap_tools=r.overlap_tools,

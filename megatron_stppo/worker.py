@@ -11,7 +11,6 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import Config
-from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.endpoint.opening import open_environment
@@ -28,6 +27,7 @@ from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import EngineFailure
+from megatron_stppo.rollout.playable import playable
 from megatron_stppo.rollout.restart import Restarts
 from megatron_stppo.rollouts import rollout_settings, seed_of
 from megatron_stppo.sharding.hf_names import read_shape
@@ -52,7 +52,7 @@ class Worker:
     make_environment: Callable[[], AnyEnvironment]
     restarts: Restarts
     failures: FailureLimit
-    cursor: TaskCursor | None  # over data.train; None if it is not given
+    cursor: TaskCursor | None  # over data.train; None if none of it is played
 
     def __post_init__(self) -> None:
         self._position = self.cursor.state() if self.cursor is not None else {}
@@ -204,10 +204,11 @@ class Worker:
         return Played.of(played[len(played) * place // ranks : len(played) * (place + 1) // ranks])
 
 
-def assemble(config: Config, resume: bool = False, *, training: bool = True) -> Worker:
+def assemble(config: Config, resume: bool = False, *, training: bool = True, draws: bool = True) -> Worker:
     """Build and return the worker of this rank. Collective.
 
-    training: False leaves optimizers, critic and reference out. resume: wait for unreachable tools.
+    training: False leaves optimizers, critic and reference out. draws: False leaves the tasks of data.train
+    out, which only `draw` plays. resume: wait for unreachable tools.
     Raises ConfigError, before anything large is built, if the configuration does not fit the model or the
     world size, or if a tool is unreachable without `resume`. Raises ToolsStayAway if tools stay unreachable
     with `resume`.
@@ -216,6 +217,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
     model_layout.check_parallel(config, process.world_size())
     model_layout.check_engine(config, process.world_size())
     mesh, dtype = process.start(config), process.dtype(config)
+    train = playable(config, "train", shown=mesh.rank == 0).tasks if draws and config.data.train else ()
     make_environment = open_environment(config, resume)
     with timed("engine", mesh.rank == 0):
         engine = build_engine(config, dtype, routes=training and config.replays_rollout)
@@ -229,7 +231,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True) -> 
         make_environment=make_environment,
         restarts=Restarts(config.rollout.engine_restarts, in_process=not torch.cuda.is_available()),
         failures=FailureLimit(config.environment.max_failure_rate),
-        cursor=TaskCursor(tasks.read(train), config.run.seed) if (train := config.data.train) else None,
+        cursor=TaskCursor(train, config.run.seed) if train else None,
     )
 
 

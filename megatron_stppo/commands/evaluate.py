@@ -11,6 +11,8 @@ from rich.table import Table
 from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.config import Config
 from megatron_stppo.held_out import held_out
+from megatron_stppo.launch import process
+from megatron_stppo.rollout.playable import playable
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.telemetry.trajectory_files import new_folder
@@ -26,8 +28,10 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`: another JSON file for the
     numbers. Raises ConfigError.
     """
-    worker = assemble(config if checkpoint is None else of_checkpoint(config), training=False)
-    rank, iteration = worker.learner.mesh.rank, 0
+    rank, iteration = process.rank(), 0
+    held = playable(config, "evaluate", shown=rank == 0)
+    used = config if checkpoint is None else of_checkpoint(config)
+    worker = assemble(used, training=False, draws=False)
     if checkpoint is not None:
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
         state = checkpoints.load_weights(folder, "actor", worker.learner.policy, step)
@@ -40,7 +44,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         folder = new_folder(folder, "model" if checkpoint is None else f"step_{iteration}")
     log = TrajectoryLog(folder, rank, worker.tokenizer)
     with counting("episodes", rank == 0) as show:
-        row = held_out(worker, log, iteration, show)
+        row = held_out(worker, held, log, iteration, show)
     if rank == 0:
         table = Table("held out", "value", title=f"{config.run.name}, iteration {iteration}")
         for name, value in row.items():

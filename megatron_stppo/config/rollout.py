@@ -125,7 +125,9 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0.01, description="sampling temperature; vLLM's smallest is 0.01")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
     max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
-    max_prompt_tokens: int = Field(2048, ge=1, description="tasks with longer prompts are not played")
+    max_prompt_tokens: int = Field(
+        2048, ge=1, description="tasks with longer prompts are left out, and their number is printed"
+    )
     max_context: int | None = Field(
         None,
         ge=2,

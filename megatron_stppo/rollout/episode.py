@@ -21,6 +21,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_stppo.config import Config
 from megatron_stppo.data.chat import encode_chat, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
 from megatron_stppo.rollout.generation import Finished
@@ -40,6 +41,20 @@ class Limits:
     max_turn_tokens: int
     max_observation_tokens: int
     max_context: int
+
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        r, e = config.rollout, config.environment
+        return cls(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context)
+
+    @property
+    def prompt(self) -> tuple[int, str]:
+        """The largest number of tokens of a prompt, and the field of the configuration that limits it."""
+        prompt, context = self.max_prompt_tokens, self.max_context
+        return min(
+            (prompt, f"rollout.max_prompt_tokens={prompt}"),
+            (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
+        )
 
 
 @dataclass
@@ -87,11 +102,7 @@ class Episode:
         ids = encode_chat(self.tokenizer, messages)
         self.stop_strings = stop_strings
         self._current.begin(ids)
-        prompt, context = self.limits.max_prompt_tokens, self.limits.max_context
-        limit, field = min(
-            (prompt, f"rollout.max_prompt_tokens={prompt}"),
-            (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
-        )
+        limit, field = self.limits.prompt
         if len(ids) > limit:
             self._current.begin(ids[:limit])  # not played; cut, so as not to fill a micro-batch
             self.overlong_prompt = len(ids)

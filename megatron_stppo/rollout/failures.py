@@ -37,9 +37,14 @@ class FailureLimit:
     def check(self, played: Sequence[Summary]) -> None:
         """Count the failures of a rollout; `played` are the trajectories of all ranks.
 
-        Raises TooManyFailures, which names the counts, the configuration field and the first failure.
+        An episode that was not played, because its environment gave a prompt that is too long, is not
+        counted, unless no episode was played. Raises TooManyFailures, which names the counts, the
+        configuration field and the first failure.
         """
-        played = [t for t in played if t.branch == 0]  # an episode counts once
+        given = [t for t in played if t.branch == 0]  # an episode counts once
+        played = [t for t in given if not t.overlong_prompt]
+        if given and not played:
+            raise TooManyFailures(f"all {len(given)} prompts are too long; the first: {_reason(given[0])}")
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
             self._end(len(failed), len(played), "episodes failed", failed)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.data import tasks
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.launch import process
 from megatron_stppo.launch.rendezvous import connect_store, host_store
@@ -21,6 +20,7 @@ from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.learner import build_learner
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.rollout.playable import playable
 from megatron_stppo.serving import address, keys
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.expected import Expected
@@ -91,7 +91,7 @@ class _First:
             routes=(shape.layers, shape.experts_per_token) if config.replays_rollout else (0, 0),
             tensor=model_layout.engine_sizes(shape),
         )
-        cursor = TaskCursor(tasks.read(config.data.train), run.seed)
+        cursor = TaskCursor(playable(config, "train", shown=True).tasks, run.seed)
         keys.remove(run.folder)
         listener = Listener(_address(config), limit_of(config, shape))
         keys.make_folder(run.folder)

@@ -25,6 +25,7 @@ FAILS, OVERLONG, TOKENS = 4, 5, 200  # iteration with a failed episode; with a l
 PLANTED = {2: "nan", 6: "1e4", 7: "1e4", 8: "1e4"}
 ENVIRONMENT = '''
 from megatron_stppo.environments.base import StepResult
+from megatron_stppo.types import Message
 
 
 class Payer:
@@ -34,7 +35,7 @@ class Payer:
 
     async def reset(self, task, seed):
         self._reward = float(task.targets[0])
-        return list(task.prompt)
+        return [Message("user", task.prompt[0].content + task.extra.get("padding", ""))]
 
     async def step(self, action):
         return StepResult("", self._reward, True, True, False, "ok")
@@ -100,7 +101,7 @@ def write(root: Path) -> Path:
         if iteration == FAILS:
             lines[first]["reward_model"] = {"ground_truth": {"target": ["nothing"]}}
         if iteration == OVERLONG:
-            lines[first]["prompt"] = [{"role": "user", "content": "é" * (TOKENS // 2)}]
+            lines[first]["extra_info"]["padding"] = "é" * (TOKENS // 2)
         if iteration in PLANTED:
             lines[last]["reward_model"] = {"ground_truth": {"target": [PLANTED[iteration]]}}
     tasks.write_text("".join(json.dumps(row) + "\n" for row in lines))

@@ -62,6 +62,15 @@ def test_one_failure_among_few_tool_calls_does_not_end_the_run_and_old_failures_
         limit.check(rollout(60, 0, 16))  # 1 of 20 together
 
 
+def test_a_prompt_that_is_too_long_is_no_failure_unless_no_episode_was_played() -> None:
+    long = episode(30, "error", 0, "prompt of 148 tokens exceeds rollout.max_prompt_tokens=60", 148)
+    FailureLimit(0.0).check([long, long, episode(1, "wrong")])
+    with pytest.raises(TooManyFailures, match=r"^1 of 2 episodes failed \(50%\)"):
+        FailureLimit(0.4).check([long, *rollout(1, 1)])
+    with pytest.raises(TooManyFailures, match=r"^all 2 prompts are too long; the first: task 30: error: "):
+        FailureLimit(1.0).check([long, long])
+
+
 def test_failed_episodes_give_one_line_with_count_kinds_and_first_reason() -> None:
     played = [*rollout(5, 2, 1), episode(30, "timeout", 0, "no answer within 30 s")]
     assert report(played) == [
