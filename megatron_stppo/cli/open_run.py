@@ -112,6 +112,13 @@ def _doubtful(config: Config, read: Mapping[str, Sequence[Task]]) -> Iterator[st
             f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add tasks, or "
             f"set rollout.tasks_per_iteration={len(trained)} and more samples_per_task"
         )
+    played = config.evaluate
+    if "evaluate" in read and played.samples > 1 and played.temperature == 0:
+        yield (
+            f"evaluate.samples={played.samples} with evaluate.temperature=0: the model answers greedily, so "
+            "that the episodes of a task differ only if its environment is random; set evaluate.samples=1, "
+            "or a temperature above 0"
+        )
     if data.train != data.evaluate and (both := tasks.shared(trained, held)):
         yield (
             f"data.evaluate={data.evaluate}: {both} of {len(held)} tasks are also in "
