@@ -127,6 +127,13 @@ def test_held_out_tasks_that_are_also_trained_on_give_a_warning(
     open_run._read_tasks(config, ("train", "evaluate"))
     (root / "tasks.jsonl").write_text(json.dumps(ROW | {"data_source": "another"}) + "\n")
     open_run._read_tasks(config, ("train", "evaluate"))
+    given = ["data.train=null", "evaluate.samples=4"]
+    open_run._read_tasks(load(root / "run.yaml", given), ("evaluate",))
+    assert capsys.readouterr().err.startswith(
+        "megatron-stppo: evaluate.samples=4 with evaluate.temperature=0: the model answers greedily, so that "
+    )
+    open_run._read_tasks(load(root / "run.yaml", [*given, "evaluate.temperature=1"]), ("evaluate",))
+    assert capsys.readouterr().err == ""
     same_file = load(root / "run.yaml", [few, f"data.evaluate={root}/tasks.jsonl"])
     open_run._read_tasks(same_file, ("train", "evaluate"))
     assert capsys.readouterr().err == "", (
