@@ -201,7 +201,10 @@ def test_messages_that_the_template_rejects_are_refused(world: World) -> None:
     tokenizer = type(TOKENIZER)(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>")
     for template, said in (
         ("{{ raise_exception('no users here') }}", "no users here"),
-        ("{{ 'a' + 1 }}", "400 messages: the chat template cannot render them (TypeError"),
+        (
+            "{{ 'a' + 1 }}",
+            "400 model.path: its chat template rejects messages with the roles user (TypeError",
+        ),
     ):
         tokenizer.chat_template = template
         one = recorder(world, tokenizer=tokenizer)
