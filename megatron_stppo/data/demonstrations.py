@@ -38,8 +38,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ChatMessage(Strict):
-    role: Literal["system", "user", "assistant"]
+class ChatMessage(BaseModel):
+    """A message of a prompt, as in the data of a run. All its keys reach the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
 
 
@@ -180,7 +184,7 @@ def _segmented(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[
     """Return for each row its prompt, then its segments."""
     if not rows:
         return []
-    prompts = [[Message(message.role, message.content) for message in row.prompt] for row in rows]
+    prompts = [[Message.of(message.model_dump()) for message in row.prompt] for row in rows]
     heads = encode_chats(tokenizer, prompts)
     texts = [segment.text for row in rows for segment in row.segments]
     pieces: Iterator[Any] = iter(

@@ -124,17 +124,15 @@ class _Command:
 
     def _environment(self, episode: AgentEpisode, task: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in (*INHERITED, *self.variables) if name in os.environ}
-        small = {"MEGATRON_STPPO_TASK": task} if len(task) <= MOST_IN_VARIABLE else {}
-        return (
-            kept
-            | small
-            | {
-                "OPENAI_BASE_URL": episode.base_url,
-                "OPENAI_API_KEY": episode.api_key,
-                "MEGATRON_STPPO_MODEL": episode.model,
-                "MEGATRON_STPPO_SEED": str(episode.seed),
-            }
-        )
+        given = {
+            "OPENAI_BASE_URL": episode.base_url,
+            "OPENAI_API_KEY": episode.api_key,
+            "MEGATRON_STPPO_MODEL": episode.model,
+            "MEGATRON_STPPO_SEED": str(episode.seed),
+        }
+        if len(task) <= MOST_IN_VARIABLE:
+            given["MEGATRON_STPPO_TASK"] = task
+        return kept | given
 
 
 def as_json(task: Task) -> str:

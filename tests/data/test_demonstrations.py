@@ -143,6 +143,23 @@ def test_what_a_row_of_an_agent_cannot_express_is_refused(tmp_path, tokenizer, c
         read(written(tmp_path / "d.jsonl", AGENT_ROW | change), tokenizer, 1000)
 
 
+def test_all_keys_of_a_prompts_messages_reach_the_template(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.thinking }} {{ (m.tool_calls or [{}])[0].name }}: "
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    prompt = [
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [{"name": "search"}]},
+        {"role": "tool", "content": "Lima"},
+    ]
+    (one,) = read(written(tmp_path / "d.jsonl", ROW | {"prompt": prompt}), tokenizer, 1000)
+    assert "assistant Hm. search: <|im_end|>tool  : Lima<|im_end|><search> Gabon" in tokenizer.decode(
+        one.token_ids
+    )
+
+
 def test_the_template_reads_the_name_and_the_id_of_a_tools_result(tmp_path, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (

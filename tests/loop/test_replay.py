@@ -166,6 +166,7 @@ def test_failed_episodes_and_overlong_prompts_give_one_line_from_the_first_rank(
     assert f"iteration {OVERLONG}: 1 of 4 prompts was too long and is not played: task " in lines[1]
     assert lines[1].endswith("tokens exceeds rollout.max_prompt_tokens=64")
     assert [row["rollout/overlong_prompts"] for row in rows(run)] == [n == OVERLONG for n in range(1, 9)]
+    assert [row["outcome/error"] for row in rows(run)] == [n == FAILS for n in range(1, 9)]
 
 
 def test_faults_are_dumped_with_their_reason(recorded: tuple[Path, str]) -> None:
