@@ -11,7 +11,7 @@ import typer
 
 from megatron_stppo.cli.open_run import importing, lock, open_config
 from megatron_stppo.cli.options import File, Overrides, command_group, examples
-from megatron_stppo.exits import is_first_rank, noting_the_end
+from megatron_stppo.exits import is_first_rank, naming_a_full_disk, noting_the_end
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -167,7 +167,8 @@ def replay(
         process.prepare(engine=False)
         process.check(settings)
         from megatron_stppo.commands.replay import replay as train_again
-    train_again(settings, records, run, start)
+    with naming_a_full_disk(settings.run.folder):
+        train_again(settings, records, run, start)
 
 
 @commands.command(
@@ -200,7 +201,8 @@ def rollout(
         process.prepare()
         process.check(settings)
         from megatron_stppo.commands.rollout import play
-    play(settings, source, start)
+    with naming_a_full_disk(settings.run.folder):
+        play(settings, source, start)
 
 
 @commands.command(
@@ -227,7 +229,8 @@ def evaluate(
     with importing():
         process.prepare()
         from megatron_stppo.commands import evaluate as stage
-    stage.evaluate(settings, checkpoint, output)
+    with naming_a_full_disk(settings.run.folder):
+        stage.evaluate(settings, checkpoint, output)
 
 
 @commands.command(
