@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import Config
+from megatron_stppo.telemetry.trajectory_files import played_path, recorded, turns_path
 from megatron_stppo.validation import attempts
 
 
@@ -25,6 +26,28 @@ def test_every_attempt_keeps_its_configuration_and_the_newest_has_the_plain_name
         "configs/attempt-1.yaml": first.dump(),
         "configs/attempt-2.yaml": second.dump(),
     }
+
+
+def test_trajectories_that_an_attempt_repeats_are_set_aside_under_the_attempt_before(tmp_path: Path) -> None:
+    run = config(tmp_path).run.folder
+    attempts.record(config(tmp_path), 0)
+    (run / "trajectories").mkdir()
+    for path in (played_path(run, 9), turns_path(run, 9), played_path(run, 10), turns_path(run, 10)):
+        path.touch()
+    attempts.record(config(tmp_path), 1, 9)
+    assert recorded(run) == [9, 10]
+    attempts.record(config(tmp_path), 0, 9)
+    attempts.record(config(tmp_path), 0, 9)
+    assert recorded(run) == [9]
+    attempts.record(config(tmp_path), 0)
+    assert recorded(run) == []
+    folder = run / "trajectories"
+    assert sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*")) == [
+        "attempt-1/iteration-00010.jsonl",
+        "attempt-1/iteration-00010.turns.jsonl",
+        "attempt-3/iteration-00009.jsonl",
+        "attempt-3/iteration-00009.turns.jsonl",
+    ]
 
 
 def test_a_resumed_run_reports_changed_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
