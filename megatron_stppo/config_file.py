@@ -192,7 +192,7 @@ def _number(value: Any) -> Any:
 def _explain(error: Any) -> str:
     path = [str(p) for p in error["loc"]]
     where = ".".join(path)
-    if error["type"] == "missing" and isinstance(error["loc"][-1], int):  # of a list, whose values have no names
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):  # a value of a list has no name
         return _explain(error | {"type": "too_short", "loc": error["loc"][:-1]})
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])

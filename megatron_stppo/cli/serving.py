@@ -104,7 +104,7 @@ def _open(run: Path, overrides: list[str] | None) -> Config:
     from megatron_stppo.serving import keys
     from megatron_stppo.validation import checks
 
-    config = load(run / keys.FOLDER / keys.CONFIG, overrides)
+    config = load(run / keys.FOLDER / keys.CONFIG, overrides).beside(keys.modules(run) or run)
     checks.check_replica(config, int(os.environ.get("WORLD_SIZE", "1")))
     choose.check(config.environment, resume=True)
     return config

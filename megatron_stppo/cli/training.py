@@ -91,14 +91,18 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
         loop.train(settings, resume, watchdog, notice, assemble)
 
 
-def _repeat(run: Path, overrides: list[str] | None, config: Path, start: str | None) -> None:
-    """Repeat an asynchronous run from its journal."""
+def _repeat(run: Path, overrides: list[str] | None, config: Path | None, start: str | None) -> None:
+    """Repeat an asynchronous run from its journal. config: default: that of the run."""
     from megatron_stppo.config import ConfigError
-    from megatron_stppo.serving import recorded
+    from megatron_stppo.serving import keys, recorded
+    from megatron_stppo.validation import sources
 
     if start is not None:
         raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
-    settings = open_config(config, overrides, "train", remedy="give another run.name")
+    modules = None if config else keys.modules(run)
+    settings = open_config(
+        config or sources.config_of(run), overrides, "train", remedy="give another run.name", modules=modules
+    )
     if settings.serving.replicas is None:
         raise ConfigError(
             f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "
@@ -157,7 +161,7 @@ def replay(
     from megatron_stppo.validation import sources
 
     if records == "journal":
-        return _repeat(run, overrides, config or sources.config_of(run), start)
+        return _repeat(run, overrides, config, start)
     settings = open_config(config or sources.config_of(run), overrides, "replay")
     from megatron_stppo.launch import process
 
