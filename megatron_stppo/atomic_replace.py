@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,12 +13,17 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a scratch file in the same folder, which becomes `path` when the block ends.
 
-    If the block raises, `path` is unchanged and the scratch file stays; the next attempt overwrites it.
+    If the block raises, `path` is unchanged and the scratch file is removed: a full disk needs its space.
     Example: with replacing(Path("a.json")) as scratch: scratch.write_text("{}") writes a.json.tmp first.
     """
     scratch = path.with_name(f"{path.name}.tmp")
-    yield scratch
-    os.replace(scratch, path)
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def replace_folder(scratch: Path, final: Path) -> None:

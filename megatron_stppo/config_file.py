@@ -56,7 +56,7 @@ def validate(raw: dict[str, Any]) -> Config:
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
     model = config.model.model_copy(update={"lora": peft_folder.completed(config.model.lora)})
     return config.model_copy(update={"model": model})
 
@@ -98,6 +98,8 @@ REMEDIES = {
     "string_type": "is not text; give text, in the file in quotes",
     "list_type": "is not a list; give one, such as [FIRST, SECOND]",
     "tuple_type": "is not a list; give one, such as [FIRST, SECOND]",
+    "too_short": "has too few values; give all, such as [FIRST, SECOND]",
+    "too_long": "has too many values; give fewer, such as [FIRST, SECOND]",
     "path_type": "is not a path; give one, in the file in quotes",
     "dict_type": "is not a section; give fields, such as {name: value}",
     "model_type": "is not a section; give one of its fields, such as {name: value}",
@@ -190,6 +192,8 @@ def _number(value: Any) -> Any:
 def _explain(error: Any) -> str:
     path = [str(p) for p in error["loc"]]
     where = ".".join(path)
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):  # a value of a list has no name
+        return _explain(error | {"type": "too_short", "loc": error["loc"][:-1]})
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])
         asked = did_you_mean(path[-1], known, ".".join([*path[:-1], "{}"]))

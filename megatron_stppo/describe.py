@@ -151,7 +151,7 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
 
 
 def current_mismatch(batch: Batch, logprob_T: Tensor, known_T: Tensor, version: int) -> dict[str, float]:
-    """Return how far engine and trainer differ on the tokens of one policy version.
+    """Return how far engine and trainer differ on the tokens of one policy version; {} without such tokens.
 
     version: that of the trainer's log-probs logprob_T, of which those of known_T are used.
     Example: versions (3, 4) with log-probs (-1, -1) by the engine and (-3, -1.25) by version 4 of the trainer
@@ -159,7 +159,7 @@ def current_mismatch(batch: Batch, logprob_T: Tensor, known_T: Tensor, version: 
     """
     chosen_T = known_T & batch.live_T & (batch.version_T == version)
     difference_T = (logprob_T - batch.rollout_logprob_T)[chosen_T]
-    return {"mismatch/current_mean_abs": _mean(difference_T.abs())}
+    return {"mismatch/current_mean_abs": _mean(difference_T.abs())} if len(difference_T) else {}
 
 
 def _mean(x: Tensor) -> float:

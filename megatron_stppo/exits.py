@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_stppo.config import Config
 
 CANNOT_WRITE = 120
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of a file's size
 PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
 
 
@@ -31,6 +33,7 @@ def noting_the_end(config: Config) -> Iterator[None]:
     A killed process leaves no such file. After exit codes 0 and 93, which end the run for good, the report
     page is written too.
     """
+    from megatron_stppo.atomic_replace import replacing
     from megatron_stppo.resilience.faults import DO_NOT_RESTART
 
     note = config.run.folder / "exit.json"
@@ -38,7 +41,8 @@ def noting_the_end(config: Config) -> Iterator[None]:
     def write(code: int, reason: str) -> None:
         if is_first_rank():
             with suppress(OSError):  # on a full disk there is still the exit code
-                note.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+                with replacing(note) as scratch:
+                    scratch.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
 
     def draw() -> None:
         if is_first_rank():
@@ -50,7 +54,8 @@ def noting_the_end(config: Config) -> Iterator[None]:
     if is_first_rank():
         note.unlink(missing_ok=True)
     try:
-        yield
+        with naming_a_full_disk(config.run.folder):
+            yield
     except Exception as error:
         code = exit_code(error)
         # a crash's message may contain anything; only the log has it
@@ -60,6 +65,19 @@ def noting_the_end(config: Config) -> Iterator[None]:
         raise
     write(0, "done")
     draw()
+
+
+@contextmanager
+def naming_a_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the error of a full disk into CannotRecord. folder: that in which the block writes."""
+    from megatron_stppo.resilience.faults import CannotRecord
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise CannotRecord(folder, error) from error
 
 
 def exit_code(error: Exception) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model import build
 from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
@@ -19,7 +20,7 @@ from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.peft_tensors import check_one_file
-from megatron_stppo.sharding.trunk_digest import trunk_digest
+from megatron_stppo.sharding.weights_digest import weights_digest
 
 
 @dataclass
@@ -40,6 +41,20 @@ class Learner:
     def trainers(self) -> dict[str, Trainer]:
         given = {"actor": self.actor, "critic": self.critic}
         return {role: trainer for role, trainer in given.items() if trainer is not None}
+
+    @property
+    def begun_with(self) -> str:
+        """The hash of the weights in model.path, which are those of version 0 and of the KL reference."""
+        return weights_digest(self.config.model.path, self.shape)
+
+    def check_beginning(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
+        model.path. Checkpoints of older versions, and of converted models, do not record them."""
+        if state.get("begun_with", self.begun_with) != self.begun_with:
+            raise ConfigError(
+                f"model.path={self.config.model.path}: holds other weights than those that the run began "
+                "with, which are its KL reference and its version 0; give that model, or another run.name"
+            )
 
     def load_for(self, phase: Phase) -> None:
         """Load what the phase needs from host memory and offload the rest."""
@@ -72,8 +87,8 @@ def build_learner(
         reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
     every = [policy, *([critic.chunks] if critic else []), *([reference] if reference else [])]
     check_one_file(config.model.lora.path, [of[0].adaptation.initial for of in every if of[0].adaptation])
-    if training and trunk is not None:  # kept: when a checkpoint is saved, the folder can be away
-        trunk_digest(config.model.path, shape)
+    if training:  # kept: when a checkpoint is saved, the folder can be away
+        weights_digest(config.model.path, shape)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)

@@ -131,7 +131,7 @@ class _Training:
         first = _restore(rollouts, saver, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
-        attempts.record(config, rank)
+        attempts.record(config, rank, first)
         observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
@@ -164,7 +164,8 @@ class _Training:
 
     def _save(self, done: int) -> None:
         rollouts = self.rollouts
-        state = {"iteration": done} | rollouts.state() | self.guard.state()
+        begun = {"iteration": done, "begun_with": rollouts.learner.begun_with}
+        state = begun | rollouts.state() | self.guard.state()
         self.saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
 
     def finish(self) -> None:
@@ -211,6 +212,7 @@ def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int
     state = saver.load(rollouts.learner.trainers)
     if state is None:
         return 0
+    rollouts.learner.check_beginning(state)
     if "cursor" in state:  # absent in the checkpoint of a converted model
         rollouts.restore(state, saver.episodes)
         guard.restore(state)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
+import json
+import logging
 import os
 import re
 import subprocess
@@ -18,7 +21,9 @@ from megatron_stppo import __main__ as command_line
 from megatron_stppo.checkpoint.step_folder import CheckpointError
 from megatron_stppo.config import Config
 from megatron_stppo.exits import noting_the_end
-from megatron_stppo.resilience.faults import DoNotRestart, Requeue
+from megatron_stppo.launch import process
+from megatron_stppo.resilience.faults import CannotRecord, DoNotRestart, Requeue
+from tests.full_disk import full_disk
 
 QUICKSTART = str(Path(__file__).parents[1] / "examples" / "quickstart" / "config.yaml")
 
@@ -241,6 +246,34 @@ def test_an_exit_json_that_cannot_be_written_does_not_hide_the_error(tmp_path: P
     config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
     with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):
         raise CheckpointError("the disk is full")  # while there is no folder to write to
+
+
+def test_a_full_disk_is_one_line_with_the_folder_and_leaves_no_empty_exit_json(tmp_path: Path) -> None:
+    """Rows of metrics and dumps of tensors are written by other packages too, whose errors name no file."""
+    config = Config.model_validate({"model": {"path": "m"}, "run": {"root": str(tmp_path), "name": "full"}})
+    note = tmp_path / "full" / "exit.json"
+    note.parent.mkdir()
+    for size, written in ((16, []), (10**6, [note])):
+        with pytest.raises(CannotRecord) as raised, full_disk(size), noting_the_end(config):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert list(note.parent.glob("exit*")) == written
+    assert str(raised.value).startswith(f"{note.parent}: cannot be written (No space left on device); ")
+    assert json.loads(note.read_text()) == {"code": 93, "reason": str(raised.value)}
+    with pytest.raises(PermissionError), noting_the_end(config):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_log_on_a_full_disk_prints_nothing_about_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process.log_to(tmp_path, 0)
+    handler = logging.getLogger().handlers[-1]
+    try:
+        with full_disk():
+            logging.getLogger(__name__).warning("a line that does not fit")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("end", "drawn"), [(None, True), (DoNotRestart, True), (Requeue, False)])

@@ -47,6 +47,12 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
             "environment.command=ls",
             "environment.command='ls': is not a list; give one, such as [FIRST, SECOND]",
         ),
+        (
+            "update.actor.betas=[]",  # one line, not one for each value that is missing
+            "update.actor.betas=[]: has too few values; give all, such as [FIRST, SECOND]",
+        ),
+        ("telemetry.profile=[1]", "telemetry.profile=[1]: has too few values; give all, such as [FIRST,"),
+        ("telemetry.profile=[1,2,3]", "telemetry.profile=[1, 2, 3]: has too many values; give fewer,"),
         ("run=x", "run='x': is not a section; give one of its fields, such as {name: value}"),
         (
             "run.name='a b'",
@@ -57,7 +63,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
 def test_a_value_of_the_wrong_kind_gets_a_remedy(tmp_path: Path, override: str, why: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(minimal(tmp_path), [override])
-    assert str(error.value).startswith(why)
+    assert str(error.value).startswith(why) and "\n" not in str(error.value)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

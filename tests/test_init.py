@@ -21,7 +21,7 @@ FILES = ["README.md", "config.yaml", "guess.py", "make_model.py", "test_environm
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    given = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=given, capture_output=True, text=True, timeout=240
     )
@@ -40,13 +40,13 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
         f"cd {folder}",
         "python make_model.py",
         "pytest",
-        "PYTHONPATH=. megatron-stppo train config.yaml",
+        "megatron-stppo train config.yaml",
     ]
 
     run(folder, "make_model.py")
     assert "4 passed" in run(folder, "-m", "pytest", "-q").stdout
     monkeypatch.chdir(folder)  # the same command, through the Python interface
-    trained = megatron_stppo.train("config.yaml", ["run.iterations=2"], modules=".")
+    trained = megatron_stppo.train("config.yaml", ["run.iterations=2"])
     assert "kl 2/2: reward" in capsys.readouterr().out
     table = megatron_stppo.read_run(trained)
     assert table.metrics.index.tolist() == [1, 2] and len(table.episodes) == 2 * 80

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.sharding.trunk_digest import trunk_digest
+from megatron_stppo.sharding.weights_digest import weights_digest
 
 
 def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
@@ -26,7 +26,7 @@ def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
     if found is None:
         return None
     settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
-    return settings | {"trunk": trunk_digest(found.folder, found.shape), "initial": found.initial}
+    return settings | {"trunk": weights_digest(found.folder, found.shape), "initial": found.initial}
 
 
 def check_adaptation(

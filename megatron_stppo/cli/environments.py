@@ -14,7 +14,7 @@ commands = command_group()
 
 @commands.command(
     "check-environment",
-    epilog=examples("PYTHONPATH=. megatron-stppo check-environment guess:factory config.yaml"),
+    epilog=examples("megatron-stppo check-environment guess:factory config.yaml"),
 )
 def check_environment(
     kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="a value of environment.kind")],
@@ -34,8 +34,8 @@ def check_environment(
     from megatron_stppo.config_file import load
     from megatron_stppo.data import tasks
 
-    settings = load(config, overrides) if config is not None else None
-    section = settings.environment if settings is not None else EnvironmentConfig()
+    settings = load(config, overrides).beside(config.parent) if config is not None else None
+    section = settings.environment if settings is not None else EnvironmentConfig().beside(Path())
     train = settings.data.train if settings is not None else None
     given = tasks.read(train)[:8] if train is not None else ()
     found = check(section.model_copy(update={"kind": kind}), given, action or ())
@@ -99,4 +99,4 @@ def init(
     names = project.write(folder)
     typer.echo(f"wrote {', '.join(names)} to {folder}; next:\n")
     typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
-    typer.echo("    PYTHONPATH=. megatron-stppo train config.yaml\n\nREADME.md says what to change first.")
+    typer.echo("    megatron-stppo train config.yaml\n\nREADME.md says what to change first.")

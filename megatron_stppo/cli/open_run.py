@@ -26,12 +26,13 @@ def open_config(
     world: int | None = None,
     remedy: str = "give --resume to continue that run, or another run.name",
     checkpoint: bool = False,
+    modules: Path | None = None,
 ) -> Config:
     """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
 
     `world`: number of ranks; default: the launcher's. remedy: for a new training whose folder holds a run.
     checkpoint: whether the command loads a checkpoint and trains nothing, so that it needs no
-    model.lora.path.
+    model.lora.path. modules: the folder of the modules that `environment` names; default: that of the file.
     Raises ConfigError.
     """
     from megatron_stppo.config_file import load
@@ -39,7 +40,7 @@ def open_config(
 
     if world is None:
         process.discover()
-    config = load(path, overrides)
+    config = load(path, overrides).beside(modules or path.parent)
     from megatron_stppo.validation import checks, lora, model_layout, run_folder
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))

@@ -63,7 +63,7 @@ def serve(
     from megatron_stppo.launch import process
     from megatron_stppo.resilience.faults import CannotServe
     from megatron_stppo.serving import keys
-    from megatron_stppo.serving.parent import has_ended, watch
+    from megatron_stppo.serving.parent import end_normally, has_ended, watch
     from megatron_stppo.telemetry.console import say
 
     if parent is not None:
@@ -80,8 +80,8 @@ def serve(
     # for which it needs the replicas, and ends them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     waits = partial(say, f"waiting up to {wait:g} s for the trainer of {run}", is_first_rank())
-    connection = keys.find(run, wait, waits)
-    if has_ended(parent):  # or the file may be of the next attempt, which starts its own replicas
+    connection = None if has_ended(parent) else keys.find(run, wait, waits)
+    if connection is None or has_ended(parent):  # the file may be of the next attempt, with its own replicas
         raise CannotServe(f"the trainer, process {parent}, has ended")
     settings = _open(run, overrides)
     from megatron_stppo.resilience.preemption import OF_A_TERMINAL, PreemptionNotice
@@ -93,6 +93,7 @@ def serve(
         process.prepare()
         from megatron_stppo.commands import serve as stage
         from megatron_stppo.serving import journal
+    end_normally()
     repeats = None if replay_from is None else journal.read(replay_from, name)
     stage.serve(settings, stage.Started(run, connection, notice, name, parent, repeats))
 
@@ -104,7 +105,7 @@ def _open(run: Path, overrides: list[str] | None) -> Config:
     from megatron_stppo.serving import keys
     from megatron_stppo.validation import checks
 
-    config = load(run / keys.FOLDER / keys.CONFIG, overrides)
+    config = load(run / keys.FOLDER / keys.CONFIG, overrides).beside(keys.modules(run) or run)
     checks.check_replica(config, int(os.environ.get("WORLD_SIZE", "1")))
     choose.check(config.environment, resume=True)
     return config

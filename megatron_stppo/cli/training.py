@@ -11,7 +11,7 @@ import typer
 
 from megatron_stppo.cli.open_run import importing, lock, open_config
 from megatron_stppo.cli.options import File, Overrides, command_group, examples
-from megatron_stppo.exits import is_first_rank, noting_the_end
+from megatron_stppo.exits import is_first_rank, naming_a_full_disk, noting_the_end
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -91,14 +91,18 @@ def _train(settings: Config, resume: bool = False, recorded: Recorded | None = N
         loop.train(settings, resume, watchdog, notice, assemble)
 
 
-def _repeat(run: Path, overrides: list[str] | None, config: Path, start: str | None) -> None:
-    """Repeat an asynchronous run from its journal."""
+def _repeat(run: Path, overrides: list[str] | None, config: Path | None, start: str | None) -> None:
+    """Repeat an asynchronous run from its journal. config: default: that of the run."""
     from megatron_stppo.config import ConfigError
-    from megatron_stppo.serving import recorded
+    from megatron_stppo.serving import keys, recorded
+    from megatron_stppo.validation import sources
 
     if start is not None:
         raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
-    settings = open_config(config, overrides, "train", remedy="give another run.name")
+    modules = None if config else keys.modules(run)
+    settings = open_config(
+        config or sources.config_of(run), overrides, "train", remedy="give another run.name", modules=modules
+    )
     if settings.serving.replicas is None:
         raise ConfigError(
             f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "
@@ -157,7 +161,7 @@ def replay(
     from megatron_stppo.validation import sources
 
     if records == "journal":
-        return _repeat(run, overrides, config or sources.config_of(run), start)
+        return _repeat(run, overrides, config, start)
     settings = open_config(config or sources.config_of(run), overrides, "replay")
     from megatron_stppo.launch import process
 
@@ -167,7 +171,8 @@ def replay(
         process.prepare(engine=False)
         process.check(settings)
         from megatron_stppo.commands.replay import replay as train_again
-    train_again(settings, records, run, start)
+    with naming_a_full_disk(settings.run.folder):
+        train_again(settings, records, run, start)
 
 
 @commands.command(
@@ -200,7 +205,8 @@ def rollout(
         process.prepare()
         process.check(settings)
         from megatron_stppo.commands.rollout import play
-    play(settings, source, start)
+    with naming_a_full_disk(settings.run.folder):
+        play(settings, source, start)
 
 
 @commands.command(
@@ -227,7 +233,8 @@ def evaluate(
     with importing():
         process.prepare()
         from megatron_stppo.commands import evaluate as stage
-    stage.evaluate(settings, checkpoint, output)
+    with naming_a_full_disk(settings.run.folder):
+        stage.evaluate(settings, checkpoint, output)
 
 
 @commands.command(

@@ -25,7 +25,7 @@ from megatron_stppo.model import build
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.low_rank import adapter_shapes
-from megatron_stppo.sharding.trunk_digest import trunk_digest
+from megatron_stppo.sharding.weights_digest import weights_digest
 from megatron_stppo.validation.checks import check_absent
 from megatron_stppo.validation.lora import of_checkpoint
 
@@ -66,7 +66,8 @@ def export_peft(
     layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     whole = gather(parameters, layouts, shapes, shapes)
-    settings, digest = adapter_config(lora, config.model.path, whole), trunk_digest(config.model.path, shape)
+    settings = adapter_config(lora, config.model.path, whole)
+    digest = weights_digest(config.model.path, shape)
     on_first(None, lambda: _write(Path(folder), settings, whole, digest, overwrite))
     return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 

@@ -102,6 +102,7 @@ def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     state = loading.load(run / "checkpoints", learner.trainers, loading.step_of(start))
     if state is None:
         raise ConfigError(f"--start={start}: {run} holds no checkpoint; omit --start")
+    learner.check_beginning(state)
     return state
 
 

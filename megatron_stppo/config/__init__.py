@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -136,6 +137,10 @@ class Config(Section):
     def scores_actor(self) -> bool:
         """Whether the old log-probs are computed before the update, in a forward pass of their own."""
         return self.old_logprob_source == "score"
+
+    def beside(self, folder: Path) -> Config:
+        """Return a copy in which `environment` may name modules of this folder, that of the file."""
+        return self.model_copy(update={"environment": self.environment.beside(folder)})
 
     def dump(self) -> str:
         """Return the resolved configuration as YAML; loading it gives an equal Config."""

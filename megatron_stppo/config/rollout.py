@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from megatron_stppo.config.section import Seconds, Section
 
@@ -43,19 +43,20 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, reasoning_gym, agent, or MODULE:FACTORY of your own environment on PYTHONPATH",
+        description="search, reasoning_gym, agent, or MODULE:FACTORY of your own environment, in the "
+        "folder of the configuration file or on PYTHONPATH",
     )
     reward: str | None = Field(
         None,
         min_length=1,
-        description="MODULE:FUNCTION on PYTHONPATH that computes the reward of an episode; default: the "
+        description="MODULE:FUNCTION, found as `kind`, that computes the reward of an episode; default: the "
         "environment's own",
     )
     agent: str | None = Field(
         None,
         min_length=1,
-        description="agent: MODULE:FUNCTION on PYTHONPATH, `async def FUNCTION(episode)`, which returns the "
-        "reward (docs/agents.md)",
+        description="agent: MODULE:FUNCTION, found as `kind`, `async def FUNCTION(episode)`, which returns "
+        "the reward (docs/agents.md)",
     )
     command: list[str] | None = Field(
         None,
@@ -95,6 +96,18 @@ class EnvironmentConfig(Section):
         "those that called a tool; above it the run ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
+    _modules: Path | None = PrivateAttr(None)  # no field: a file must not name a folder of code
+
+    @property
+    def modules(self) -> Path | None:
+        """The folder of the configuration file, with modules that may be named here. See Config.beside."""
+        return self._modules
+
+    def beside(self, folder: Path) -> EnvironmentConfig:
+        """Return a copy with this folder as `modules`."""
+        copy = self.model_copy()
+        copy._modules = folder
+        return copy
 
     @model_validator(mode="after")
     def _one_agent(self) -> EnvironmentConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -41,3 +41,9 @@ class Section(BaseModel):
             return value.expanduser()
         except RuntimeError:
             raise ValueError(f"{value} names a user who has no home folder here; give the path") from None
+
+    def absolute(self) -> Self:
+        """Return a copy whose relative paths begin at the root: they are relative to the current folder."""
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        paths = {name: value for name, value in given.items() if isinstance(value, Path | Section)}
+        return self.model_copy(update={name: value.absolute() for name, value in paths.items()})

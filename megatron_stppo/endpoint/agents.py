@@ -50,7 +50,7 @@ def open_agent(config: EnvironmentConfig) -> Agent:
     if config.command is not None:
         return _Command(tuple(config.command), tuple(config.command_variables))
     assert config.agent is not None, "the section requires an agent or a command"
-    agent = choose.agent(config.agent)
+    agent = choose.agent(config)
     if not inspect.iscoroutinefunction(agent):
         raise ConfigError(f"environment.agent={config.agent}: is not a coroutine function; write `async def`")
     function: Agent = agent

@@ -1,8 +1,8 @@
 """The environment named by a run's configuration: one of the package, or one that the user wrote.
 
-A configuration is data, but this field names code that will be run. Only modules whose file lies in a folder
-of PYTHONPATH are allowed, because the person who starts the run sets PYTHONPATH. The standard library,
-installed packages and the current folder are not allowed.
+A configuration is data, but this field names code that will be run. Only modules whose file lies in the
+folder of the configuration file or in a folder of PYTHONPATH are allowed, because the person who starts the
+run chooses both. The standard library, installed packages and the current folder are not allowed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = 
     "search": search.factory,
     reasoning_gym.KIND: reasoning_gym.factory,
 }
-REMEDY = (
-    f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, found on PYTHONPATH "
-    "(PYTHONPATH=. for the current folder)"
-)
-FUNCTION_REMEDY = "give MODULE:FUNCTION, found on PYTHONPATH (PYTHONPATH=. for the current folder)"
+FOUND = "in the folder of the configuration file or on PYTHONPATH"
+REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
+FUNCTION_REMEDY = f"give MODULE:FUNCTION, {FOUND}"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -49,7 +47,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     if config.reward is None:
         return make
     where = f"environment.reward={config.reward}"
-    module, name = _named(where, config.reward, "reward", FUNCTION_REMEDY)
+    module, name = _named(config, "reward", config.reward)
     with _one_line(where, FUNCTION_REMEDY):
         found = getattr(importlib.import_module(module), name)
     function = rewarded.check_signature(found, where)
@@ -59,7 +57,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
 def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return what the user's factory returns."""
     where = f"environment.kind={config.kind}"
-    module, name = _named(where, config.kind, "factory", REMEDY)
+    module, name = _named(config, "kind", config.kind)
     with _one_line(where, REMEDY):
         own = getattr(importlib.import_module(module), name)
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
@@ -97,41 +95,44 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     here.
     """
     if config.reward is not None:
-        _named(f"environment.reward={config.reward}", config.reward, "reward", FUNCTION_REMEDY)
+        _named(config, "reward", config.reward)
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
     elif config.kind in BUILT_IN:
         BUILT_IN[config.kind](config)
     elif config.kind != AGENT:
-        _named(f"environment.kind={config.kind}", config.kind, "factory", REMEDY)
+        _named(config, "kind", config.kind)
     elif config.agent is not None:
-        _named(f"environment.agent={config.agent}", config.agent, "agent", FUNCTION_REMEDY)
+        _named(config, "agent", config.agent)
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"
         )
 
 
-def agent(name: str) -> Any:
+def agent(config: EnvironmentConfig) -> Any:
     """Import and return the object that environment.agent names. Raises ConfigError if it cannot be used."""
-    where = f"environment.agent={name}"
-    module, attribute = _named(where, name, "agent", FUNCTION_REMEDY)
-    with _one_line(where, FUNCTION_REMEDY):
+    assert config.agent is not None
+    module, attribute = _named(config, "agent", config.agent)
+    with _one_line(f"environment.agent={config.agent}", FUNCTION_REMEDY):
         return getattr(importlib.import_module(module), attribute)
 
 
-def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:
-    """Return (module, name) of `text`, without importing the module. Example: "guess" has the default name.
+def _named(config: EnvironmentConfig, field: str, text: str) -> tuple[str, str]:
+    """Return (module, name) of the text of a field, without importing the module.
 
-    Raises ConfigError unless its file lies in a folder of PYTHONPATH, and is the one that would be imported:
-    another folder of sys.path, such as the current folder, may have a module of the same name.
+    Afterwards Python finds the modules of the configuration's folder, after all others.
+    Raises ConfigError unless the module's file lies in an allowed folder, and is the one that would be
+    imported: another folder of sys.path, such as the current folder, may have a module of the same name.
+    Example: the kind "guess" gives ("guess", "factory").
     """
+    where, remedy = f"environment.{field}={text}", REMEDY if field == "kind" else FUNCTION_REMEDY
     module, _, name = text.partition(":")
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{where}: {module!r} is not a module name; {remedy}")
-    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    for folder in _allowed(config):
         path = Path(folder, *parts)
         for file in (path / "__init__.py", path.with_suffix(".py")):
             if file.is_file():
@@ -139,8 +140,19 @@ def _named(where: str, text: str, default: str, remedy: str) -> tuple[str, str]:
                 if imported is None or not file.samefile(imported):
                     other = imported or "no file"
                     raise ConfigError(f"{where}: Python imports {other} instead of {file}; rename the module")
-                return module, name or default
-    raise ConfigError(f"{where}: no folder of PYTHONPATH has this module; {remedy}")
+                return module, name or ("factory" if field == "kind" else field)
+    raise ConfigError(f"{where}: no allowed folder has this module; {remedy}")
+
+
+def _allowed(config: EnvironmentConfig) -> list[str]:
+    """Return the folders whose modules may be named, after adding that of the configuration to sys.path."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if config.modules is None:
+        return folders
+    beside = str(config.modules.resolve())
+    if beside not in sys.path:
+        sys.path.append(beside)  # at the end, so that it replaces no other module
+    return [*folders, beside]
 
 
 def _imported(parts: Sequence[str]) -> str | None:

@@ -43,7 +43,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     Example: load_config("config.yaml", ["run.iterations=2"]).environment.max_turns.
     """
     _check_list(overrides)
-    return load(Path(path), list(overrides))
+    return load(Path(path), list(overrides)).beside(Path(path).parent)
 
 
 def train(
@@ -58,7 +58,7 @@ def train(
 
     config: a configuration, or the path of its file, to which `overrides` are applied.
     resume: continue an existing run from its newest checkpoint. ranks: processes, one per device.
-    modules: the folder of the modules that `environment` names; default: those of PYTHONPATH.
+    modules: the folder of the modules that `environment` names; default: that of the configuration's file.
     An interrupt ends the run after the iteration, with a checkpoint; a second one ends it at once.
     Raises ConfigError and RunFailed, with the command line's message.
     Example: train("config.yaml", ["run.iterations=2"]).
@@ -127,7 +127,7 @@ def _run(
         given = os.environ | {"TORCHELASTIC_ERROR_FILE": str(error), "PYTHONUNBUFFERED": "1"}
         for name in TERMINAL:
             given.pop(name, None)
-        if modules is not None:
+        if modules := modules or settings.environment.modules:
             given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(modules), given.get("PYTHONPATH"))))
         status = _forward([*program, command, str(file), *options], given)
         if status:

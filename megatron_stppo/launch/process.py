@@ -253,9 +253,16 @@ def _opening(config: Config, mesh: MeshRank) -> str:
 def log_to(folder: Path, rank: int, prefix: str = "") -> None:
     """Write this rank's warnings and errors to folder/logs/rank-N.log too; `prefix` precedes the name."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / f"{prefix}rank-{rank}.log")
+    handler = _OnDisk(folder / "logs" / f"{prefix}rank-{rank}.log")
     handler.setFormatter(Printable(logging.Formatter(LINE)))
     logging.getLogger().addHandler(handler)
+
+
+class _OnDisk(logging.FileHandler):
+    """A log that is silent when its disk is full. Its lines are on stderr too."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 def dtype(config: Config) -> torch.dtype:

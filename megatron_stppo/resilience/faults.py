@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 CRASH = 1
 REQUEUE = 85
 DO_NOT_RESTART = 93
@@ -51,3 +53,14 @@ class DoNotRestart(RuntimeError):
 
     The command line turns this error into exit code 93. A scheduler must not requeue a run that ends with it.
     """
+
+
+class CannotRecord(DoNotRestart):
+    """The disk refuses what the run has to write, for example because it is full."""
+
+    def __init__(self, path: Path, reason: OSError | str) -> None:
+        """path: the file, or the run's folder. reason: the system's, or its text."""
+        why = reason if isinstance(reason, str) else reason.strerror
+        super().__init__(
+            f"{path}: cannot be written ({why}); make space for it, and continue the run with --resume"
+        )

@@ -25,6 +25,7 @@ from megatron_stppo.config import ConfigError
 
 FOLDER, FILE = "serving", "connection.json"
 CONFIG = "config.yaml"  # in the same folder: the configuration of this attempt, for the replicas
+MODULES = "modules"  # in the same folder: the path of the folder with the modules that `environment` names
 MOST_BYTES = 4096
 LOOK = 0.2  # seconds between two attempts to read the file
 CONNECT = 10.0  # seconds until a connection must be open
@@ -57,6 +58,13 @@ class Connection:
 def path_of(folder: Path) -> Path:
     """Return the path of the connection file. folder: RUN_DIR."""
     return folder / FOLDER / FILE
+
+
+def modules(folder: Path) -> Path | None:
+    """Return the folder of the modules of a run's environment; None for a run of an older version or without
+    replicas. folder: RUN_DIR."""
+    path = folder / FOLDER / MODULES
+    return Path(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def make_folder(folder: Path) -> None:

@@ -5,13 +5,16 @@ A replica that plays detects this itself (inbox.py), and ends normally.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
 
 LOOK = 0.5  # seconds between two checks
 GRACE = 5.0  # seconds that a replica has to end normally
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when the thread that started it ends
 
 
 def has_ended(parent: int | None) -> bool:
@@ -20,8 +23,23 @@ def has_ended(parent: int | None) -> bool:
 
 
 def watch(parent: int) -> None:
-    """Start a thread that ends this process at most LOOK + GRACE seconds after its parent."""
+    """Start a thread that ends this process at most LOOK + GRACE seconds after its parent.
+
+    Until `end_normally` is called, the system kills the process at once: loading a large library holds
+    Python's lock, for a minute or more from a slow disk, and no thread can run meanwhile.
+    """
+    _kill_with_parent(signal.SIGKILL)
     threading.Thread(target=_wait, args=(parent,), name="parent", daemon=True).start()
+
+
+def end_normally() -> None:
+    """Leave the end of this process to itself. Called when everything is imported."""
+    _kill_with_parent(0)
+
+
+def _kill_with_parent(number: int) -> None:
+    """number: of the signal; 0 for none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _wait(parent: int) -> None:

@@ -95,8 +95,12 @@ class _First:
         keys.remove(run.folder)
         listener = Listener(_address(config), limit_of(config, shape))
         keys.make_folder(run.folder)
-        with replacing(run.folder / keys.FOLDER / keys.CONFIG) as scratch:
-            scratch.write_text(config.dump(), encoding="utf-8")
+        for name, text in (
+            (keys.CONFIG, config.absolute().dump()),
+            (keys.MODULES, str((config.environment.modules or run.folder / keys.FOLDER).absolute())),
+        ):
+            with replacing(run.folder / keys.FOLDER / name) as scratch:
+                scratch.write_text(text, encoding="utf-8")
         keys.write(run.folder, listener.connection)  # after the configuration: replicas wait for this file
         local = _local(config, recorded) if serving.start or recorded else None
         count = len(recorded.names) if recorded else serving.replicas

@@ -18,7 +18,7 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
-from megatron_stppo.sharding.trunk_digest import trunk_digest
+from megatron_stppo.sharding.weights_digest import weights_digest
 
 DIFFERENT = "is not the same on all nodes; copy one folder to all of them, or use a shared one"
 CHANGED = "changed while the models were built; start again when it is complete"
@@ -70,7 +70,7 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
     raise_together(problem, lambda found: ConfigError(first(found)), str)
     if len({found for (found,) in gather_records([recorded or ""], str)}) > 1:
         raise ConfigError(f"model.lora.path={folder}: {DIFFERENT}")
-    if recorded and recorded != trunk_digest(model, shape):
+    if recorded and recorded != weights_digest(model, shape):
         raise ConfigError(
             f"model.lora.path={folder}: its adapter was trained on other weights than those in "
             f"model.path={model}; give the model that it was trained on, or another adapter"

@@ -41,11 +41,11 @@ class Metrics:
         self,
         folder: Path,
         rank: int,
-        resumed_at: int | None = None,
+        resumed_at: int = 0,
         reporters: Sequence[Reporter] = (),
         nvtx: bool = False,
     ) -> None:
-        """Open the files. Delete the rows after iteration `resumed_at`; None starts empty files.
+        """Open the files. Delete the rows after iteration `resumed_at`, if it is 0 all rows.
 
         `reporters` get every row too. `nvtx`: make each phase an NVTX range of that name.
         """
@@ -58,12 +58,11 @@ class Metrics:
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "metrics.jsonl"
-            truncate(path, -1 if resumed_at is None else resumed_at)
+            last = resumed_at or -1  # iteration 0 has a row if the run evaluates, and is repeated too
+            truncate(path, last)
             self._file = path.open("a", encoding="utf-8")
-            # purge_step hides the points of iterations that are repeated
-            self._board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=None if resumed_at is None else resumed_at + 1
-            )
+            # purge_step hides the points that earlier attempts have written from there on
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

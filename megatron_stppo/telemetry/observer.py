@@ -34,7 +34,7 @@ class Observer:
         """Continue after iteration `resumed_at`; 0 starts a new run."""
         self._config, self._shape, self._mesh = config, shape, mesh
         folder, telemetry = config.run.folder, config.telemetry
-        self._metrics = Metrics(folder, mesh.rank, resumed_at or None, reporting, telemetry.nvtx)
+        self._metrics = Metrics(folder, mesh.rank, resumed_at, reporting, telemetry.nvtx)
         self._gauges, self._stragglers = Gauges(), Stragglers()
         self.phase = Phases(watchdog.phase, self._stragglers.phase, self._metrics.phase)
         self.log = self._metrics.log

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 FOLDER, FILE = "trajectories", re.compile(r"iteration-([0-9]+)\.jsonl")
+NUMBERED = re.compile(r"iteration-([0-9]+)\..+")  # turns too, and what is partly written
 
 
 def played_path(run: Path, iteration: int) -> Path:
@@ -22,6 +23,20 @@ def recorded(run: Path) -> list[int]:
     """Return the iterations that have trajectories, in ascending order."""
     found = (FILE.fullmatch(path.name) for path in (run / FOLDER).glob("iteration-*"))
     return sorted({int(match[1]) for match in found if match})
+
+
+def set_aside(run: Path, last: int, name: str) -> None:
+    """Move the files of the iterations after `last` to trajectories/NAME/, which `recorded` leaves out.
+
+    They are of an earlier attempt, which went further than the checkpoint that the run continues from.
+    """
+    found = [(NUMBERED.fullmatch(path.name), path) for path in (run / FOLDER).glob("iteration-*")]
+    abandoned = [path for match, path in found if match and int(match[1]) > last]
+    if abandoned:
+        aside = run / FOLDER / name
+        aside.mkdir(exist_ok=True)
+        for path in abandoned:
+            path.replace(aside / path.name)
 
 
 def new_folder(parent: Path, name: str) -> Path:

@@ -6,9 +6,11 @@ after the update, and is missing if the update was refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import send_to_first
+from megatron_stppo.parallel.raise_together import first, raise_together
+from megatron_stppo.resilience.faults import CannotRecord
 from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
 from megatron_stppo.types import Trajectory
@@ -37,20 +41,34 @@ class TrajectoryLog:
     def write(self, iteration: int, own: Sequence[Trajectory]) -> None:
         """Write one line per trajectory: those of this rank and of all others, in rank order. Collective.
 
-        Replaces the file of an interrupted attempt when it is complete.
+        Replaces the file of an interrupted attempt when it is complete. Raises CannotRecord on all ranks
+        if the disk refuses it: a run whose records have holes cannot be audited or replayed.
         """
         parts = send_to_first(_lines(self._record(iteration, trajectory) for trajectory in own))
         if self._rank == 0:
             turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
-            _replace(played_path(self._run, iteration), parts)
+        self._replace(played_path(self._run, iteration), parts)
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
-        """Write one line per trajectory on rank 0 (see update/turns.py); no file if `turns` is empty."""
-        if self._rank != 0:
-            return
-        records = [{"iteration": iteration, "turns": of_one} for of_one in turns]
-        if records:
-            _replace(turns_path(self._run, iteration), [_lines(records)])
+        """Write one line per trajectory on rank 0 (see update/turns.py); no file if `turns` is empty.
+
+        Collective. Raises as `write` does.
+        """
+        records = [{"iteration": iteration, "turns": of_one} for of_one in turns] if self._rank == 0 else []
+        self._replace(turns_path(self._run, iteration), iter([_lines(records)] if records else []))
+
+    def _replace(self, path: Path, parts: Iterator[bytes]) -> None:
+        """Write the file on rank 0; no file without parts. Collective. Raises CannotRecord on all ranks."""
+        refused = None
+        if (begin := next(parts, None)) is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as scratch, scratch.open("wb") as file:
+                    file.writelines(itertools.chain((begin,), parts))
+            except OSError as error:
+                refused = error.strerror
+                deque(parts, maxlen=0)  # the other ranks wait until they have sent theirs
+        raise_together(refused, lambda found: CannotRecord(path, first(found)), str)
 
     def _record(self, iteration: int, trajectory: Trajectory) -> dict[str, Any]:
         task = trajectory.task
@@ -114,12 +132,6 @@ def read(run: Path, iteration: int) -> list[Trajectory]:
 
 def _lines(records: Iterable[dict[str, Any]]) -> bytes:
     return "".join(f"{encode(record)}\n" for record in records).encode()
-
-
-def _replace(path: Path, parts: Iterable[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch, scratch.open("wb") as file:
-        file.writelines(parts)
 
 
 def _float32(value: float) -> float:

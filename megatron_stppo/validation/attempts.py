@@ -1,6 +1,7 @@
 """Record the configuration of every attempt at a run, and show what a resumed run changes in it.
 
-config.yaml is the configuration of the newest attempt, configs/attempt-N.yaml that of the N-th.
+config.yaml is the configuration of the newest attempt, configs/attempt-N.yaml that of the N-th. Their paths
+are absolute, so that commands can use them in any folder.
 """
 
 from __future__ import annotations
@@ -13,22 +14,28 @@ from typing import Any
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import Config
 from megatron_stppo.config_file import NOT_YAML, load, parse
+from megatron_stppo.telemetry.trajectory_files import set_aside
 
 CONFIG = "config.yaml"
 
 
-def record(config: Config, rank: int) -> None:
-    """Write the resolved configuration of the newest attempt, on rank 0."""
+def record(config: Config, rank: int, continued: int = 0) -> None:
+    """Write the resolved configuration of the newest attempt, on rank 0.
+
+    continued: the iteration that this attempt continues after. The trajectories of later iterations are moved
+    to trajectories/attempt-N/, where N is the number of the attempt before.
+    """
     if rank:
         return
     folder = config.run.folder
     (folder / "configs").mkdir(parents=True, exist_ok=True)
-    earlier = [int(path.stem.removeprefix("attempt-")) for path in folder.glob("configs/attempt-*.yaml")]
-    (folder / "configs" / f"attempt-{max(earlier, default=0) + 1}.yaml").write_text(
-        config.dump(), encoding="utf-8"
-    )
+    numbers = [int(path.stem.removeprefix("attempt-")) for path in folder.glob("configs/attempt-*.yaml")]
+    before = max(numbers, default=0)
+    set_aside(folder, continued, f"attempt-{before}")
+    resolved = config.absolute().dump()
+    (folder / "configs" / f"attempt-{before + 1}.yaml").write_text(resolved, encoding="utf-8")
     with replacing(folder / CONFIG) as scratch:
-        scratch.write_text(config.dump(), encoding="utf-8")
+        scratch.write_text(resolved, encoding="utf-8")
 
 
 def as_begun(config: Config, run: Path) -> Config:
@@ -56,7 +63,7 @@ def say_changes(config: Config) -> None:
         )
         return
     if isinstance(before, dict):
-        for change in changes(before, parse(config.dump())):
+        for change in changes(before, parse(config.absolute().dump())):
             print(f"megatron-stppo: --resume changes {change}", file=sys.stderr)
 
 

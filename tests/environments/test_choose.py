@@ -61,9 +61,28 @@ def test_a_configuration_cannot_import_modules_that_are_not_on_pythonpath(own, t
     monkeypatch.syspath_prepend(tmp_path / "current")
     before = set(sys.modules)
     for refuses in (choose.check, choose.factory):
-        with pytest.raises(ConfigError, match=r"^environment\.kind=.*MODULE:FACTORY, found on PYTHONPATH "):
+        with pytest.raises(ConfigError, match=r"^environment\.kind=.*MODULE:FACTORY, in the folder of "):
             refuses(EnvironmentConfig(kind=kind))
     assert set(sys.modules) == before
+
+
+def test_a_module_beside_the_configuration_is_found_and_replaces_no_other(tmp_path, monkeypatch):
+    """Its folder is the last one of sys.path: `json` stays that of Python, and own_beside is imported."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in (("beside", "from own_helper import factory"), ("helper", OWN)):
+        (tmp_path / f"own_{name}.py").write_text(text)
+    (tmp_path / "json.py").write_text(OWN)
+    section = EnvironmentConfig(kind="own_beside:factory")
+    with pytest.raises(ConfigError, match="no allowed folder has this module"):
+        choose.check(section)
+    choose.check(section.beside(tmp_path))
+    assert choose.factory(section.beside(tmp_path))().turns == 4
+    assert sys.path[-1] == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"Python imports .*json/__init__\.py instead of .*json\.py; r"):
+        choose.check(EnvironmentConfig(kind="json:factory").beside(tmp_path))
+    for name in ("own_beside", "own_helper"):
+        del sys.modules[name]
 
 
 def test_a_module_of_the_current_folder_does_not_replace_the_one_on_pythonpath(own, tmp_path, monkeypatch):
@@ -105,11 +124,12 @@ def test_an_agent_is_one_function_or_command(given, says):
 
 
 def test_an_agent_is_found_on_pythonpath_and_a_command_on_path(own):
-    choose.check(EnvironmentConfig(kind="agent", agent="own_environment:factory"))
-    assert choose.agent("own_environment:factory")(EnvironmentConfig())().turns == 4
+    own_agent = EnvironmentConfig(kind="agent", agent="own_environment:factory")
+    choose.check(own_agent)
+    assert choose.agent(own_agent)(EnvironmentConfig())().turns == 4
     choose.check(EnvironmentConfig(kind="agent", command=["sh", "-c", "echo 1"]))
     for given, says in (
-        ({"agent": "os:system"}, r"environment\.agent=os:system: no folder of PYTHONPATH has this module"),
+        ({"agent": "os:system"}, r"environment\.agent=os:system: no allowed folder has this module"),
         (
             {"command": ["no-such-program"]},
             r"environment\.command=no-such-program: no such program; give its path",

@@ -133,14 +133,17 @@ def test_after_tool_away_the_function_is_called_again_and_the_environment_is_not
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("tow:length", "no folder of PYTHONPATH has this module; give MODULE:FUNCTION, found on PYTHONPATH"),
+        (
+            "tow:length",
+            "no allowed folder has this module; give MODULE:FUNCTION, in the folder of",
+        ),
         ("two:lenght", "AttributeError: module 'two' has no attribute 'lenght'; give MODULE:FUNCTION"),
         ("two:number", "is not a function; write `def reward(task, turns, result) -> float`"),
         (
             "two:two_arguments",
             "cannot be called with (task, turns, result): too many positional arguments; w",
         ),
-        ("os:getcwd", "no folder of PYTHONPATH has this module"),
+        ("os:getcwd", "no allowed folder has this module"),
     ],
 )
 def test_a_function_that_cannot_be_used_gives_one_line_at_start_up(reward: str, message: str) -> None:
@@ -151,9 +154,7 @@ def test_a_function_that_cannot_be_used_gives_one_line_at_start_up(reward: str, 
 
 
 def test_a_missing_module_is_found_before_torch_is_imported() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^environment.reward=tow: no folder of PYTHONPATH has this module"
-    ):
+    with pytest.raises(ConfigError, match=r"^environment.reward=tow: no allowed folder has this module"):
         choose.check(section("tow"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_stppo.config_file import load
 from tests.forking import stand_in
@@ -99,6 +101,11 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
         assert said in refused.stderr
     assert files(run) == before
+    refused = train(config, *name, "--resume", f"model.path={sharpened(config.parent / 'model')}")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith(
+        f"megatron-stppo: model.path={config.parent / 'sharpened'}: holds other weights than "
+    )
     changed = (f"run.iterations={done + 1}", "update.actor.lr=0.002", "update.critic.lr=0.003")
     resumed = train(config, *name, *changed, "--resume")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
@@ -113,6 +120,16 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
     of_attempts = [load(run / "configs" / f"attempt-{n}.yaml") for n in (1, 2)]
     assert [config.update.actor.lr for config in of_attempts] == [0.001, 0.002]
     assert (run / "config.yaml").read_text() == (run / "configs" / "attempt-2.yaml").read_text()
+
+
+def sharpened(model: Path) -> Path:
+    """Return a copy of a model with one other tensor: of the same shape, so that it can be loaded."""
+    other = model.with_name("sharpened")
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return other
 
 
 @contextmanager

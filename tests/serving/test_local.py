@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -82,8 +83,12 @@ def test_a_replica_that_is_used_wrongly_ends_the_run_with_its_line_and_no_traceb
     assert not raised
 
 
-def test_a_process_ends_soon_after_the_one_that_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "LOOK", 0.01)
+@pytest.mark.parametrize(("imported", "look"), [(True, 0.01), (False, 3600.0)])
+def test_a_process_ends_soon_after_the_one_that_has_started_it(
+    imported: bool, look: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it imports, its thread may not run for a long time."""
+    monkeypatch.setattr(parent, "LOOK", look)
     monkeypatch.setattr(parent, "GRACE", 0.1)
     assert not parent.has_ended(None) and not parent.has_ended(os.getppid())
     reads, writes = os.pipe()
@@ -91,8 +96,13 @@ def test_a_process_ends_soon_after_the_one_that_has_started_it(monkeypatch: pyte
         starter = os.getpid()
         if os.fork() == 0:
             parent.watch(starter)
+            if imported:
+                parent.end_normally()
+            os.write(writes, b"1")
             time.sleep(60)
-        os._exit(0)
+        time.sleep(60)
+    assert os.read(reads, 1) == b"1"
+    os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     os.close(writes)  # the last writing end is that of the process, which must end
     assert seconds(lambda: os.read(reads, 1)) < 30

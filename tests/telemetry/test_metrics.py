@@ -115,6 +115,28 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("reward")] == [(7, 0.25)]
 
 
+@pytest.mark.parametrize(("resumed_at", "kept"), [(0, [0, 1]), (2, [0, 1, 2, 3])])
+def test_tensorboard_loses_the_points_that_a_resumed_run_repeats(
+    tmp_path: Path, resumed_at: int, kept: list[int]
+) -> None:
+    killed = Metrics(tmp_path, 0)
+    for iteration in (0, 1, 2, 3, 4):
+        killed.log(iteration, {"reward": 0.0})
+    killed.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.rename(events.with_name("events.out.tfevents.0000000001"))  # of an earlier second
+    resumed = Metrics(tmp_path, 0, resumed_at=resumed_at)
+    for iteration in kept:
+        if iteration > resumed_at or not resumed_at:
+            resumed.log(iteration, {"reward": 1.0})
+    resumed.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == kept
+    points = [(event.step, event.value) for event in board.Scalars("reward")]
+    assert points == [(row["iteration"], row["reward"]) for row in rows]
+
+
 def test_a_column_skips_rows_without_a_number() -> None:
     rows = [{"iteration": 1, "kl": 0.5}, {"iteration": 2, "kl": None}, {"iteration": 3}]
     assert column(rows, "kl") == ([1], [0.5])

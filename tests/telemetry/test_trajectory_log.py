@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.finite import columns
 from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.resilience.faults import CannotRecord
 from megatron_stppo.telemetry.trajectory_files import new_folder, recorded, turns_path
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.types import Message, Task, Trajectory, Turn
+from tests.full_disk import full_disk
 from tests.ranks import run_ranks
 
 WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
@@ -78,6 +80,23 @@ def test_the_first_rank_writes_the_trajectories_of_all_ranks_in_rank_order(tmp_p
     TrajectoryLog(tmp_path / "alone", 0, tokenizer()).write(1, played)
     name = "trajectories/iteration-00001.jsonl"
     assert (written / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+def write_to_a_full_disk(folder: Path) -> str:
+    rank = dist.get_rank()
+    with full_disk(), pytest.raises(CannotRecord) as raised:
+        TrajectoryLog(folder, rank, tokenizer()).write(1, [EPISODE])
+    return str(raised.value)
+
+
+def test_a_full_disk_ends_all_ranks_with_one_line_and_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    remedy = "make space for it, and continue the run with --resume"
+    line = f"{path}: cannot be written (File too large); {remedy}"
+    assert run_ranks(write_to_a_full_disk, 3, tmp_path) == [line] * 3
+    assert not list(path.parent.iterdir())
+    with full_disk(), pytest.raises(CannotRecord):
+        TrajectoryLog(tmp_path, 0, tokenizer()).write_turns(1, [[{"tokens": 2}]])
 
 
 def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:

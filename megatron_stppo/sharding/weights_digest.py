@@ -1,4 +1,4 @@
-"""The hash that identifies the weights that adapters belong to."""
+"""The hash that identifies the weights that a run begins with, and that adapters belong to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
 
 
 @functools.cache
-def trunk_digest(folder: Path, shape: ModelShape) -> str:
+def weights_digest(folder: Path, shape: ModelShape) -> str:
     """Return 64 hexadecimal digits: a hash of names, types, shapes and bytes of a folder's tensors.
 
     Collective. It depends neither on the division into files nor on the number of ranks. The result is kept,
