@@ -9,7 +9,6 @@ cannot be predicted, and at the full weight this noise is most of the gradient.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megatron_stppo.commands.convert import export_hf
 from megatron_stppo.commands.export_peft import export_peft
@@ -35,6 +33,8 @@ from megatron_stppo.model.pipeline import Packer, forward_backward, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.resilience.faults import DoNotRestart
+from megatron_stppo.sharding.hf_load import load_tokenizer
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import training_layouts
 from megatron_stppo.telemetry.console import say, timed
@@ -51,11 +51,11 @@ def cold_start(config: Config) -> None:
     """
     settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
     assert output is not None and data is not None, "validation/checks.py requires both"
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.model.path)
     scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0
-    steps = list(_steps(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
+    steps = list(batches(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
     if not steps:
         raise ConfigError(
             f"data.demonstrations={data}: {len(scripts)} rows are read, and each of the {mesh.data_size} "
@@ -78,10 +78,20 @@ def cold_start(config: Config) -> None:
     for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
         loss = train_step(trainer, head, batch, mesh, packer, rate)
+        _check_refused(trainer, config.run.nonfinite_budget, len(steps))
         if step % 20 == 0 or step == len(steps) - 1:
             say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
     say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
     process.stop()
+
+
+def _check_refused(trainer: Trainer, budget: int, steps: int) -> None:
+    """Raise DoNotRestart if more than `budget` or all steps were not finite. All ranks raise together."""
+    if trainer.skipped > budget or trainer.skipped == steps:
+        raise DoNotRestart(
+            f"{trainer.skipped} of {steps} steps were not finite, run.nonfinite_budget={budget}; nothing is "
+            "written; lower cold_start.lr"
+        )
 
 
 def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank) -> str:
@@ -95,20 +105,20 @@ def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, me
     return f"the model is {output}"
 
 
-def _steps(
+def batches(
     scripts: Sequence[Demonstration], budget: int, ranks: int, context_weight: float
 ) -> Iterator[Batch]:
-    """Yield a batch per step: scripts in order, about `budget` tokens, at least one script per rank."""
-    remaining = iter(scripts)
-    while step := list(itertools.islice(remaining, ranks)):
-        tokens = sum(map(len, step))
-        for script in remaining:
-            step.append(script)
-            tokens += len(script)
-            if tokens >= budget:
-                break
-        if len(step) >= ranks:  # a last step too small for every rank is dropped
+    """Yield a batch per step: scripts in order, up to `budget` tokens, but at least one script per rank."""
+    step: list[Demonstration] = []
+    tokens = 0
+    for script in scripts:
+        if len(step) >= ranks and tokens + len(script) > budget:
             yield as_batch(step, context_weight)
+            step, tokens = [], 0
+        step.append(script)
+        tokens += len(script)
+    if len(step) >= ranks:  # a last step too small for every rank is dropped
+        yield as_batch(step, context_weight)
 
 
 def as_batch(scripts: Sequence[Demonstration], context_weight: float) -> Batch:

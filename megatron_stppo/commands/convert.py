@@ -29,7 +29,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.reshard.resharder import Resharder
-from megatron_stppo.sharding.hf_checkpoint import INDEX, SINGLE
+from megatron_stppo.sharding.hf_files import INDEX, SINGLE
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes, read_shape
 from megatron_stppo.sharding.low_rank import LowRank
 from megatron_stppo.sharding.spans import training_layouts, whole_spans, widths_of
@@ -38,6 +38,7 @@ from megatron_stppo.validation.checks import check_absent
 from megatron_stppo.validation.lora import of_checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+TEMPLATES = "additional_chat_templates"  # a folder of the tokenizer: the templates that have names
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
@@ -117,6 +118,8 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
     for path in sorted(template.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, partial / path.name)
+    if (template / TEMPLATES).is_dir():
+        shutil.copytree(template / TEMPLATES, partial / TEMPLATES, copy_function=shutil.copyfile)
     config = json.loads((partial / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -143,7 +146,7 @@ def _finish(
 
 def publish(partial: Path, folder: Path) -> None:
     """Rename a complete folder into place, after its files are on the disk."""
-    for path in partial.iterdir():
+    for path in filter(Path.is_file, partial.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
     replace_folder(partial, folder)

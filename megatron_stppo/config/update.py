@@ -71,7 +71,11 @@ class ColdStartConfig(Section):
     tokens: int | None = Field(
         None, ge=1, description="number of tokens of the file to train on; default: all"
     )
-    batch_tokens: int = Field(16384, ge=1, description="tokens per optimizer step over all ranks")
+    batch_tokens: int = Field(
+        16384,
+        ge=1,
+        description="largest number of tokens per optimizer step over all ranks; each has at least one row",
+    )
     lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
     warmup_fraction: float = Field(
         0.05, ge=0, le=1, description="share of the steps over which lr rises linearly from 0"

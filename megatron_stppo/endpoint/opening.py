@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
@@ -26,6 +25,7 @@ from megatron_stppo.messages import one_line
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.rollout import tool_wait
 from megatron_stppo.rollout.vllm_setup import end_of_text_ids
+from megatron_stppo.sharding.hf_load import load_config, load_tokenizer
 
 
 def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
@@ -49,7 +49,7 @@ def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironmen
 def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     section, path = config.environment, config.model.path
     agent = open_agent(section)
-    model = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model = load_config(path)
     tokenizer = _tokenizer(path)
     rules = Rules(
         tokenizer,
@@ -80,7 +80,7 @@ def _tokenizer(path: Path) -> Any:
     parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
     150,000 entries.
     """
-    return get_cached_tokenizer(copy.deepcopy(AutoTokenizer.from_pretrained(path, trust_remote_code=False)))
+    return get_cached_tokenizer(copy.deepcopy(load_tokenizer(path)))
 
 
 def _check_template(rules: Rules) -> None:

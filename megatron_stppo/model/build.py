@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_stppo.config import Config, LoraConfig
+from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, expert_rows, fusions
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
@@ -23,6 +23,7 @@ from megatron_stppo.model.trunk import share
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.sharding.hf_checkpoint import load_hf
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.low_rank import (
@@ -305,5 +306,10 @@ def from_hf(
     )
     last = chunk_prefix(len(model), len(model) - 1)
     keep = [last + name for name in VALUE_HEAD] if role == "critic" else []
-    load_hf(folder, spans, named_parameters(model), keep=[*keep, *own])
+    problem: str | None = None
+    try:
+        load_hf(folder, spans, named_parameters(model), keep=[*keep, *own])
+    except ConfigError as error:  # for instance of a tensor that only this rank reads
+        problem = str(error)
+    raise_together(problem, lambda found: ConfigError(first(found)), str)
     return model

@@ -107,8 +107,9 @@ class UpdateGuard:
         skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
         if skipped > budget:
             cause = f"; the last batch: {where[0]}" if where else ""
+            advice = remedy(where, any(t.updates for t in self._trainers.values()))
             raise DoNotRestart(
-                f"{skipped} steps were not finite, run.nonfinite_budget={budget}{cause}; {remedy(where)}"
+                f"{skipped} steps were not finite, run.nonfinite_budget={budget}{cause}; {advice}"
             )
 
     def _roll_back(self, iteration: int) -> dict[str, float]:
@@ -132,13 +133,16 @@ class UpdateGuard:
             log.warning("iteration %d: %s", iteration, text)
 
 
-def remedy(where: list[str]) -> str:
-    """Return what the user can change. It depends on which columns of the batch are not finite.
+def remedy(where: list[str], applied: bool) -> str:
+    """Return what the user can change. It depends on which columns of the batch are not finite, and on
+    whether any step was applied before.
 
-    Example: remedy(["reward_T: 1 of 40 .."]).
+    Example: remedy(["reward_T: 1 of 40 .."], True).
     """
     if any(text.startswith("reward_T") for text in where):
         return "the environment returned these rewards, correct it to return finite numbers"
+    if not applied:
+        return "no step was applied, so the model of model.path itself computes them; give another model"
     return "lower update.actor.lr and update.critic.lr"
 
 

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
@@ -47,6 +46,7 @@ from megatron_stppo.rollout.vllm_setup import (
     tear_down,
     weights,
 )
+from megatron_stppo.sharding.hf_load import load_config, load_tokenizer
 from megatron_stppo.sharding.transfers import ServedAdapters
 
 
@@ -85,7 +85,7 @@ class Engine:
         the number of ranks.
         """
         join_world()
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        config = load_config(Path(model_path))
         self._build = functools.partial(
             build_vllm,
             model_path,
@@ -102,7 +102,7 @@ class Engine:
             adapters=adapters,
         )
         self._records, self._served = routes, adapters
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(Path(model_path))
         self.max_context = max_context
         self.vocabulary = int(config.vocab_size)
         self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor

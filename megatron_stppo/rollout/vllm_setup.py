@@ -32,7 +32,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes
 prepare_environment()
 
 import vllm  # noqa: E402
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
+from transformers import GenerationConfig, PretrainedConfig  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -40,6 +40,8 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megatron_stppo.rollout import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.engine_adapters import lora_arguments  # noqa: E402
+from megatron_stppo.sharding.hf_fields import FAMILIES  # noqa: E402
+from megatron_stppo.sharding.hf_load import load_config  # noqa: E402
 from megatron_stppo.sharding.transfers import ServedAdapters  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
@@ -77,7 +79,12 @@ def build_vllm(
     """
     _check_version()
     check_cuda_functions()
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    config = load_config(Path(model_path))
+    if not config.architectures:
+        raise ConfigError(
+            f"model.path={model_path}: config.json has no architectures, by which vLLM chooses the model; "
+            f'add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
+        )
     if on_cpu():
         _check_on_cpu(config)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -22,6 +22,8 @@ def model_digest(path: Path) -> str:
     """
     shape = json.dumps(asdict(read_shape(path)), sort_keys=True)
     parts = [shape.encode(), *(_content(path / name) for name in TOKENIZER)]
+    for template in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        parts += [template.name.encode(), _content(template)]
     parts += [json.dumps(_end_ids(path / name)).encode() for name in ENDS]
     digest = hashlib.sha256()
     for part in parts:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import Played
@@ -35,6 +35,7 @@ from megatron_stppo.serving.link_errors import ReplicaLost
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
 from megatron_stppo.serving.weights import Link
+from megatron_stppo.sharding.hf_load import load_tokenizer
 from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.types import Summary, Task
 
@@ -83,9 +84,7 @@ class Served:
         self.learner, self._store, self._address = learner, store, address
         self._hub, self._ledger, self._meter = hub, ledger, meter
         config = learner.config
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            config.model.path, trust_remote_code=False
-        )
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model.path)
         self._failures = FailureLimit(config.environment.max_failure_rate)
         self._links: dict[str, Link] = {}  # by group
         self._timeout = timedelta(seconds=config.serving.timeout)

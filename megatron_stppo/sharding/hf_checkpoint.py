@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.sharding.hf_files import INDEX, SINGLE, weight_map
 from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes
 from megatron_stppo.sharding.spans import hf_spans
 from megatron_stppo.sharding.tiles import PADDING, Span, Spans
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @torch.no_grad()
@@ -28,8 +26,10 @@ def load_hf(
     """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's dtype.
 
     Padding rows are set to zero. `keep` names parameters that the checkpoint does not contain (a value head).
-    Raises ConfigError, with the tensor's name, if a tensor is missing in the folder or has another shape.
+    Raises ConfigError, with the tensor's name, if a tensor is missing in the folder, has another shape, or
+    has NaN or infinity.
     """
+    read: list[tuple[str, Tensor]] = []  # names, and the smallest and largest value
     unknown = (set(parameters) - set(keep)) ^ set(spans)
     assert not unknown, f"parameters and layout name different tensors: {sorted(unknown)}"
     with ExitStack() as stack:
@@ -42,6 +42,18 @@ def load_hf(
                     rows.zero_()
                 else:
                     rows.copy_(checkpoint.read(span, tuple(rows.shape)))
+                    read.append((span.hf_key, torch.stack(rows.aminmax())))
+    _check_finite(folder, read)
+
+
+def _check_finite(folder: Path, read: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError for a tensor with NaN or infinity. The host waits for the device once."""
+    finite = torch.stack([range_ for _, range_ in read]).isfinite().all(1).tolist() if read else []
+    if not all(finite):
+        raise ConfigError(
+            f"{folder}: tensor {read[finite.index(False)][0]!r} has NaN or infinity; fetch the folder again, "
+            "or give an earlier model"
+        )
 
 
 def tensor_digests(folder: Path, shape: ModelShape, keys: Iterable[str]) -> list[str]:
@@ -66,7 +78,7 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
-        self._file_of = _weight_map(folder)
+        self._file_of = weight_map(folder)
         self._open: dict[str, safe_open] = {}
 
     def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:
@@ -99,24 +111,3 @@ class _Checkpoint:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
         return self._open[name]
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Return {tensor: file name} for a checkpoint of several files, or None for a single file."""
-    path = folder / INDEX
-    if not path.exists():
-        if not (folder / SINGLE).exists():
-            raise ConfigError(
-                f"{folder}: holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors"
-            )
-        return None
-    try:
-        files: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}); fetch the file again") from None
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(
-                f"{path}: names a file outside the folder ({name!r}); fetch the checkpoint again"
-            )
-    return files

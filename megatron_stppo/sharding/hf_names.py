@@ -7,48 +7,22 @@ norms and experts, and with different tensor names.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.sharding.hf_fields import (
+    FAMILIES,
+    count_of,
+    experts_field,
+    flag_of,
+    rate_of,
+    read_fields,
+    rope_factor,
+    rope_settings,
+)
 
-REMEDY = "give model.path a Hugging Face checkpoint folder"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-
-
-class Family(NamedTuple):
-    """The differences between a model family and Llama."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    ffn: str = "intermediate_size"  # field of config.json with the number of rows of a gate projection
-    renormalised: bool = True  # the value if config.json has no norm_topk_prob
-    mlp: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mixtral": Family(experts=True, mlp="block_sparse_moe", projections=("w1", "w3", "w2")),
-    "qwen2": Family(qkv_bias=True),  # and Qwen2.5
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True, ffn="moe_intermediate_size", renormalised=False),
-}
-# The only supported values of these fields. They are also the values of fields that are missing or null.
-PLAIN = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "router_jitter_noise": 0.0,
-}
-# Llama 3's scaled rotary embeddings: in megatron these values are constants, and only the factor can be set.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -97,96 +71,36 @@ class ModelShape:
 
 def read_shape(folder: Path) -> ModelShape:
     """Read folder/config.json. Raises ConfigError if it is missing or the model is not supported."""
-    path = Path(folder) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{folder}: config.json unreadable ({error.strerror}); {REMEDY}") from None
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise ConfigError(f"{folder}: config.json is not JSON in UTF-8 ({error}); {REMEDY}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{folder}: config.json holds {type(raw).__name__}, not an object; {REMEDY}")
-    name = raw.get("model_type")
-    if name not in FAMILIES:
-        raise ConfigError(f"{folder}: model_type={name!r} is not supported; choose one of {sorted(FAMILIES)}")
-    family = FAMILIES[name]
-    _check_plain(folder, raw)
-    count = functools.partial(_count, folder, raw)
+    given = read_fields(folder)
+    name, family = given["model_type"], FAMILIES[given["model_type"]]
+    count = functools.partial(count_of, folder, given)
     heads, hidden = count("num_attention_heads"), count("hidden_size")
-    experts = "num_experts" if raw.get("num_experts") else "num_local_experts"
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{folder}: config.json's rope_scaling is {rope!r}, not an object; {REMEDY}")
+    head_dim, rope = count("head_dim", hidden // heads), rope_settings(folder, given)
+    if not family.free_head_dim and head_dim != hidden // heads:
+        raise ConfigError(
+            f"{folder}: head_dim={head_dim} of model_type={name!r} is not supported, vLLM computes with "
+            f"hidden_size / num_attention_heads = {hidden // heads}; use a checkpoint with that head_dim"
+        )
     return ModelShape(
         family=name,
         layers=count("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
-        head_dim=count("head_dim", hidden // heads),
+        head_dim=head_dim,
         ffn=count(family.ffn),
         vocab=count("vocab_size"),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        rope_theta=_rate(folder, raw if raw.get("rope_theta") else rope, "rope_theta", 10000.0),
-        norm_eps=_rate(folder, raw, "rms_norm_eps", 1e-6),
-        max_positions=count("max_position_embeddings", 32768),
-        rope_factor=_rope_factor(folder, rope),
+        tied=flag_of(folder, given, "tie_word_embeddings"),
+        rope_theta=rate_of(folder, rope, "rope_theta"),
+        norm_eps=rate_of(folder, given, "rms_norm_eps"),
+        max_positions=count("max_position_embeddings"),
+        rope_factor=rope_factor(folder, rope),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        experts=count(experts) if family.experts else 0,
+        experts=count(experts_field(folder, given)) if family.experts else 0,
         experts_per_token=count("num_experts_per_tok") if family.experts else 0,
-        renormalised=raw.get("norm_topk_prob", family.renormalised),
+        renormalised=family.renormalises or flag_of(folder, given, "norm_topk_prob"),
     )
-
-
-def _count(folder: Path, raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that must be an integer >= 1; null counts as missing. Raises ConfigError otherwise."""
-    value = raw.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        shown = "missing" if value is None else f"{value!r}, not a whole number above 0"
-        raise ConfigError(f"{folder}: config.json's {name} is {shown}; fetch the file again")
-    return value
-
-
-def _rate(folder: Path, raw: dict[str, Any], name: str, default: float) -> float:
-    """Return a field that must be a number > 0. Raises ConfigError otherwise."""
-    value = raw.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"{folder}: config.json's {name} is {value!r}, not above 0; fetch the file again")
-    return float(value)
-
-
-def _check_plain(folder: Path, raw: dict[str, Any]) -> None:
-    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
-    for name, plain in PLAIN.items():
-        value = raw.get(name)
-        if value not in (None, plain) and name not in unused:
-            raise ConfigError(
-                f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
-            )
-
-
-def _rope_factor(folder: Path, rope: dict[str, Any]) -> float | None:
-    """Return the factor of Llama 3's scaling, or None for plain rotary embeddings.
-
-    Raises ConfigError for any other kind of scaling.
-    """
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise ConfigError(
-            f"{folder}: rope_type={kind!r} is not supported; use a checkpoint with default or llama3"
-        )
-    if kind == "default":
-        return None
-    for name, known in LLAMA3.items():
-        if rope.get(name) != known:
-            raise ConfigError(
-                f"{folder}: {name}={rope.get(name)} of rope_type=llama3 is not supported, megatron "
-                f"computes with {known}; use a checkpoint that does too"
-            )
-    return float(rope["factor"])
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

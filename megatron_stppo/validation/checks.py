@@ -48,7 +48,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
         check_context(config)
-    if command in ROLLS_OUT:
+    if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
     if command in ("train", "rollout", "plan"):
         _resample(config)

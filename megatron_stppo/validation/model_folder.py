@@ -10,10 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.sharding.hf_fields import FAMILIES, check_only, read_fields
 from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.validation.model_weights import check_weights
+
+USER = {"role": "user", "content": "a"}
+CHATS = ([USER], [{"role": "system", "content": "a"}, USER])  # a usable template renders one of them
 
 
 def check_model(config: Config) -> None:
@@ -26,7 +33,15 @@ def check_model(config: Config) -> None:
                 f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
                 "tokenizer.json, *.safetensors)"
             )
-        read_shape(folder)
+        if (folder / "adapter_config.json").exists():
+            raise ConfigError(
+                f"{field}={folder}: holds an adapter (adapter_config.json), which would be ignored; give the "
+                "model's own folder, and the adapter as model.lora.path"
+            )
+        shape = read_shape(folder)
+        check_weights(field, folder, shape, critic=field == "model.critic_path")
+    fields = read_fields(config.model.path)
+    check_only(config.model.path, fields, "architectures", FAMILIES[fields["model_type"]].architecture)
     if config.model.critic_path is not None:
         _same_network(config.model.path, config.model.critic_path)
 
@@ -56,7 +71,8 @@ def check_tokenizer(config: Config) -> None:
             f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
             "copy it again from the model's source"
         ) from None
-    added = _tokenizer_settings(config.model.path).get("added_tokens_decoder") or {}
+    check_end_ids(config)
+    added = _json_object(config.model.path / "tokenizer_config.json").get("added_tokens_decoder") or {}
     largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
     vocabulary = read_shape(config.model.path).vocab
     if largest >= vocabulary:
@@ -66,23 +82,86 @@ def check_tokenizer(config: Config) -> None:
         )
 
 
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if there is none. Raises ConfigError if it is not an object."""
-    path = folder / "tokenizer_config.json"
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, or {} if there is no file. Raises ConfigError for anything else."""
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        settings = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: holds {type(settings).__name__}, not an object; fetch the file again")
     return settings
 
 
-def check_chat_template(config: Config) -> None:
-    """Check that the tokenizer has a chat template."""
+def check_end_ids(config: Config) -> None:
+    """Check the end-of-text ids of config.json and generation_config.json: ids of the vocabulary."""
     folder = config.model.path
-    inline = "chat_template" in _tokenizer_settings(folder)
-    if not inline and not (folder / "chat_template.jinja").is_file():
-        raise ConfigError(f"model.path={folder}: its tokenizer has no chat_template; add chat_template.jinja")
+    vocabulary = read_shape(folder).vocab
+    for name in ("config.json", "generation_config.json"):
+        ids = _json_object(folder / name).get("eos_token_id")
+        for number in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < vocabulary:
+                raise ConfigError(
+                    f"{folder / name}: eos_token_id={ids!r}, not token ids below vocab_size={vocabulary}; "
+                    "correct it, or fetch the file again"
+                )
+
+
+def check_chat_template(config: Config) -> None:
+    """Check that the tokenizer has a chat template, and that jinja can read all of its templates."""
+    folder = config.model.path
+    templates = _chat_templates(folder)
+    if "default" not in templates:
+        others = f" but {sorted(templates)}" if templates else ""
+        raise ConfigError(
+            f"model.path={folder}: its tokenizer has no chat_template{others}; add chat_template.jinja"
+        )
+    for name, template in templates.items():
+        where = f"model.path={folder}: its chat_template {name!r}"
+        if not isinstance(template, str) or not template.strip():
+            shown = "empty" if isinstance(template, str) else f"{template!r}, not a text"
+            raise ConfigError(f"{where} is {shown}; copy it again from the model's source")
+        refusals = [_refusal(where, template, chat) for chat in CHATS]
+        if name == "default" and all(refusals):
+            raise ConfigError(f"{where} rejects every chat ({refusals[0]}); copy it from the model's source")
+
+
+def _refusal(where: str, template: str, chat: list[dict[str, str]]) -> str:
+    """Return why a template does not render a chat, or "".
+
+    Raises ConfigError if the template is not jinja. Other errors do not count: here the template gets neither
+    the special tokens nor tools.
+    """
+    try:
+        rendered: Any = render_jinja_template([chat], chat_template=template, add_generation_prompt=True)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{where} is not jinja (line {error.lineno}: {error.message}); correct the template"
+        ) from None
+    except Exception as error:  # a template is a program
+        return str(error) if type(error) is TemplateError else ""
+    (text,), _ = rendered
+    return "" if text.strip() else "renders nothing"
+
+
+def _chat_templates(folder: Path) -> dict[str, Any]:
+    """Return the chat templates by name, from the files that transformers reads."""
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        paths["default"] = folder / "chat_template.jinja"
+    if paths:
+        return {name: _text(path) for name, path in paths.items()}
+    inline = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(inline, list):
+        named = [item for item in inline if isinstance(item, dict)]
+        return {str(item.get("name")): item.get("template") for item in named}
+    return inline if isinstance(inline, dict) else {} if inline is None else {"default": inline}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None

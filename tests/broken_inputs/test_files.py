@@ -15,7 +15,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megatron_stppo.cli import open_run
+from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
+from megatron_stppo.validation import checks, model_folder
 from tests.broken_inputs.inputs import ROW, SHAPE, Said
 
 LATIN = '{"id": 1, "contents": "caf\u00e9"}\n'.encode("latin-1")
@@ -39,6 +41,21 @@ LATIN = '{"id": 1, "contents": "caf\u00e9"}\n'.encode("latin-1")
         (lambda m: edit(m, rope_scaling="linear"), "config.json's rope_scaling is 'linear', not an object"),
         (lambda m: (m / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: cannot be read"),
         (lambda m: (m / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds list"),
+        (lambda m: (m / "tokenizer.json").unlink(), "holds no tokenizer.json; add the model's own"),
+        (
+            lambda m: edit(m, eos_token_id="x"),
+            "config.json: eos_token_id='x', not token ids below",
+        ),
+        (lambda m: ends(m, "{"), "generation_config.json: cannot be read"),
+        (lambda m: ends(m, "[]"), "generation_config.json: holds list, not an object"),
+        (lambda m: ends(m, '{"eos_token_id": "</s>"}'), "eos_token_id='</s>', not token ids below"),
+        (lambda m: ends(m, '{"eos_token_id": [2, 1024]}'), "eos_token_id=[2, 1024], not token ids below"),
+        (lambda m: ends(m, '{"eos_token_id": true}'), "eos_token_id=True, not token ids below"),
+        (
+            lambda m: edit(m, architectures=["LlamaForCausalLM"]),
+            "with only 'Qwen3ForCausalLM'",
+        ),
+        (lambda m: (m / "adapter_config.json").write_text("{}"), "holds an adapter (adapter_config.json)"),
     ],
 )
 def test_a_model_folder_with_a_broken_file_is_refused(
@@ -46,6 +63,62 @@ def test_a_model_folder_with_a_broken_file_is_refused(
 ) -> None:
     change(root / "model")
     assert part in said("train", root / "run.yaml")
+
+
+def ends(model: Path, text: str) -> None:
+    (model / "generation_config.json").write_text(text)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "cold-start"])
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        ("", "its chat_template 'default' is empty; copy it again from the model's source"),
+        ("{# #}", "its chat_template 'default' rejects every chat (renders nothing); copy it"),
+        (
+            "{% for m in messages %}",
+            "its chat_template 'default' is not jinja (line 1: Unexpected end",
+        ),
+        ("{{ raise_exception('no') }}", "its chat_template 'default' rejects every chat (no); copy it"),
+        ("{{ messages[1]['content'] + bos_token }}", ""),  # the check gives it no special tokens
+        (None, "its tokenizer has no chat_template; add chat_template.jinja"),
+        (5, "its chat_template 'default' is 5, not a text; copy it again"),
+        ([{"name": "tool_use", "template": "a"}], "has no chat_template but ['tool_use']; add chat_template"),
+        (
+            [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{% if %}"}],
+            "its chat_template 'tool_use' is not jinja (line 1: ",
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(
+    root: Path, command: str, template: Any, part: str
+) -> None:
+    config = load(root / "run.yaml", [])
+    (root / "model" / "chat_template.jinja").unlink()
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    if not part:
+        return model_folder.check_chat_template(config)
+    with pytest.raises(ConfigError) as caught:
+        checks.check(with_output(config, root), 1, command)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", [".", "additional_chat_templates"])
+def test_a_file_with_a_chat_template_that_cannot_be_used_is_refused(
+    root: Path, said: Said, folder: str
+) -> None:
+    path = root / "model" / folder / "chat_template.jinja"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"{{ '\xe9' }}")
+    assert "chat_template.jinja: cannot be read ('utf-8' codec" in said("train", root / "run.yaml")
+    path.write_text("{% endif %}")
+    assert " is not jinja (line 1: Encountered unknown tag" in said("train", root / "run.yaml")
+
+
+def with_output(config: Config, root: Path) -> Config:
+    section = config.cold_start.model_copy(update={"output": root / "out"})
+    data = config.data.model_copy(update={"demonstrations": root / "tasks.jsonl"})
+    return config.model_copy(update={"cold_start": section, "data": data})
 
 
 def edit(model: Path, **changes: Any) -> None:

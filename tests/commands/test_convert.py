@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -17,10 +18,11 @@ from transformers import (
 )
 
 from megatron_stppo.commands import convert
-from megatron_stppo.sharding.hf_checkpoint import INDEX
+from megatron_stppo.sharding.hf_files import INDEX
 from megatron_stppo.sharding.hf_names import hf_shapes, read_shape
 from tests.commands.conversion import LAYOUT, import_and_export
 from tests.ranks import run_ranks
+from tests.rollout.tiny import TEMPLATE, build_tokenizer
 
 SIZES = {
     "vocab_size": 300,
@@ -51,6 +53,9 @@ def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
                 parameter.add_(0.1 * torch.randn_like(parameter))  # different values in biases and norms
         model.save_pretrained(tmp_path / family)
         (tmp_path / family / "tokenizer.json").write_text("{}")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "{{ tools[0] }}" + TEMPLATE}
+    tokenizer.save_pretrained(tmp_path / "llama")
     names = run_ranks(import_and_export, LAYOUT.world, tmp_path, tuple(FAMILIES))[0]
     assert "failed" not in names
     for family in FAMILIES:
@@ -60,7 +65,9 @@ def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
         assert {key: tuple(t.shape) for key, t in original.items()} == hf_shapes(shape)
         assert original.keys() == exported.keys()
         assert all(torch.equal(exported[key], original[key]) for key in original)
-        assert (tmp_path / "out" / family / "tokenizer.json").read_text() == "{}"
+        for file in files_of_tokenizer(tmp_path / family):
+            exported_file = tmp_path / "out" / family / file.relative_to(tmp_path / family)
+            assert exported_file.read_bytes() == file.read_bytes()
         assert read_shape(tmp_path / "out" / family) == shape
 
         split = tmp_path / "split" / family
@@ -71,6 +78,22 @@ def test_a_checkpoint_is_exported_bitwise_from_tensor_2_pipeline_2(tmp_path):
         reloaded.save_pretrained(tmp_path / "again" / family)  # names as in a checkpoint
         held = load_file(tmp_path / "again" / family / "model.safetensors")
         assert all(torch.equal(held[key], original[key].bfloat16()) for key in original)
+
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / f) for f in ("llama", "out/llama"))
+    text = "caf\u00e9 \U0001f600 <|im_start|>\n\tx  <tool_call>"
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        given = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+        chat = [{"role": "user", "content": text}]
+        assert after.apply_chat_template(chat, **given) == before.apply_chat_template(chat, **given)
+
+
+def files_of_tokenizer(folder):
+    """Return the files of a tokenizer that are in the folder."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*")
+    found = [path for name in names for path in folder.glob(name)]
+    assert len(found) == (4 if folder.name == "llama" else 1)
+    return found
 
 
 def test_a_checkpoint_is_assembled_on_the_device_of_the_parameters(monkeypatch):

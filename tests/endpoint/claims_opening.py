@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,11 @@ def test_a_parser_that_cannot_be_loaded_is_refused(world: World) -> None:
 def test_the_vocabulary_is_listed_once_and_not_at_every_completion(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         TOKENIZER.save_pretrained(folder)
+        sizes = dict.fromkeys(
+            ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"), 1
+        )
+        shape = {"model_type": "qwen3", "vocab_size": len(TOKENIZER), **sizes}
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
         tokenizer = opening._tokenizer(Path(folder))
     assert tokenizer.get_vocab() is tokenizer.get_vocab() and tokenizer.get_vocab() == TOKENIZER.get_vocab()
     chat = [*CHAT, {"role": "user", "content": "<|im_end|>"}]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.reshard.plan import PlanError, RowCopy, buckets, build_plan, lower_bound
-from megatron_stppo.sharding.hf_names import FAMILIES
+from megatron_stppo.sharding.hf_fields import FAMILIES
 from megatron_stppo.sharding.spans import hf_spans, row_widths, serving_layouts, training_layouts
 from megatron_stppo.sharding.tiles import PADDING, Span
 from tests.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows

@@ -41,6 +41,16 @@ def test_steps_that_were_not_applied_are_no_spikes_and_later_ones_are_not_compar
     )
 
 
+def test_the_advice_depends_on_what_was_not_finite() -> None:
+    assert guard.remedy(["old_logprob_T: 1 of 4 not finite"], applied=True).startswith(
+        "lower update.actor.lr"
+    )
+    assert guard.remedy(["old_logprob_T: 1 of 4 not finite"], applied=False).startswith(
+        "no step was applied, so"
+    )
+    assert guard.remedy(["reward_T: 1 of 4 not finite"], applied=False).startswith("the environment returned")
+
+
 def test_the_warning_says_why_no_step_was_applied(
     guarded: guard.UpdateGuard, caplog: pytest.LogCaptureFixture
 ) -> None:

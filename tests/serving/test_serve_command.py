@@ -126,5 +126,8 @@ def test_the_digest_depends_on_shape_tokenizer_and_end_of_text_but_not_on_weight
     assert model_digest(copy) == own
     assert changed("config.json", transformers_version="0") == own
     assert changed("config.json", transformers_version="0", eos_token_id=[2, 0]) != own
-    assert changed("config.json", eos_token_id=2, rope_theta=123.0) != own
+    assert changed("config.json", eos_token_id=2, rope_parameters={"rope_theta": 123.0}) != own
     assert changed("tokenizer.json", version="2") != own
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tool_use.jinja").write_text("a")
+    assert model_digest(copy) != own

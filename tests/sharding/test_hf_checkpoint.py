@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import pickle
 
 import pytest
@@ -9,8 +10,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.hf_checkpoint import INDEX, load_hf
-from megatron_stppo.sharding.spans import row_widths, training_spans
+from megatron_stppo.sharding.hf_checkpoint import load_hf
+from megatron_stppo.sharding.hf_files import INDEX
+from megatron_stppo.sharding.spans import row_widths, training_spans, whole_spans
 from tests.loop.canaries import Canary
 from tests.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
 from tests.rollout.tiny import build_tokenizer
@@ -68,6 +70,17 @@ def test_a_missing_tensor_or_file_or_a_wrong_size_is_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
         load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path, value, place):
+    held, key = checkpoint(SHAPE), "model.layers.3.self_attn.o_proj.weight"
+    held[key][place] = value
+    save_file(held, tmp_path / "model.safetensors")
+    spans = whole_spans({name: tuple(tensor.shape) for name, tensor in held.items()})
+    with pytest.raises(ConfigError, match=rf"tensor '{key}' has NaN or infinity; fetch the folder again"):
+        load_hf(tmp_path, spans, {name: torch.empty_like(tensor) for name, tensor in held.items()})
 
 
 def test_an_index_must_name_every_tensor_and_only_files_in_its_folder(tmp_path):

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.sharding.hf_names import LLAMA3, read_shape
+from megatron_stppo.sharding.hf_fields import LLAMA3
+from megatron_stppo.sharding.hf_names import read_shape
 
 GIVEN = {
     "model_type": "llama",
@@ -32,7 +33,8 @@ def test_llama3_scaling_is_read_from_old_and_new_files(tmp_path):
 
 
 def test_a_disabled_sliding_window_is_accepted(tmp_path):
-    shape_of(tmp_path, sliding_window=4096, use_sliding_window=False)
+    shape_of(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    shape_of(tmp_path, model_type="qwen2", sliding_window=4096)  # as transformers, which slides if asked to
     shape_of(tmp_path, sliding_window=None)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.launch import process
-from megatron_stppo.sharding.hf_names import LLAMA3
+from megatron_stppo.sharding.hf_fields import LLAMA3
 
 # No clipping by norm, so that the gradients after the step are those of the loss.
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
