@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.plain_text import check_continues
 from megatron_stppo.sharding.hf_names import read_shape
 
 
@@ -44,18 +45,19 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
+    """Check that the tokenizer can be read, keeps spaces, and has ids that fit the model's vocabulary."""
     path = config.model.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
     try:
-        known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises no narrower type
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
             "copy it again from the model's source"
         ) from None
+    known = tokenizer.get_vocab(with_added_tokens=True).values()
     added = _tokenizer_settings(config.model.path).get("added_tokens_decoder") or {}
     largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
     vocabulary = read_shape(config.model.path).vocab
@@ -64,6 +66,7 @@ def check_tokenizer(config: Config) -> None:
             f"model.path={config.model.path}: its tokenizer has the token id {largest}, config.json's "
             f"vocab_size={vocabulary} allows ids below it; give the tokenizer of this model"
         )
+    check_continues(tokenizer, f"model.path={config.model.path}")
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
