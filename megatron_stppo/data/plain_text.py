@@ -87,5 +87,5 @@ def _changed(part: Any, settings: Mapping[str, Mapping[str, Any]]) -> Any:
         return [_changed(one, settings) for one in part]
     if isinstance(part, dict):
         inner = {name: _changed(value, settings) for name, value in part.items()}
-        return inner | settings.get(str(part.get("type")), {})
+        return {**inner, **settings.get(str(part.get("type")), {})}
     return part

@@ -71,7 +71,7 @@ class TrajectoryLog:
             "metrics": trajectory.metrics,
             "targets": task.targets,
             "prompt": self._tokenizer.decode(
-                trajectory.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(trajectory.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
             "turns": [
                 {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.chat import encode_chat
+from megatron_stppo.data.chat import CLOSE, OPEN, encode_chat, encode_marked
 from megatron_stppo.data.demonstrations import encode, validated
 from megatron_stppo.data.plain_text import check_continues, decode_plain, encode_plain
 from megatron_stppo.types import Message
@@ -90,6 +90,14 @@ def test_a_message_with_the_text_of_a_special_token_gains_and_loses_no_space(tok
         + end
         + read(tokenizer, plain)[len(read(tokenizer, plain[:shared])) :]
     )
+
+
+@each
+def test_the_first_piece_of_a_text_begins_as_the_tokenizer_begins_texts(tokenizer: Any) -> None:
+    mark = f"{OPEN}0{OPEN}0{CLOSE}"
+    ids = encode_marked(tokenizer, f"hi the {mark}", {mark: tokenizer.eos_token})
+    begun = whole(tokenizer, "hi the")
+    assert ids[: len(begun)] == begun and tokenizer.eos_token_id not in ids
 
 
 @each
