@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.plain_text import encode_plain
 from megatron_stppo.types import Message
 
 # Private-use characters, which messages should not contain. They enclose the marks that temporarily replace
@@ -23,17 +24,11 @@ OPEN, CLOSE = "\ue000", "\ue001"
 _OPENING = re.compile(f"{OPEN}([0-9]{{1,8}})(?={OPEN})")  # the last OPEN may begin the next one
 
 
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of untrusted text. "<|im_end|>" in it becomes text, never a control token."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
-
-
 def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
     """Return the token ids of each chat, rendered by the chat template with the assistant's opening.
 
     The result equals tokenizer.apply_chat_template, unless a message contains the text of a special token.
-    This text, and the text around it up to the template's next special tokens, is encoded by encode_plain.
+    This text, and the text around it up to the template's next special tokens, is then encoded as text.
     Raises ConfigError for messages that the template rejects, and for calls of tools that it leaves out.
     """
     rendered, marks = [], []
@@ -185,7 +180,7 @@ def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]
     """Return the token ids of a rendered chat with the marks of mark_special.
 
     A piece between two special tokens of the template keeps its ids if it contains no mark. Otherwise its
-    marks are replaced by their texts, and the piece is encoded by encode_plain.
+    marks are replaced by their texts, and the piece is encoded as text.
     """
     special, _ = _special_tokens(tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -201,9 +196,28 @@ def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]
             marks.subn(lambda found: texts.get(found.group(), found.group()), piece) if texts else (piece, 0)
         )
         if count:
-            out += encode_plain(tokenizer, plain)
+            out += _encode_piece(tokenizer, plain, first=begin == 0)
         else:
             out += ids[after:index]
         out += ids[index : index + 1]
         after, begin = index + 1, end
     return out
+
+
+def _encode_piece(tokenizer: Any, text: str, first: bool) -> list[int]:
+    """Return the token ids of a text between two special tokens; special tokens in it are text.
+
+    first: whether it begins a text. Some tokenizers put a space before the first piece, some before each.
+    """
+    if not (first or _begins_each_piece(tokenizer)):
+        return encode_plain(tokenizer, text)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+@functools.lru_cache(maxsize=4)
+def _begins_each_piece(tokenizer: Any) -> bool:
+    """Return whether a text after a special token is encoded like a text that follows nothing."""
+    token, number = next(iter(_special_tokens(tokenizer)[0].items()))
+    alone, after = tokenizer(["a", f"{token}a"], add_special_tokens=False)["input_ids"]
+    return bool(after == [number, *alone])

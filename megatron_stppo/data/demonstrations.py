@@ -25,8 +25,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
-from megatron_stppo.data.chat import encode_chats, encode_plain
+from megatron_stppo.data.chat import encode_chats
 from megatron_stppo.data.conversation import encode_after, encode_conversation
+from megatron_stppo.data.plain_text import encode_plain
 from megatron_stppo.types import Message
 
 CHUNK = 1024  # rows encoded together
@@ -186,12 +187,8 @@ def _segmented(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[
         return []
     prompts = [[Message.of(message.model_dump()) for message in row.prompt] for row in rows]
     heads = encode_chats(tokenizer, prompts)
-    texts = [segment.text for row in rows for segment in row.segments]
-    pieces: Iterator[Any] = iter(
-        tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    )
     return [
-        _join(head, [(next(pieces), s.kind) for s in row.segments])
+        _join(head, [(encode_plain(tokenizer, s.text), s.kind) for s in row.segments])
         for head, row in zip(heads, rows, strict=True)
     ]
 

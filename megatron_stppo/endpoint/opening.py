@@ -76,7 +76,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
 def _tokenizer(path: Path) -> Any:
     """Return a tokenizer for the thread of the episodes, which computes its vocabulary once.
 
-    It is not the engine's, which another thread uses: encode_plain changes a setting inside. Some of vLLM's
+    It is not the engine's, which another thread uses: encoding changes a setting inside. Some of vLLM's
     parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
     150,000 entries.
     """

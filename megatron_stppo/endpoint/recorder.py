@@ -16,8 +16,8 @@ from typing import Any
 from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.chat import encode_plain
 from megatron_stppo.data.conversation import encode_after, encode_conversation
+from megatron_stppo.data.plain_text import decode_plain, encode_plain
 from megatron_stppo.endpoint.asks import Ask
 from megatron_stppo.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.endpoint.histories import Histories, Match
@@ -139,15 +139,11 @@ class Recorder:
             prompt_tokens=len(prompt_ids),
             prompt_ids=prompt_ids if ask.token_ids else (),
             token_ids=completion.token_ids,
-            pieces=tuple(map(self._piece, completion.token_ids)) if ask.logprobs else (),
+            pieces=tuple(decode_plain(self._rules.tokenizer, [number]) for number in completion.token_ids)
+            if ask.logprobs
+            else (),
             logprobs=completion.logprobs,
         )
-
-    def _piece(self, number: int) -> str:
-        text: str = self._rules.tokenizer.decode(
-            [number], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def _calls(self, ask: Ask, text: str) -> tuple[str, tuple[tuple[str, str, str], ...]]:
         """Return (the text without calls, the calls of tools).

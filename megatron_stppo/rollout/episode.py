@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stppo.config import Config
-from megatron_stppo.data.chat import encode_chat, encode_plain
+from megatron_stppo.data.chat import encode_chat
+from megatron_stppo.data.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
 from megatron_stppo.rollout.generation import Finished
 from megatron_stppo.rollout.history import History
@@ -141,10 +142,7 @@ class Episode:
     def action(self, finished: Finished) -> str:
         """Return the text of the turn, for the environment, without the end-of-text token."""
         ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
-        text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return decode_plain(self.tokenizer, ids)
 
     def completion(self, finished: Finished) -> Completion:
         """Return the turn, for the environment."""

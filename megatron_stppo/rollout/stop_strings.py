@@ -3,20 +3,22 @@
 A stop string of n bytes that ends in the newest token lies within the last n tokens that print text, because
 each of them holds at least one byte. Decoding and searching these n tokens is therefore exact. It is done
 only if the newest token can hold the last character of a stop string. The text of each token id is cached,
-for all finders of an engine together. Special tokens are decoded as text, because the environment reads the
-same text.
+for all finders of an engine together. The text is that which the environment reads (decode_plain).
+
+Tokens of one byte (byte fallback) are decoded together: one wrong byte makes UNFINISHED of all that are side
+by side. So a window that begins with such a token is extended to the first of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from megatron_stppo.data.plain_text import decode_plain
 
 UNFINISHED = "\ufffd"  # printed by decoders for the bytes of an incomplete character
-
-
-class Decoder(Protocol):
-    def decode(self, token_ids: list[int], **options: bool) -> Any: ...
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte (byte fallback)
 
 
 class StopFinder:
@@ -28,7 +30,7 @@ class StopFinder:
     """
 
     def __init__(
-        self, tokenizer: Decoder, stop_strings: Sequence[str], printed: dict[int, str] | None = None
+        self, tokenizer: Any, stop_strings: Sequence[str], printed: dict[int, str] | None = None
     ) -> None:
         """printed: the texts of token ids that are known; new ones are added. Default: none."""
         if any(not stop for stop in stop_strings):
@@ -37,8 +39,9 @@ class StopFinder:
             )
         self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
-        # The bytes of a split character print as UNFINISHED; they may complete the last character.
-        self._endings = frozenset(stop[-1] for stop in self._stops) | {UNFINISHED}
+        endings = {stop[-1] for stop in self._stops}
+        # The bytes of a split character print as UNFINISHED; they may complete a last character of several.
+        self._endings = endings if all(map(str.isascii, endings)) else endings | {UNFINISHED}
         self._window = max((len(stop.encode()) for stop in self._stops), default=0)
         self._printed = {} if printed is None else printed
 
@@ -50,7 +53,7 @@ class StopFinder:
         """
         if not self._stops or self._endings.isdisjoint(self._text(token_ids[-1])):
             return None
-        tail = self._decode(self._tail(token_ids))
+        tail = decode_plain(self._tokenizer, self._tail(token_ids))
         found = [(tail.find(stop) + len(stop), stop) for stop in self._stops if stop in tail]
         return min(found)[1] if found else None
 
@@ -59,15 +62,15 @@ class StopFinder:
         while start > 0 and printing < self._window:
             start -= 1
             printing += bool(self._text(token_ids[start]))
+        while start > 0 and self._is_byte(token_ids[start]) and self._is_byte(token_ids[start - 1]):
+            start -= 1
         return list(token_ids[start:])
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "") is not None
 
     def _text(self, token_id: int) -> str:
         text = self._printed.get(token_id)
         if text is None:
-            text = self._printed[token_id] = self._decode([token_id])
+            text = self._printed[token_id] = decode_plain(self._tokenizer, [token_id])
         return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )

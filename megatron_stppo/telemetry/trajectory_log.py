@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.plain_text import decode_plain
 from megatron_stppo.parallel.collectives import send_to_first
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.resilience.faults import CannotRecord
@@ -87,11 +88,13 @@ class TrajectoryLog:
             "overlong_prompt": trajectory.overlong_prompt,
             "metrics": trajectory.metrics,
             "targets": task.targets,
-            "prompt": self._text(trajectory.prompt_ids),
+            "prompt": self._tokenizer.decode(
+                list(trajectory.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
             "turns": [
                 {
-                    "action": self._text(turn.token_ids),
-                    "observation": self._text(turn.observation_ids),
+                    "action": decode_plain(self._tokenizer, turn.token_ids),
+                    "observation": decode_plain(self._tokenizer, turn.observation_ids),
                     "reward": turn.reward,
                     "versions": turn.versions,
                     "token_ids": turn.token_ids,
@@ -102,9 +105,6 @@ class TrajectoryLog:
             ],
             "prompt_ids": trajectory.prompt_ids,
         }
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def read(run: Path, iteration: int) -> list[Trajectory]:

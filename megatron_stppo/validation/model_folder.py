@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.plain_text import check_continues
 from megatron_stppo.sharding.hf_fields import FAMILIES, check_only, read_fields
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation.model_weights import check_weights
@@ -59,12 +60,12 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
+    """Check that the tokenizer can be read, keeps spaces, and has ids that fit the model's vocabulary."""
     path = config.model.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
     try:
-        known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises no narrower type
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -72,6 +73,7 @@ def check_tokenizer(config: Config) -> None:
             "copy it again from the model's source"
         ) from None
     check_end_ids(config)
+    known = tokenizer.get_vocab(with_added_tokens=True).values()
     added = _json_object(config.model.path / "tokenizer_config.json").get("added_tokens_decoder") or {}
     largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
     vocabulary = read_shape(config.model.path).vocab
@@ -80,6 +82,7 @@ def check_tokenizer(config: Config) -> None:
             f"model.path={config.model.path}: its tokenizer has the token id {largest}, config.json's "
             f"vocab_size={vocabulary} allows ids below it; give the tokenizer of this model"
         )
+    check_continues(tokenizer, f"model.path={config.model.path}")
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from megatron_stppo.data.chat import (
     encode_chat,
     encode_chats,
     encode_marked,
-    encode_plain,
     unused_opening,
 )
+from megatron_stppo.data.plain_text import encode_plain
 from megatron_stppo.types import Message
 from tests.rollout.tiny import TEMPLATE
 

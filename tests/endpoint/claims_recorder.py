@@ -7,11 +7,13 @@ from typing import Any
 
 from vllm.tool_parsers import ToolParserManager
 
+from megatron_stppo.data.plain_text import decode_plain
 from megatron_stppo.endpoint.asks import chat_ask, text_ask
 from megatron_stppo.endpoint.recorder import Recorder
 from megatron_stppo.endpoint.reply import Reply
 from megatron_stppo.environments.base import Completion, Request
 from tests.data.test_conversation import TOKENIZER
+from tests.data.tokenizer_kinds import KINDS
 from tests.endpoint.claims_requests import TOOL, refusal
 from tests.endpoint.world import World
 
@@ -178,6 +180,23 @@ def test_texts_and_token_ids_are_continued_too(world: World) -> None:
     one.complete(Completion("z", (9, END), (-0.5, -0.5), "end"))
     assert one.ask(text_ask({"prompt": [5, 6, 9, END, 7], "max_tokens": 3})) == Request(1, (7,), (), 3)
     assert "must lie in [0, " in refusal(lambda: recorder(world).ask(text_ask({"prompt": [10**6]})))
+
+
+def test_a_text_that_is_continued_gains_and_loses_no_space(world: World) -> None:
+    """Tokens of the kind of Llama 2, with "▁" for a space; the client appends "c" to what it got."""
+    tokenizer = KINDS["prepend"]
+    one = recorder(world, tokenizer=tokenizer, vocabulary=len(tokenizer))
+    request = one.ask(text_ask({"prompt": "a", "logprobs": 1}))
+    assert isinstance(request, Request)
+    assert tokenizer.convert_ids_to_tokens(list(request.token_ids)) == ["<s>", "▁a"]
+    sampled = tuple(tokenizer.convert_tokens_to_ids(["▁the", "▁c"]))
+    text = decode_plain(tokenizer, sampled)
+    _, reply = one.complete(Completion(text, sampled, (-0.5, -0.5), "length"))
+    assert (reply.text, reply.pieces) == (" the c", (" the", " c"))
+    again = one.ask(text_ask({"prompt": f"a{reply.text}ar"}))
+    assert isinstance(again, Request) and again.history == 0
+    read = [*request.token_ids, *sampled, *again.token_ids]
+    assert tokenizer.decode(read, skip_special_tokens=True) == "a the car"
 
 
 def test_an_equal_request_after_a_completion_without_text_is_another_sample(world: World) -> None:

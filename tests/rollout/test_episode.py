@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stppo.data.chat import encode_plain
+from megatron_stppo.data.plain_text import encode_plain
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.generation import Finished, Reason
 from megatron_stppo.types import Message
+from tests.data.tokenizer_kinds import KINDS
 from tests.rollout.tiny import END, task
 
 LIMITS = Limits(max_prompt_tokens=50, max_turn_tokens=8, max_observation_tokens=20, max_context=100)
@@ -46,6 +48,19 @@ def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrained
     assert [t.policy_version for t in trajectory.turns] == [7, 7]
     assert (trajectory.outcome, trajectory.detail) == ("ok", "six")
     assert (trajectory.tool_calls, trajectory.valid_actions) == (1, 2)
+
+
+@pytest.mark.parametrize("tokenizer", KINDS.values(), ids=KINDS)
+def test_the_environment_reads_every_space_that_the_policy_writes_and_the_other_way_round(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    episode = started(tokenizer)
+    spoken = turn(*encode_plain(tokenizer, " hi a: "))
+    episode.add_turn(spoken)
+    assert episode.completion(spoken).text == " hi a: "
+    episode.answer(seen("b the"))
+    head = tokenizer.decode(episode.prompt_ids)
+    assert tokenizer.decode(episode.context) == head + " hi a: b the"
 
 
 def test_special_tokens_in_an_observation_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:

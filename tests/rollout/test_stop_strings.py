@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from megatron_stppo.data.plain_text import encode_plain
 from megatron_stppo.rollout.stop_strings import StopFinder
-from tests.rollout.tiny import END, VOCABULARY, build_tokenizer
+from tests.data.tokenizer_kinds import KINDS
+from tests.rollout.tiny import END, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 
@@ -48,19 +50,38 @@ def test_empty_stop_string_is_refused() -> None:
         StopFinder(TOKENIZER, ("</a>", ""))
 
 
-TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
-STOPS = ["</search>", "is", "é", "→>", "France", END]
+STOPS = ["</search>", "is", "é", "→>", "France", END, " b", "Obs: ", " ", "\n\n", "</s>"]
+PREFIX = "x:"  # what a turn follows
 
 
-@settings(max_examples=300, deadline=None)
-@given(TOKENS, st.sampled_from(STOPS), TOKENS, st.lists(st.sampled_from(STOPS), min_size=1, max_size=3))
+@pytest.mark.parametrize("tokenizer", KINDS.values(), ids=KINDS)
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(STOPS), st.lists(st.sampled_from(STOPS), min_size=1, max_size=3))
 def test_finder_agrees_with_decoding_everything_after_every_token(
-    before: list[int], planted: str, after: list[int], stops: list[str]
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject, planted: str, stops: list[str]
 ) -> None:
-    ids = [*before, *TOKENIZER.encode(planted), *after]
-    finder = StopFinder(TOKENIZER, tuple(stops))
-    whole = (n for n in range(1, len(ids) + 1) if any(s in plain_text(TOKENIZER, ids[:n]) for s in stops))
-    assert first_completion(finder, ids) == next(whole, None)
+    some = st.lists(st.integers(0, len(tokenizer) - 1), max_size=6)
+    ids = [*data.draw(some), *encode_plain(tokenizer, planted), *data.draw(some)]
+    prefix = tokenizer.encode(PREFIX)
+    begin = len(plain_text(tokenizer, prefix))
+    texts = (plain_text(tokenizer, prefix + ids[:n])[begin:] for n in range(1, len(ids) + 1))
+    whole = (n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops))
+    assert first_completion(StopFinder(tokenizer, tuple(stops)), ids) == next(whole, None)
+
+
+def test_a_space_at_either_end_of_a_stop_string_is_found() -> None:
+    tokenizer = KINDS["prepend"]
+    for text, stop, seen in ((" a b c", " b", 2), ("Obs: a", ": ", 3), ("ab ", " ", 3), ("hi a", "hi ", 2)):
+        assert first_completion(StopFinder(tokenizer, (stop,)), encode_plain(tokenizer, text)) == seen, text
+
+
+def test_a_character_of_a_stop_string_in_bytes_counts_only_as_the_environment_reads_it() -> None:
+    """ "é" is two bytes; after half of another character the decoder makes three marks of all three."""
+    tokenizer = KINDS["prepend"]
+    half, e = tokenizer.convert_tokens_to_ids("<0xE2>"), encode_plain(tokenizer, "é")
+    finder = StopFinder(tokenizer, ("é",))
+    assert first_completion(finder, e) == 2
+    assert first_completion(finder, [half, *e]) is None
 
 
 def test_finders_share_the_texts_of_tokens() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 SHAPE = {
     "model_type": "qwen3",
@@ -25,7 +25,9 @@ def path(tmp_path: Path) -> Path:
     """A configuration whose files exist: 2-way tensor parallel, 64 tasks, 4 minibatches."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     for name in ("train", "evaluate", "demonstrations"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
