@@ -126,8 +126,6 @@ class Game:
             raise KeyError("no such board")
         if self.behave == "step is not async":
             self.step = lambda action: None  # type: ignore[assignment, method-assign, return-value]
-        if self.behave == "roles that the template refuses":
-            return [Message("king", "a")]
         return list(task.prompt)
 
     async def step(self, action: str) -> StepResult:
