@@ -188,7 +188,8 @@ def test_a_client_that_disconnects_gets_its_completion_when_it_asks_again(world:
 
     (played,) = world.play(leaves)
     assert (played.outcome, played.detail) == ("ok", "")
-    assert played.metrics == {MALFORMED_CALLS: 0.0, REPEATED: 2.0}
+    assert played.metrics[MALFORMED_CALLS] == 0
+    assert played.metrics[REPEATED] in (1.0, 2.0), "1 where the first request was left before it was taken"
     assert (len(played.turns), played.branches) == (1, ())
 
 
@@ -203,7 +204,10 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             await asyncio.sleep(60)
         if kind == "gives up":
             leave(world, episode)
-            time.sleep(0.3)  # the loop of the episodes is busy, so the request has not been taken
+            (session,) = (s for s in world.endpoint._sessions.values() if s.token == episode.api_key)
+            while not session.asked:  # the loop of the episodes is busy, so the request is not taken
+                time.sleep(0.01)
+            time.sleep(0.2)
             return 0.0
         if kind == "is refused":
             async with client(episode) as sdk:
