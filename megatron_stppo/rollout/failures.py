@@ -22,7 +22,8 @@ from megatron_stppo.types import FAILED, Summary
 ENOUGH = 20  # episodes that called a tool; with fewer, the share of failures may be chance
 NAMED = 3  # overlong prompts, and metrics, listed in a report
 KINDS = 8  # of failures, of which a rollout logs the first one
-FRAMES = 4  # of a traceback, the innermost
+FRAMES = 4  # of a traceback, the innermost of the user's code
+CALLERS = ("environments/contract.py", "rollout/environment_host.py", "rollout/tool_wait.py")
 log = logging.getLogger(__name__)
 
 
@@ -94,8 +95,9 @@ class FailureLines:
         if kind in self._shown or len(self._shown) >= KINDS:
             return
         self._shown.add(kind)
-        where = " < ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames[:FRAMES])
-        self._log.error("%s: %s (%s)", what, detail, one_line(where))
+        theirs = [f for f in frames if not f.filename.endswith(CALLERS)][:FRAMES]
+        where = " < ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in theirs)
+        self._log.error("%s: %s%s", what, detail, one_line(f" ({where})" if where else ""))
 
 
 def described(error: BaseException) -> str:
@@ -137,7 +139,7 @@ def report(played: Sequence[Summary]) -> list[str]:
         lines.append(f"{len(overlong)} of {len(played)} {were} not played: {said}")
     if unusable := Counter(name for t in played for name, value in t.metrics.items() if value is None):
         said = ", ".join(sorted(unusable)[:NAMED]) + (", ..." if len(unusable) > NAMED else "")
-        lines.append(f"{unusable.total()} metrics of episodes are left out ({said}); {METRIC_RULE}")
+        lines.append(f"metrics that are left out: {unusable.total()} ({said}); {METRIC_RULE}")
     if malformed := [calls for t in played if (calls := t.metrics.get(MALFORMED_CALLS))]:
         lines.append(
             f"{sum(malformed):.0f} completions of {len(malformed)} of {len(played)} episodes have calls of "

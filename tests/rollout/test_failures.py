@@ -99,8 +99,8 @@ def test_metrics_that_are_left_out_and_calls_that_cannot_be_read_are_counted_in_
     played[0].metrics.update({"moves": None, "score": 1.0, MALFORMED_CALLS: 2.0})
     played[1].metrics.update({"moves": None, "a": None, MALFORMED_CALLS: 0.0})
     assert report(played) == [
-        "3 metrics of episodes are left out (a, moves); give finite numbers, with names of 1 to 64 letters, "
-        "digits and _ . / -",
+        "metrics that are left out: 3 (a, moves); give finite numbers, with names of 1 to 64 letters, digits "
+        "and _ . / -",
         "2 completions of 1 of 3 episodes have calls of tools that environment.tool_parser cannot read; the "
         "agent gets them as text",
     ]
