@@ -73,7 +73,7 @@ def test_an_answer_that_has_arrived_and_was_not_read_is_the_answer_to_the_next_e
             connection.close()
             await ask(endpoint, session)
 
-    completions, repeated = samples(replace(world, rules=replace(world.rules, max_completions=20)), play)
+    completions, repeated = samples(replace(world, rules=replace(world.rules, max_completions=50)), play)
     assert (completions, repeated) == (20, 20)
 
 
