@@ -161,7 +161,10 @@ def _message(where: str, given: object) -> Message:
     if not isinstance(given, Message):
         raise _wrong(where, "returned", given, 'return a types.Message, such as Message("user", "..")')
     role, content = _text(where, "role", given.role), _text(where, "content", given.content)
-    return Message(role, content, plain(given.extra, where, "extra"))  # ranks exchange it
+    try:
+        return Message(role, content, plain(given.extra, where, "extra"))  # ranks exchange it
+    except ConfigError as error:  # here it is a value of one episode
+        raise WrongValue(str(error)) from None
 
 
 def _text(where: str, name: str, value: object) -> str:

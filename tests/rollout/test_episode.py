@@ -38,7 +38,7 @@ def test_messages_on_which_the_template_fails_end_their_episode(tokenizer: PreTr
     strict = copy.deepcopy(tokenizer)
     for template, said in (
         ("{{ raise_exception('no roles but user') }}", "ConfigError: model.path: its chat template rejects"),
-        ("{{ messages[0]['content'] + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ messages[0]['content'] + 1 }}", "ConfigError: model.path: its chat template rejects"),
     ):
         strict.chat_template = template
         episode = started(strict)
