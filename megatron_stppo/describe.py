@@ -59,6 +59,7 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
         "rollout/branches": len(histories) / max(1, len(played)),
         "rollout/truncated": counted["truncated"] / max(1, len(played)),
         "rollout/overlong_prompts": sum(t.overlong_prompt > 0 for t in trajectories),
+        "rollout/unusable_metrics": sum(value is None for t in played for value in t.metrics.values()),
         "rollout/response_tokens": statistics.fmean(lengths),
         "rollout/response_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "rollout/response_tokens_max": lengths[-1],
@@ -106,12 +107,14 @@ def _response_tokens(histories: Sequence[Summary]) -> list[int]:
 def environment_metrics(played: Iterable[Summary]) -> dict[str, float]:
     """Return the mean of each metric of the environment, over the episodes that have it.
 
-    Example: episodes with {"score": 1.0}, {"score": 0.0} and {} give {"environment/score": 0.5}.
+    Example: episodes with {"score": 1.0}, {"score": 0.0}, {"score": None} and {} give
+    {"environment/score": 0.5}.
     """
     found: dict[str, list[float]] = {}
     for episode in played:
         for name, value in episode.metrics.items():
-            found.setdefault(name, []).append(value)
+            if value is not None:
+                found.setdefault(name, []).append(value)
     return {f"environment/{name}": statistics.fmean(found[name]) for name in sorted(found)}
 
 

@@ -134,7 +134,7 @@ class Trajectory:
     routes: bytes = b""
     branches: tuple[Branch, ...] = ()  # the further histories of the episode, until `histories` divides it
     branch: int = 0  # the number of this history in its episode, of a trajectory that `histories` returned
-    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, see StepResult
+    metrics: dict[str, float | None] = field(default_factory=dict)  # the environment's own, see StepResult
 
     def histories(self) -> list[Trajectory]:
         """Return a trajectory for each history: the one in the fields above, then the branches.
@@ -239,7 +239,7 @@ class Summary:
     detail: str
     overlong_prompt: int
     branch: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

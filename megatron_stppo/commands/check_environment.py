@@ -7,7 +7,6 @@ limits every call, and a call that does not await blocks all episodes.
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import time
 from collections import Counter
@@ -131,7 +130,7 @@ class _Player:
         if answers[0] is not None:
             try:
                 self.stops = contract.stop_strings(environment)
-            except ConfigError as error:
+            except contract.WrongValue as error:
                 self._found.add(str(error))
         most, result = self._section.max_turns + 1, None
         for turn in range(most):
@@ -170,10 +169,10 @@ class _Player:
 
     def _look(self, environment: Environment, result: StepResult) -> None:
         self._found.turns += 1
-        if not math.isfinite(result.reward):
+        if left_out := [name for name, value in result.metrics.items() if value is None]:
             self._found.add(
-                f"{type(environment).__name__}.step(): returned reward {result.reward}; return a finite "
-                'number, or done=True with outcome="error" for an episode that cannot be judged'
+                f"{type(environment).__name__}.step(): metrics that are left out: {', '.join(left_out)}; "
+                f"{contract.METRIC_RULE}"
             )
         if result.outcome is not None:
             self._found.outcomes[result.outcome] += 1
@@ -187,7 +186,7 @@ class _Player:
         try:
             async with asyncio.timeout(deadline):
                 return await call
-        except ConfigError as error:
+        except (contract.NotAnEnvironment, contract.WrongValue) as error:
             self._found.add(str(error))
         except _Blocked:
             stalls.append(deadline + PATIENCE)

@@ -1,6 +1,7 @@
 """The web application: POST /NAME/v1/chat/completions, POST /NAME/v1/completions, GET /NAME/v1/models.
 
 NAME is that of an episode, whose token every request must have. The token is checked before a body is read.
+All errors are JSON in the form of the API.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,6 +29,8 @@ from megatron_stppo.endpoint.session import ENDED, Session
 log = logging.getLogger(__name__)
 # The same answer for an unknown name, a name of another episode and a wrong token.
 UNKNOWN = "wrong API key, or no such episode"
+PATHS = {"/chat/completions": "POST", "/completions": "POST", "/models": "GET"}
+ANSWERS = ", ".join(f"{method} BASE_URL{path}" for path, method in PATHS.items())
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,15 @@ class Doors:
     max_context: int
     has_parser: bool
     body_seconds: float = 30.0  # from the head of a request to the end of its body
+
+
+class ClientConnection(Protocol):
+    """The connection of a request (server.py), as request.state.connection.
+
+    unread: the last ask. It is marked as abandoned if the client leaves without reading the answer.
+    """
+
+    unread: Ask | None
 
 
 def application(doors: Doors) -> Starlette:
@@ -66,14 +79,22 @@ def application(doors: Doors) -> Starlette:
         assert isinstance(error, Refusal)
         return _refusal(error)
 
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        text = f"this endpoint has only {ANSWERS}; not {request.method} {request.url.path}"
+        return _refusal(Refusal(error.status_code, text, code))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return _refusal(Refusal(500, f"the endpoint failed: {type(error).__name__}", "server_error"))
+
+    serving = {"/chat/completions": chat, "/completions": completions, "/models": models}
     # not FastAPI, which would look for parameters in every request
     return Starlette(
         routes=[
-            Route("/{name}/v1/chat/completions", chat, methods=["POST"]),
-            Route("/{name}/v1/completions", completions, methods=["POST"]),
-            Route("/{name}/v1/models", models, methods=["GET"]),
+            Route(f"/{{name}}/v1{path}", serving[path], methods=[method]) for path, method in PATHS.items()
         ],
-        exception_handlers={Refusal: refused},
+        exception_handlers={Refusal: refused, HTTPException: unknown, Exception: failed},
     )
 
 
@@ -90,8 +111,15 @@ async def _answered(doors: Doors, request: Request, make: Callable[[bytes], Ask]
     session = _session(doors, request)
     session.admit()
     try:
-        ask = make(await _content(request, doors.body_seconds))
+        try:
+            ask = make(await _content(request, doors.body_seconds))
+        except Refusal as refusal:
+            session.refused = str(refusal)
+            raise
         ask.is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        connection: ClientConnection = request.state.connection
+        connection.unread = ask
+        await asyncio.sleep(0)  # connections that this client has closed before are closed here too
         session.submit(ask)
         answer = await _reply(ask, request)
     finally:
@@ -122,7 +150,7 @@ async def _content(request: Request, seconds: float) -> bytes:
 
 
 async def _reply(ask: Ask, request: Request) -> Reply | Refusal:
-    """Wait for the reply. If the client leaves before, the ask is marked as abandoned."""
+    """Wait for the reply, or until the client leaves; the connection then marks the ask as abandoned."""
     reply = asyncio.wrap_future(ask.reply)
     left = asyncio.create_task(_left(request))
     both: set[asyncio.Future[Any]] = {reply, left}
@@ -130,7 +158,6 @@ async def _reply(ask: Ask, request: Request) -> Reply | Refusal:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if reply.done():
             return reply.result()
-        ask.abandoned = True
         return Refusal(499, "the client has closed the connection")
     except asyncio.CancelledError:
         ask.abandoned = True
@@ -157,5 +184,6 @@ def _json(value: BaseModel, status: int = 200) -> Response:
 
 def _refusal(error: Refusal) -> Response:
     info = ErrorInfo(message=str(error), type=error.code, code=error.status)
-    close = {"connection": "close"} if error.status in (401, 408, 413, 429) else {}  # a body may be unread
+    # a body may be unread
+    close = {"connection": "close"} if error.status in (401, 404, 405, 408, 413, 429, 500) else {}
     return JSONResponse(ErrorResponse(error=info).model_dump(mode="json"), error.status, headers=close)

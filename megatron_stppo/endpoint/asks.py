@@ -45,7 +45,7 @@ class Ask:
     request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
     digest: bytes = b""  # equal for equal requests
     is_retry: bool = False  # the client says so
-    abandoned: bool = False  # the client has closed the connection before it got the reply
+    abandoned: bool = False  # the client has closed the connection without reading the reply
     reply: Future[Reply | Refusal] = field(default_factory=Future)
 
     def forget(self) -> None:

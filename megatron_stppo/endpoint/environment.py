@@ -17,7 +17,14 @@ from megatron_stppo.endpoint.refusal import Refusal
 from megatron_stppo.endpoint.reply import Reply
 from megatron_stppo.endpoint.server import Endpoint
 from megatron_stppo.endpoint.session import ENDED, Session
-from megatron_stppo.environments.base import Completion, Request, StepResult, ToolAway
+from megatron_stppo.environments.base import (
+    MALFORMED_CALLS,
+    REPEATED,
+    Completion,
+    Request,
+    StepResult,
+    ToolAway,
+)
 from megatron_stppo.messages import one_line
 from megatron_stppo.types import Task
 
@@ -27,6 +34,10 @@ log = logging.getLogger(__name__)
 
 class NoCompletion(RuntimeError):
     """An agent has ended without a completion, so that there is nothing to train on."""
+
+
+class GaveUp(TimeoutError):
+    """An agent has ended without a completion, because its client did not wait for one."""
 
 
 class AgentEnvironment:
@@ -45,8 +56,8 @@ class AgentEnvironment:
     async def reset(self, task: Task, seed: int) -> Request:
         """Start the agent, and return its first request.
 
-        Raises NoCompletion if the agent ends before that, and any exception of the agent. A call after
-        ToolAway starts a new agent.
+        Raises NoCompletion or GaveUp if the agent ends before that, and any exception of the agent. A call
+        after ToolAway starts a new agent.
         """
         await self.close()
         self._session, self._recorder = self._endpoint.open(), Recorder(self._rules)
@@ -57,7 +68,7 @@ class AgentEnvironment:
         request = await self._next(self._session, self._agent)
         if request is None:
             self._agent.result()
-            raise NoCompletion("the agent has ended without asking for a completion")
+            raise _without_completion(self._session)
         return request
 
     async def complete(self, completion: Completion) -> StepResult:
@@ -72,8 +83,11 @@ class AgentEnvironment:
         _answer(ask, reply)
         request = await self._next(self._session, self._agent)
         if request is not None:
-            return StepResult("", 0.0, done=False, valid=True, tool_calls=calls, request=request)
-        return replace(self._end(self._agent), tool_calls=calls)
+            return StepResult(
+                "", 0.0, done=False, valid=True, tool_calls=calls, request=request, metrics=self._counts()
+            )
+        end = self._end(self._agent)
+        return replace(end, tool_calls=calls, metrics={**end.metrics, **self._counts()})
 
     async def close(self) -> None:
         """End the agent, and make its key invalid."""
@@ -90,11 +104,14 @@ class AgentEnvironment:
         if agent is not None and agent.done() and not agent.cancelled():
             agent.exception()  # otherwise asyncio would log the exception as never retrieved
 
+    def _counts(self) -> dict[str, float]:
+        return {MALFORMED_CALLS: self._recorder.malformed_calls, REPEATED: self._recorder.repeated}
+
     async def _played(self, episode: AgentEpisode) -> object:
         try:
             return await self._play(episode)
-        except SystemExit as error:  # asyncio would end the event loop, with the agents of all episodes
-            raise RuntimeError(f"the agent raised SystemExit({error.code!r})") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would leave the loop of all episodes
+            raise RuntimeError(f"the agent raised {error!r}") from error
 
     async def _next(self, session: Session, agent: asyncio.Task[object]) -> Request | None:
         """Return the agent's next request for a new completion; None if the agent has ended."""
@@ -102,6 +119,7 @@ class AgentEnvironment:
             try:
                 answer = self._recorder.ask(ask)
             except Refusal as refusal:
+                session.refused = str(refusal)
                 _answer(ask, refusal)
                 continue
             if isinstance(answer, Request):
@@ -119,6 +137,14 @@ class AgentEnvironment:
                 return StepResult("", 0.0, True, True, outcome="truncated", detail=limit)
             raise
         return result_of(returned)
+
+
+def _without_completion(session: Session) -> Exception:
+    if session.refused:
+        return NoCompletion(f"the agent has ended without a completion; its request: {session.refused}")
+    if session.asked:
+        return GaveUp("the agent has closed its request before the completion was ready, and has ended")
+    return NoCompletion("the agent has ended without asking for a completion")
 
 
 async def _first(session: Session, agent: asyncio.Task[object]) -> Ask | None:

@@ -29,6 +29,8 @@ ACCEPTED = {
     "chat": BOTH | {"messages", "tools", "tool_choice", "max_completion_tokens"},
     "text": BOTH | {"prompt"},
 }
+# Default values of the OpenAI API that differ from vLLM's, which are null, or that vLLM does not have.
+DEFAULTS = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "modalities": ["text"]}
 IGNORED = frozenset(
     # sampling: that of the run is used
     "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty length_penalty "
@@ -52,6 +54,6 @@ def check(kind: str, body: Mapping[str, Any], protocol: type[BaseModel]) -> dict
             continue
         field = protocol.model_fields.get(name)
         default = field.get_default(call_default_factory=False) if field else PydanticUndefined
-        if value != default and value not in ([], {}) and not (name == "n" and value == 1):
+        if value != default and value not in ([], {}) and value != DEFAULTS.get(name, default):
             raise Refusal(400, f"{name[:40]!r} is not supported; remove it (docs/agents.md has all fields)")
     return {name: value for name, value in body.items() if name in ACCEPTED[kind]}

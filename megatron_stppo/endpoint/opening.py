@@ -17,8 +17,9 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.conversation import encode_after
 from megatron_stppo.endpoint.agents import open_agent
 from megatron_stppo.endpoint.environment import AgentEnvironment
-from megatron_stppo.endpoint.recorder import ParseTools, Rules
+from megatron_stppo.endpoint.recorder import Rules
 from megatron_stppo.endpoint.server import Endpoint
+from megatron_stppo.endpoint.tool_calls import ParseTools
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.messages import one_line

@@ -2,18 +2,17 @@
 
 Repeated requests. A request is answered with the completion that an equal request got, instead of a new one,
 if the client says that it repeats it (the header x-stainless-retry-count of OpenAI's clients is above 0), or
-if the connection of the earlier request was closed before it was answered. Every completion is thus recorded
-once. An equal request without these signs gets a second sample, in a history of its own.
+if it has closed the connection of the earlier request without reading the answer (Ask.abandoned). Every
+completion is thus recorded once. An equal request without these signs gets a second sample, in a history of
+its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
-
-from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.conversation import encode_after, encode_conversation
@@ -23,10 +22,10 @@ from megatron_stppo.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.endpoint.histories import Histories, Match
 from megatron_stppo.endpoint.refusal import Refusal
 from megatron_stppo.endpoint.reply import Reply
+from megatron_stppo.endpoint.tool_calls import ParseTools, parse
 from megatron_stppo.environments.base import Completion, Request
 
 log = logging.getLogger(__name__)
-ParseTools = Callable[[Any, Any], ToolParser]  # a parser's class: (tokenizer, tools) -> parser
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Recorder:
         self._current: tuple[Ask, Match, list[int]] | None = None  # what the engine generates
         self.completions = 0
         self.tool_calls = 0  # that the last completion made
+        self.malformed_calls = 0  # completions with calls that cannot be parsed
+        self.repeated = 0  # requests that got a recorded reply
         self.reached_limit = ""  # why a request was refused, if the policy is the cause
 
     def ask(self, ask: Ask) -> Request | Reply:
@@ -64,6 +65,7 @@ class Recorder:
         earlier, reply = self._answered.get(ask.digest, (None, None))
         if earlier is not None and reply is not None and (ask.is_retry or earlier.abandoned):
             self._answered[ask.digest] = ask, reply
+            self.repeated += 1
             ask.forget()
             return reply
         if self.completions >= self._rules.max_completions:
@@ -152,20 +154,10 @@ class Recorder:
         """
         if ask.request is None or self._rules.parser is None:
             return text, ()
-        try:
-            parsed = self._rules.parser(self._rules.tokenizer, ask.request.tools).extract_tool_calls(
-                text, ask.request
-            )
-            for call in parsed.tool_calls:  # half a surrogate pair in JSON ("\ud83d") cannot be sent
-                f"{call.function.name}{call.function.arguments}".encode()
-        except Exception:  # the policy may write anything, and a parser may fail: then it has called no tool
-            log.warning("vLLM's tool parser failed on a completion", exc_info=True)
-            return text, ()
-        if not parsed.tools_called:
-            return text, ()
-        return parsed.content or "", tuple(
-            (f"call{self.completions % 1000:03d}{n % 100:02d}", call.function.name, call.function.arguments)
-            for n, call in enumerate(parsed.tool_calls)
+        content, calls, malformed = parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
+        self.malformed_calls += malformed
+        return content, tuple(
+            (f"call{self.completions % 1000:03d}{n % 100:02d}", *call) for n, call in enumerate(calls)
         )
 
 

@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_stppo.endpoint.app import Doors, application
+from megatron_stppo.endpoint.asks import Ask
 from megatron_stppo.endpoint.session import Allowance, Session
 
 HOST = "127.0.0.1"
@@ -61,7 +62,7 @@ class Endpoint:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             application(doors),
-            http=_guarded(limits.head_seconds),
+            http=_connection(limits.head_seconds),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -109,26 +110,45 @@ class Endpoint:
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
 
-def _guarded(seconds: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a deadline for the head of a request, which it does not have."""
+def _connection(seconds: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol with what it lacks: a deadline for the head of a request, and unread answers.
 
-    class Guarded(H11Protocol):
+    A client that gives up closes its connection. If it has not taken all bytes of the answer by then, the
+    kernel resets the connection, or refuses bytes that are written later. If it has taken them, the
+    connection ends without an error.
+    """
+
+    class Watched(H11Protocol):
+        unread: Ask | None = None
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "connection": self}
             self._watch()
 
         def data_received(self, data: bytes) -> None:
             if self._awaits_head:
+                self.unread = None  # a client reads an answer before it sends the next request
                 self._watch()
             super().data_received(data)
             if not self._awaits_head:
                 self._unwatch()
 
+        def eof_received(self) -> None:
+            error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error or not self._awaits_head or self.transport.get_write_buffer_size():
+                self._abandon()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._unwatch()
+            if exc is not None:
+                self._abandon()
             super().connection_lost(exc)
+
+        def _abandon(self) -> None:
+            if self.unread is not None:
+                self.unread.abandoned = True
 
         @property
         def _awaits_head(self) -> bool:
@@ -143,4 +163,4 @@ def _guarded(seconds: float) -> type[H11Protocol]:
                 self._deadline.cancel()
                 self._deadline = None
 
-    return Guarded
+    return Watched

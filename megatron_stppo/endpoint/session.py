@@ -43,6 +43,8 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._asks: asyncio.Queue[Ask] = asyncio.Queue()
         self._closed = False
+        self.asked = 0  # requests for a completion, whether their clients wait for it or not
+        self.refused = ""  # why the last request that was refused was refused
         self._waiting = self._requests = 0
         self._allowed, self._since = self.allowance.per_second, time.monotonic()
 
@@ -70,6 +72,7 @@ class Session:
 
     def submit(self, ask: Ask) -> None:
         """Send a request to the episode. Raises Refusal if its event loop has ended."""
+        self.asked += 1
         try:
             self._loop.call_soon_threadsafe(self._take, ask)
         except RuntimeError:

@@ -8,6 +8,10 @@ from typing import Protocol, runtime_checkable
 
 from megatron_stppo.types import Message, Outcome, Task
 
+# Metrics that the endpoint for agents adds to those of an agent, both counts of an episode.
+MALFORMED_CALLS = "endpoint/malformed_calls"  # completions with calls of tools that cannot be parsed
+REPEATED = "endpoint/repeated_requests"  # requests that got the recorded completion of an earlier one
+
 
 class ToolAway(Exception):
     """A tool does not answer any request at present: its server is down, restarts or is overloaded.
@@ -64,8 +68,8 @@ class StepResult:
     detail: str = ""  # one line for the user: the extracted answer, or what failed
     request: Request | None = None  # of an agent that is not done, in place of the observation
     # Own numbers of the episode by name. A later step replaces the number of the same name. metrics.jsonl has
-    # their means as environment/NAME.
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    # their means as environment/NAME. None: a value that cannot be used (contract.metrics), which is counted.
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     # Not an InitVar: ranks exchange these records with msgspec, which does not support it.
     searched: bool | None = field(default=None, repr=False, compare=False)
 

@@ -1,9 +1,9 @@
-"""Calls of a user's environment, with checks of the types of what it returns.
+"""Calls of a user's environment, with checks of what it returns.
 
-A return value of the wrong type would fail far from its cause, or not at all, and in the same way in every
-attempt. It is therefore a ConfigError, which ends the run with exit code 2. Exceptions of an environment are
-passed on: they become the outcome of its episode. A reward that is not finite is also passed on: the update
-refuses it.
+A value that cannot be used would fail far from its cause, or in all episodes of a batch. It is a WrongValue,
+which becomes the outcome of its episode, as any exception of an environment does: data of one episode never
+ends a run. Only a class without the methods of an environment is NotAnEnvironment, which ends the run with
+exit code 2. A metric that cannot be used is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import numbers
 import re
 from collections.abc import Awaitable, Mapping
-from dataclasses import replace
 from typing import Any, get_args
 
 from megatron_stppo.config import ConfigError
@@ -25,40 +24,43 @@ from megatron_stppo.environments.base import (
     Request,
     StepResult,
 )
+from megatron_stppo.messages import one_line
 from megatron_stppo.types import Message, Outcome, Task
 
-OUTCOMES: tuple[str, ...] = get_args(Outcome)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 MAX_SHOWN = 60  # characters of a wrong value in a message
 MAX_METRICS = 32  # of an episode's step
 METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")  # names that metrics.jsonl, TensorBoard and Prometheus can show
+METRIC_RULE = "give finite numbers, with names of 1 to 64 letters, digits and _ . / -"
+MAX_REWARD = 1e9  # of a turn; sums of squares of larger ones are infinite in float32, for a whole batch
+
+
+class WrongValue(ValueError):
+    """A value of an environment that cannot be used, in one line with the remedy."""
+
+
+class NotAnEnvironment(ConfigError):
+    """An object without the methods of an environment: an error of its author, which ends the run."""
 
 
 async def reset(environment: AnyEnvironment, task: Task, seed: int) -> tuple[Message, ...] | Request:
     """Return the messages of `environment.reset`, or the first request of a CompletionEnvironment.
 
-    Raises ConfigError unless they are Messages with text.
+    Raises WrongValue unless they are Messages with text.
     """
     where = f"{type(environment).__name__}.reset()"
     messages = await _awaitable(environment, "reset", task, seed)
-    if isinstance(messages, Request):
+    if isinstance(messages, Request) and isinstance(environment, CompletionEnvironment):
         return messages
     if not isinstance(messages, list | tuple) or not messages:
         raise _wrong(where, "returned", messages, "return a list of at least one types.Message")
-    checked = []
-    for position, message in enumerate(messages):
-        at = f"{where}[{position}]"
-        if not isinstance(message, Message):
-            raise _wrong(at, "returned", message, 'return a types.Message, such as Message("user", "..")')
-        _check_text(at, "role", message.role)
-        _check_text(at, "content", message.content)
-        checked.append(replace(message, extra=plain(message.extra, at, "extra")))  # ranks exchange it
-    return tuple(checked)
+    return tuple(_message(f"{where}[{position}]", message) for position, message in enumerate(messages))
 
 
 def stop_strings(environment: AnyEnvironment) -> tuple[str, ...]:
     """Return the strings that end a turn.
 
-    Raises ConfigError unless they are non-empty strings in a tuple or list.
+    Raises WrongValue unless they are non-empty strings in a tuple or list.
     """
     name, given = type(environment).__name__, getattr(environment, "stop_strings", None)
     remedy = 'give a tuple, such as ("</answer>",), or ()'
@@ -67,14 +69,15 @@ def stop_strings(environment: AnyEnvironment) -> tuple[str, ...]:
     for stop in given:
         if not isinstance(stop, str) or not stop:
             raise _wrong(name, "stop_strings holds", stop, "give non-empty strings")
-    return tuple(given)
+    return tuple(_text(name, "a stop string", stop) for stop in given)
 
 
 async def step(environment: AnyEnvironment, action: str | Completion) -> StepResult:
     """Return the result of `environment.step`, with its numbers converted to Python's types.
 
     The environment gets the text of a Completion. A CompletionEnvironment gets the whole of it.
-    Raises ConfigError unless the result is a StepResult whose fields have the declared types.
+    Raises WrongValue unless the result is a StepResult whose fields have the declared types and are usable.
+    A metric that is not usable is None.
     """
     takes_all = isinstance(environment, CompletionEnvironment)
     given = action.text if isinstance(action, Completion) and not takes_all else action
@@ -83,83 +86,89 @@ async def step(environment: AnyEnvironment, action: str | Completion) -> StepRes
     result = await _awaitable(environment, name, given)
     if not isinstance(result, StepResult):
         raise _wrong(where, "returned", result, "return an environments.base.StepResult")
-    _check_text(where, "observation", result.observation)
-    _check_text(where, "detail", result.detail)
-    reward, flags = _number(where, result.reward), {}
-    for name in ("done", "valid"):
-        flags[name] = _flag(where, name, getattr(result, name))
-    calls = _count(where, "tool_calls", result.tool_calls)
-    if flags["done"] and result.outcome not in OUTCOMES:
-        raise _wrong(where, "returned done=True with outcome", result.outcome, _choose())
-    if not flags["done"] and result.outcome is not None:
-        raise _wrong(where, "returned done=False with outcome", result.outcome, "set it when done only")
+    if result.request is not None and not (takes_all and isinstance(result.request, Request)):
+        raise _wrong(where, "returned request", result.request, "do not set it")
+    done, outcome = _flag(where, "done", result.done), result.outcome
+    if done and outcome not in OUTCOMES:
+        raise _wrong(where, "returned done=True with outcome", outcome, f"choose from {', '.join(OUTCOMES)}")
+    if not done and outcome is not None:
+        raise _wrong(where, "returned done=False with outcome", outcome, "set it when done only")
     return StepResult(
-        result.observation,
-        reward,
-        **flags,
-        tool_calls=calls,
-        outcome=result.outcome,
-        detail=result.detail,
+        _text(where, "observation", result.observation),
+        _reward(where, "reward", result.reward),
+        done,
+        _flag(where, "valid", result.valid),
+        tool_calls=_count(where, "tool_calls", result.tool_calls),
+        outcome=OUTCOMES[OUTCOMES.index(outcome)] if outcome is not None else None,
+        detail=_text(where, "detail", result.detail),
         request=result.request,
-        metrics=metrics(where, result.metrics),
+        # an agent has given as many, and the endpoint adds its own
+        metrics=metrics(where, result.metrics, 2 * MAX_METRICS if takes_all else MAX_METRICS),
     )
 
 
-def metrics(where: str, given: object) -> dict[str, float]:
-    """Return the metrics of an environment with Python's floats.
+def metrics(where: str, given: object, most: int = MAX_METRICS) -> dict[str, float | None]:
+    """Return the metrics of an environment with Python's floats; None for one that breaks METRIC_RULE.
 
-    Raises ConfigError unless they are at most MAX_METRICS finite numbers with names of METRIC.
+    Raises WrongValue unless they are at most `most` values by name.
+    Example: {"score": 1, "search calls": 2, "loss": nan} gives {"score": 1.0, "search_calls": None,
+    "loss": None}.
     """
-    if not isinstance(given, Mapping) or len(given) > MAX_METRICS:
+    if not isinstance(given, Mapping) or len(given) > most:
         raise _wrong(where, "returned metrics", given, f"give at most {MAX_METRICS} numbers by name")
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for name, value in given.items():
-        if not isinstance(name, str) or not METRIC.fullmatch(name):
-            raise _wrong(where, "returned a metric named", name, "use 1 to 64 letters, digits and _ . / -")
-        found[name] = finite(where, f"metrics[{name!r}]", value)
+        if isinstance(name, str) and METRIC.fullmatch(name):
+            found[_exactly(name)] = number if math.isfinite(number := _float(value)) else None
+        else:
+            found.setdefault(re.sub("[^A-Za-z0-9_./-]", "_", f"{name}"[:64]) or "_", None)
     return found
 
 
-def scored(where: str, given: object) -> tuple[float, dict[str, float]]:
+def scored(where: str, given: object) -> tuple[float, dict[str, float | None]]:
     """Return the reward and the metrics that a user's reward function gave.
 
-    given: a number, or a mapping with "reward" and metrics. Raises ConfigError unless all are finite numbers.
+    given: a number, or a mapping with "reward" and metrics. Raises WrongValue for another reward; metrics are
+    those of `metrics`.
     Example: {"reward": 1.0, "length": 12} gives (1.0, {"length": 12.0}).
     """
     if not isinstance(given, Mapping):
-        return finite(where, "", given), {}
+        return _reward(where, "", given), {}
     if "reward" not in given:
         raise _wrong(where, "returned", given, 'return a number, or a mapping with "reward"')
     others = {name: value for name, value in given.items() if name != "reward"}
-    return finite(where, "reward", given["reward"]), metrics(where, others)
-
-
-def finite(where: str, name: str, value: object) -> float:
-    """Return a number as Python's float. Raises ConfigError unless it is a finite number."""
-    number = _number(where, value, name)
-    if not math.isfinite(number):
-        raise _wrong(where, f"returned {name}".rstrip(), number, "return a finite number")
-    return number
+    return _reward(where, "reward", given["reward"]), metrics(where, others)
 
 
 async def close(environment: AnyEnvironment) -> None:
-    """Call `environment.close`. Raises ConfigError if it is missing or not a coroutine function."""
+    """Call `environment.close`. Raises NotAnEnvironment if it is missing or not a coroutine function."""
     await _awaitable(environment, "close")
 
 
 async def _awaitable(environment: AnyEnvironment, name: str, *arguments: object) -> Any:
     method = getattr(environment, name, None)
     if not callable(method):
-        raise ConfigError(f"{type(environment).__name__}.{name}: is missing; write `async def {name}`")
+        raise NotAnEnvironment(f"{type(environment).__name__}.{name}: is missing; write `async def {name}`")
     returned: Awaitable[Any] = method(*arguments)
     if not inspect.isawaitable(returned):
-        raise ConfigError(
+        raise NotAnEnvironment(
             f"{type(environment).__name__}.{name}(): cannot be awaited; write `async def {name}`"
         )
     return await returned
 
 
-def _check_text(where: str, name: str, value: object) -> None:
+def _message(where: str, given: object) -> Message:
+    if not isinstance(given, Message):
+        raise _wrong(where, "returned", given, 'return a types.Message, such as Message("user", "..")')
+    role, content = _text(where, "role", given.role), _text(where, "content", given.content)
+    try:
+        return Message(role, content, plain(given.extra, where, "extra"))  # ranks exchange it
+    except ConfigError as error:  # here it is a value of one episode
+        raise WrongValue(str(error)) from None
+
+
+def _text(where: str, name: str, value: object) -> str:
+    """Return the text as a str of Python. Raises WrongValue unless it can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise _wrong(where, f"returned {name}", value, "return a string")
     try:
@@ -168,15 +177,33 @@ def _check_text(where: str, name: str, value: object) -> None:
         raise _wrong(
             where, f"returned {name} with", value[error.start], "remove unpaired surrogates"
         ) from None
+    return _exactly(value)
 
 
-def _number(where: str, value: object, name: str = "reward") -> float:
+def _exactly(text: str) -> str:
+    return str.__str__(text)  # ranks cannot exchange subclasses, such as numpy's
+
+
+def _reward(where: str, name: str, value: object) -> float:
+    number, what = _float(value), f"returned {name}".rstrip()
+    if not _is_number(value):
+        raise _wrong(where, what, value, "return a number")
+    if not abs(number) <= MAX_REWARD:
+        raise _wrong(where, what, value, f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    return number
+
+
+def _is_number(value: object) -> bool:
     # numpy's numbers are registered as numbers.Real; torch's tensors are not
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, bool) or getattr(value, "shape", None) == ():
-        return float(value)  # type: ignore[arg-type]
-    raise _wrong(where, f"returned {name}".rstrip(), value, "return a number")
+    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+
+
+def _float(value: object) -> float:
+    """Return a number of Python, numpy or torch as Python's float; NaN for anything else."""
+    try:
+        return float(value) if _is_number(value) else math.nan  # type: ignore[arg-type]
+    except (ArithmeticError, ValueError, TypeError, RuntimeError):  # such as 10**400
+        return math.nan
 
 
 def _flag(where: str, name: str, value: object) -> bool:
@@ -193,11 +220,7 @@ def _count(where: str, name: str, value: object) -> int:
     raise _wrong(where, f"returned {name}", value, "return a whole number of at least 0")
 
 
-def _choose() -> str:
-    return f"choose from {', '.join(OUTCOMES)}"
-
-
-def _wrong(where: str, what: str, value: object, remedy: str) -> ConfigError:
-    shown = repr(value).encode("ascii", "backslashreplace").decode()
+def _wrong(where: str, what: str, value: object, remedy: str) -> WrongValue:
+    shown = one_line(ascii(value)[: MAX_SHOWN + 1])
     shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}.."
-    return ConfigError(f"{where}: {what} {shown}; {remedy}")
+    return WrongValue(f"{where}: {what} {shown}; {remedy}")

@@ -28,8 +28,8 @@ class Rewarded:
     """An environment whose reward comes from a function. The function is called once, after the last step.
 
     It is not called for an episode that failed (error, timeout), or that the program ended because the
-    context was full; these have the reward 0. An exception of the function is the outcome `error` of its
-    episode; after ToolAway the function is called again.
+    context was full; these have the reward 0. An exception of the function, or a value that is not a reward,
+    is the outcome `error` of its episode; after ToolAway the function is called again.
     """
 
     def __init__(self, environment: Environment, function: RewardFunction, where: str) -> None:
@@ -47,7 +47,9 @@ class Rewarded:
         self._task, self._turns, self._last = task, [], None
         messages = await contract.reset(self._environment, task, seed)
         if isinstance(messages, Request):
-            raise ConfigError(f"{self._where}: an agent returns the reward itself; remove environment.reward")
+            raise contract.NotAnEnvironment(
+                f"{self._where}: an agent returns the reward itself; remove environment.reward"
+            )
         return list(messages)
 
     async def step(self, action: str) -> StepResult:

@@ -160,6 +160,9 @@ def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
         ("serving/trainer_idle_share", "share of time the trainer waits, mean", statistics.fmean),
         ("serving/idle_share", "share of time the replicas wait, mean", statistics.fmean),
+        ("outcome/error", "episodes that failed: error", sum),
+        ("outcome/timeout", "episodes that failed: timeout", sum),
+        ("rollout/overlong_prompts", "prompts that are too long", sum),
         ("seconds", "seconds per iteration, median", statistics.median),
         ("seconds", "seconds in total", sum),
     ):

@@ -76,8 +76,8 @@ def collect(
 
     All ranks raise if any rank failed: EngineFailure if all failures are engine failures, ToolsStayAway if
     all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
-    and all other ranks raise RolloutError. Raises ConfigError for an environment that returns a
-    value of the wrong type.
+    and all other ranks raise RolloutError. Raises ConfigError for an object that is not an
+    environment.
     Raises RolloutError on a rank that failed alone while the others of its engine wait for it, and only
     there: the process has to end, so that the launcher ends the others.
     """

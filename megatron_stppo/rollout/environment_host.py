@@ -1,9 +1,10 @@
 """The environments of one engine group, run by asyncio in a separate thread beside the engine's steps.
 
 At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. An exception of an
-environment, or a missed deadline, becomes the outcome of its episode; it is logged and does not stop the
-other episodes. After ToolAway, however, the call is repeated (tool_wait.py), each time with a new deadline. A
-return value of the wrong type (environments/contract.py) ends the run.
+environment, SystemExit and KeyboardInterrupt included, or a missed deadline becomes the outcome of its
+episode; it is logged and does not stop the other episodes. So does a value that cannot be used
+(environments/contract.py). After ToolAway, however, the call is repeated (tool_wait.py), each time with a new
+deadline. An object that is not an environment ends the run.
 The host runs on the group's first rank only. Its answers are plain data, which is broadcast to the other
 ranks.
 """
@@ -15,12 +16,11 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import (
     AnyEnvironment,
@@ -30,8 +30,9 @@ from megatron_stppo.environments.base import (
     StepResult,
     ToolAway,
 )
-from megatron_stppo.messages import one_line, printable
+from megatron_stppo.messages import one_line
 from megatron_stppo.resilience.faults import ToolsStayAway
+from megatron_stppo.rollout.failures import FailureLines, described
 from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.types import Message, Task
@@ -39,6 +40,8 @@ from megatron_stppo.types import Message, Task
 log = logging.getLogger(__name__)
 BEAT = 0.5  # seconds between signs of life of the event loop
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
+# What an environment may raise. Ctrl-C reaches the main thread only, so a KeyboardInterrupt is a tool's.
+FAILURES = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class EnvironmentHost:
         """
         self._make, self._deadline = make_environment, deadline
         self._tools, self._answered = tools or ToolWait(0), answered
+        self._lines = FailureLines(log)
         self._environments: dict[int, AnyEnvironment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._submitted = 0
@@ -149,8 +153,9 @@ class EnvironmentHost:
         self._check_loop()
 
     def renew_patience(self) -> None:
-        """Wait for tools again as long as at the start, as a new rollout does."""
+        """Wait for tools again as long as at the start, and log failures again, as a new rollout does."""
         self._tools.renew()
+        self._lines.renew()
 
     def _next(self) -> tuple[int, Answer]:
         while True:
@@ -198,17 +203,16 @@ class EnvironmentHost:
             except ToolAway as away:  # take() ends the rollout
                 answer = failed("error", str(away))
             except TimeoutError as error:
-                detail = str(error) or f"no answer within {self._deadline:g} s"
-                log.warning("episode %d: environment timed out: %s", index, printable(detail))
-                answer = failed("timeout", detail)
-            except ConfigError as error:
-                answer = Answer(index, misuse=printable(error).replace("\n", " "))
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                answer = failed("timeout", str(error) or f"no answer within {self._deadline:g} s")
+                self._lines.log(f"episode {index}: environment timed out", error, answer.detail)
+            except contract.NotAnEnvironment as error:
+                answer = Answer(index, misuse=one_line(str(error)))
+            except FAILURES as error:
                 if self._stop.is_set():
                     raise  # __exit__ cancelled the call, not the environment
                 # a failure of an environment is an outcome of its episode and does not end the run
-                log.error("episode %d: environment failed\n%s", index, printable(traceback.format_exc()))
-                answer = failed("error", f"{type(error).__name__}: {error}")
+                answer = failed("error", described(error))
+                self._lines.log(f"episode {index}: environment failed", error, answer.detail)
         self._answers.put((ticket, answer))
         self._answered()
 
@@ -219,11 +223,17 @@ class EnvironmentHost:
         try:
             async with asyncio.timeout(self._deadline):
                 await contract.close(environment)
-        except (Exception, SystemExit):  # the episode has ended; its result stays valid
-            log.error("episode %d: closing failed\n%s", index, printable(traceback.format_exc()))
+        except FAILURES as error:  # the episode has ended; its result stays valid
+            self._lines.log(f"episode {index}: closing failed", error, one_line(described(error)))
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            serving = loop.create_task(self._serve())
+            while not serving.done():
+                # a task that an environment has made leaves the loop so; what awaits the task gets it too
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_until_complete(serving)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.chat import encode_chat
 from megatron_stppo.data.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
+from megatron_stppo.messages import one_line
 from megatron_stppo.rollout.generation import Finished
 from megatron_stppo.rollout.history import History
 from megatron_stppo.types import Message, Outcome, Task, Trajectory, Turn
@@ -78,7 +79,7 @@ class Episode:
     valid_actions: int = 0
     detail: str = ""
     overlong_prompt: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -99,9 +100,12 @@ class Episode:
         return sum(len(history.turns) for history in self.histories)
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
-        """Tokenise the prompt. A prompt that is too long ends the episode with the outcome `error`."""
-        ids = encode_chat(self.tokenizer, messages)
+        """Tokenise the prompt. One that is too long, or that the chat template fails on, ends the episode."""
         self.stop_strings = stop_strings
+        try:
+            ids = encode_chat(self.tokenizer, messages)
+        except Exception as error:  # a template may fail in any way on messages that it was not written for
+            return self.end("error", one_line(f"the chat template failed: {type(error).__name__}: {error}"))
         self._current.begin(ids)
         limit, field = self.limits.prompt
         if len(ids) > limit:

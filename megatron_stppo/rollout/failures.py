@@ -8,15 +8,22 @@ separately: if few episodes call a tool, a broken tool makes only a small share 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+from megatron_stppo.environments.base import MALFORMED_CALLS
+from megatron_stppo.environments.contract import METRIC_RULE
 from megatron_stppo.messages import one_line
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.types import FAILED, Summary
 
 ENOUGH = 20  # episodes that called a tool; with fewer, the share of failures may be chance
-NAMED = 3  # overlong prompts listed in a report
+NAMED = 3  # overlong prompts, and metrics, listed in a report
+KINDS = 8  # of failures, of which a rollout logs the first one
+FRAMES = 4  # of a traceback, the innermost of the user's code
+CALLERS = ("environments/contract.py", "rollout/environment_host.py", "rollout/tool_wait.py")
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +72,42 @@ class FailureLimit:
         )
 
 
+class FailureLines:
+    """Logs failures of environment calls in one line each, the first one of each kind until `renew`.
+
+    A kind is the exception's type and the line that raised it. The line has the innermost frames; the level
+    DEBUG has the whole traceback.
+    Example: "episode 3: environment failed: KeyError: 'x' (tools.py:31 in look_up < guess.py:12 in step)".
+    """
+
+    def __init__(self, to: logging.Logger) -> None:
+        self._log, self._shown = to, set[tuple[object, ...]]()
+
+    def renew(self) -> None:
+        """Begin a new rollout. May be called by any thread."""
+        self._shown = set()
+
+    def log(self, what: str, error: BaseException, detail: str) -> None:
+        """Log `what` happened in an episode. detail: the error in one line."""
+        frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+        kind = type(error), *((frames[0].filename, frames[0].lineno) if frames else ())
+        self._log.debug("%s", what, exc_info=error)
+        if kind in self._shown or len(self._shown) >= KINDS:
+            return
+        self._shown.add(kind)
+        theirs = [f for f in frames if not f.filename.endswith(CALLERS)][:FRAMES]
+        where = " < ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in theirs)
+        self._log.error("%s: %s%s", what, detail, one_line(f" ({where})" if where else ""))
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the text of any exception, as "KeyError: 'x'"."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's __str__ may fail
+        return f"{type(error).__name__}: its text cannot be read"
+
+
 def warn(where: str, played: Sequence[Summary], rank: int) -> None:
     """Log the lines of `report` on rank 0. Example: warn("iteration 3", played, rank)."""
     for line in report(played) if rank == 0 else ():
@@ -72,7 +115,7 @@ def warn(where: str, played: Sequence[Summary], rank: int) -> None:
 
 
 def report(played: Sequence[Summary]) -> list[str]:
-    """Return at most two lines: one on the failed episodes, one on the overlong prompts.
+    """Return at most four lines: on failed episodes, overlong prompts, metrics and calls of tools.
 
     The first line counts the failures by kind and gives the reason of the first one.
     Example: ["2 of 64 episodes failed (1 error, 1 timeout), 2 of the 9 that called a tool; the first: task
@@ -94,6 +137,14 @@ def report(played: Sequence[Summary]) -> list[str]:
         said = "; ".join(list(named.values())[:NAMED]) + ("; ..." if len(named) > NAMED else "")
         were = "prompts were too long and are" if len(overlong) > 1 else "prompts was too long and is"
         lines.append(f"{len(overlong)} of {len(played)} {were} not played: {said}")
+    if unusable := Counter(name for t in played for name, value in t.metrics.items() if value is None):
+        said = ", ".join(sorted(unusable)[:NAMED]) + (", ..." if len(unusable) > NAMED else "")
+        lines.append(f"metrics that are left out: {unusable.total()} ({said}); {METRIC_RULE}")
+    if malformed := [calls for t in played if (calls := t.metrics.get(MALFORMED_CALLS))]:
+        lines.append(
+            f"{sum(malformed):.0f} completions of {len(malformed)} of {len(played)} episodes have calls of "
+            "tools that environment.tool_parser cannot read; the agent gets them as text"
+        )
     return lines
 
 

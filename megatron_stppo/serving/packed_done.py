@@ -67,7 +67,7 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
     overlong_prompt: int
     routes: bytes
     branches: tuple[_PackedBranch, ...] = ()
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
 
     def unpack(self) -> Done:
         """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""

@@ -84,7 +84,7 @@ def _trajectory_fault(played: Trajectory) -> str:
         return "a negative number of tool calls or prompt tokens"
     if len(played.metrics) > MAX_METRICS * (turns + 1) or not all(map(METRIC.fullmatch, played.metrics)):
         return "metrics that no environment can have"
-    if not all(map(math.isfinite, played.metrics.values())):
+    if not all(value is None or math.isfinite(value) for value in played.metrics.values()):
         return "a metric that is not a finite number"
     if played.overlong_prompt and (turns or played.outcome not in FAILED):
         return "a prompt that is too long was played"

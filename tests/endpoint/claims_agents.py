@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,20 @@ from typing import Any
 import httpx
 import psutil
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
-from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.endpoint.agents import AgentEpisode, open_agent, result_of
 from megatron_stppo.endpoint.environment import AgentEnvironment
-from megatron_stppo.environments.base import Completion, Request, StepResult, ToolAway
+from megatron_stppo.environments.base import (
+    MALFORMED_CALLS,
+    REPEATED,
+    Completion,
+    Request,
+    StepResult,
+    ToolAway,
+)
+from megatron_stppo.environments.contract import WrongValue
 from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.types import Message, Task, Trajectory
 from tests.endpoint.claims_requests import TOOL
@@ -97,7 +107,7 @@ def test_tokens_and_log_probs_are_those_of_an_environment_without_the_endpoint(w
         return 1.0
 
     (built_in,), (agents,) = world.collect(Once), world.play(once)
-    assert agents == replace(built_in, tool_calls=agents.tool_calls)
+    assert agents == replace(built_in, tool_calls=agents.tool_calls, metrics=agents.metrics)
 
 
 def test_a_stream_has_the_same_completion(world: World) -> None:
@@ -153,18 +163,20 @@ def test_two_conversations_at_the_same_time_are_two_histories_with_the_same_rewa
     check_log_probs(world, [played])
 
 
+def leave(world: World, episode: AgentEpisode, seconds: float = 0.0) -> None:
+    """Ask for a completion, and close the connection after some seconds without reading."""
+    body = json.dumps({"messages": [user("a")]})
+    path = f"{httpx.URL(episode.base_url).path}/chat/completions"
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {episode.api_key}"]
+    with socket.create_connection(("127.0.0.1", world.endpoint.port)) as connection:
+        connection.sendall("\r\n".join([*lines, f"content-length: {len(body)}", "", body]).encode())
+        time.sleep(seconds)
+
+
 def test_a_client_that_disconnects_gets_its_completion_when_it_asks_again(world: World) -> None:
     async def leaves(episode: AgentEpisode) -> float:
-        content = {"messages": [user("a")]}
-        headers = {"authorization": f"Bearer {episode.api_key}"}
-        _, writer = await asyncio.open_connection("127.0.0.1", world.endpoint.port)
-        path, body = httpx.URL(episode.base_url).path, json.dumps(content)
-        head = (
-            f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: {headers['authorization']}"
-        )
-        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-        await writer.drain()
-        writer.close()
+        await asyncio.to_thread(leave, world, episode, 0.1)
+        content, headers = {"messages": [user("a")]}, {"authorization": f"Bearer {episode.api_key}"}
         async with httpx.AsyncClient(base_url=episode.base_url, headers=headers) as http:
             await asyncio.sleep(0.2)
             answer = (await http.post("/chat/completions", json=content)).json()
@@ -176,6 +188,8 @@ def test_a_client_that_disconnects_gets_its_completion_when_it_asks_again(world:
 
     (played,) = world.play(leaves)
     assert (played.outcome, played.detail) == ("ok", "")
+    assert played.metrics[MALFORMED_CALLS] == 0
+    assert played.metrics[REPEATED] in (1.0, 2.0), "1 where the first request was left before it was taken"
     assert (len(played.turns), played.branches) == (1, ())
 
 
@@ -188,6 +202,18 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             raise KeyError("no tool")
         if kind == "hangs at once":
             await asyncio.sleep(60)
+        if kind == "gives up":
+            leave(world, episode)
+            (session,) = (s for s in world.endpoint._sessions.values() if s.token == episode.api_key)
+            while not session.asked:  # the loop of the episodes is busy, so the request is not taken
+                time.sleep(0.01)
+            time.sleep(0.2)
+            return 0.0
+        if kind == "is refused":
+            async with client(episode) as sdk:
+                with suppress(BadRequestError):
+                    await say(sdk, [user("a")], n=2)
+            return 0.0
         async with client(episode) as sdk:
             messages: list[Any] = [user("a")]
             await say(sdk, messages)
@@ -201,6 +227,8 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
                 raise asyncio.CancelledError
             if kind == "exits":
                 raise SystemExit(3)
+            if kind == "is interrupted":
+                raise KeyboardInterrupt
             if kind == "too many":
                 for _ in range(9):
                     await say(sdk, [user("b")])
@@ -218,6 +246,9 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
         "tool away": ("error", "tool away: sandbox: refused"),
         "cancelled": ("error", "CancelledError: "),
         "exits": ("error", "RuntimeError: the agent raised SystemExit(3)"),
+        "is interrupted": ("error", "RuntimeError: the agent raised KeyboardInterrupt()"),
+        "gives up": ("timeout", "the agent has closed its request before the completion was ready"),
+        "is refused": ("error", "NoCompletion: the agent has ended without a completion; its request: 'n'"),
         "too many": ("truncated", "the episode has had environment.max_turns=6 completions"),
         "too long": ("truncated", "the prompt has "),
     }
@@ -288,17 +319,15 @@ def test_an_agent_whose_tools_are_away_at_the_start_is_started_again(world: Worl
     assert played.outcome == "ok" and len(set(starts)) == 2
 
 
-def test_a_result_of_the_wrong_kind_ends_the_run_with_one_line(world: World) -> None:
+def test_a_result_of_the_wrong_kind_is_an_error_of_its_episode_in_one_line(world: World) -> None:
     async def confused(episode: AgentEpisode) -> Any:
         await three_turns(episode)
         return "good"
 
-    try:
-        world.play(confused)
-    except ConfigError as error:
-        assert str(error) == "the agent: returned reward 'good'; return a number"
-    else:
-        raise AssertionError("not refused")
+    (played,) = world.play(confused)
+    assert played.outcome == "error" and len(played.turns) == 3
+    assert played.detail == "WrongValue: the agent: returned reward 'good'; return a number"
+    assert result_of({"reward": 1.0, "moves": float("nan"), "n": 2}).metrics == {"moves": None, "n": 2.0}
     assert (
         result_of(0.0).outcome == "wrong" and result_of({"reward": 1, "outcome": "wrong"}).outcome == "wrong"
     )
@@ -306,11 +335,11 @@ def test_a_result_of_the_wrong_kind_ends_the_run_with_one_line(world: World) -> 
         None,
         {"reward": "1"},
         {"reward": 1.0, "outcome": "good"},
-        {"reward": 1.0, "moves": float("nan")},
+        {"reward": float("nan")},
     ):
         try:
             result_of(wrong)
-        except ConfigError as error:
+        except WrongValue as error:
             assert "\n" not in str(error)
         else:
             raise AssertionError(wrong)

@@ -100,6 +100,25 @@ def test_a_token_opens_its_own_episode_only(world: World) -> None:
     serving(world, play)
 
 
+def test_other_paths_and_methods_get_an_error_of_the_api_that_names_what_there_is(world: World) -> None:
+    async def play(endpoint: Endpoint, mine: Session, other: Session) -> None:
+        for path, method, expected, kind in (
+            ("responses", "POST", 404, "not_found"),
+            ("chat/completions", "GET", 405, "method_not_allowed"),
+            ("models", "DELETE", 405, "method_not_allowed"),
+            ("x" * 9000, "POST", 404, "not_found"),
+        ):
+            status, body = await ask(endpoint, mine, mine.token, CHAT, path=path, method=method)
+            error = json.loads(body)["error"]
+            assert (status, error["code"], error["type"]) == (expected, expected, kind)
+            assert error["message"].startswith(
+                "this endpoint has only POST BASE_URL/chat/completions, POST BASE_URL/completions, GET "
+                f"BASE_URL/models; not {method} /{mine.name}/v1/{path[:10]}"
+            )
+
+    serving(world, play)
+
+
 def test_only_the_loopback_interface_listens(world: World) -> None:
     listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
     assert ("127.0.0.1", world.endpoint.port) in listening

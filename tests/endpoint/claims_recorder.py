@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +167,26 @@ def test_what_is_not_a_call_stays_text(world: World) -> None:
         asked(one, chat(user(choice), tools=[TOOL], tool_choice=choice))
         reply = answered(one, text)
         assert (reply.text, reply.calls, reply.finish_reason) == (text, (), "stop")
+    assert one.malformed_calls == 2, "what the agent sends with the choice none is no call"
+
+
+def test_calls_that_cannot_be_read_are_counted_and_not_logged(world: World) -> None:
+    class Careless(ToolParserManager.get_tool_parser("hermes")):  # type: ignore[misc]
+        def extract_tool_calls(self, text: str, request: Any) -> Any:
+            logging.getLogger("vllm.tool_parsers.hermes_tool_parser").info("kept")
+            return super().extract_tool_calls(text, request) if "{" in text else [][1]
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm")
+    logger.addHandler(handler)
+    one = recorder(world, parser=Careless)
+    for number, text in enumerate(("<tool_call>{broken</tool_call>", "<tool_call>", "{} no call")):
+        asked(one, chat(user(str(number)), tools=[TOOL]))
+        assert answered(one, text).text == text
+    logger.removeHandler(handler)
+    assert one.malformed_calls == 2 and {record.levelname for record in records} <= {"INFO"}
 
 
 def test_texts_and_token_ids_are_continued_too(world: World) -> None:

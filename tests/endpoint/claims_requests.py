@@ -65,6 +65,9 @@ def test_fields_with_their_default_are_accepted(world: World) -> None:
         n=1, logit_bias=None, response_format=None, top_logprobs=0, min_tokens=0, bad_words=[], tools=None
     )
     assert ask.request is None
+    ask = chat(response_format={"type": "text"}, modalities=["text"])
+    assert ask.digest == chat().digest, "they change nothing"
+    assert refusal(lambda: chat(modalities=["text", "audio"])).startswith("400 'modalities' is not supported")
 
 
 def test_wrong_values_are_refused_with_the_field(world: World) -> None:

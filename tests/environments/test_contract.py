@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.parallel import collectives
@@ -35,8 +34,8 @@ class Player:
     async def close(self) -> None: ...
 
 
-def said(call: Any) -> str:
-    with pytest.raises(ConfigError) as raised:
+def said(call: Any, kind: type[Exception] = contract.WrongValue) -> str:
+    with pytest.raises(kind) as raised:
         asyncio.run(call)
     assert len(str(raised.value).splitlines()) == 1
     return str(raised.value)
@@ -75,14 +74,15 @@ def said(call: Any) -> str:
             "; give at most 32 numbers by name",
         ),
         (
-            StepResult("", 0.0, False, True, metrics={"a b": 1.0}),
-            "returned a metric named 'a b'; use 1 to 64",
+            StepResult("", math.nan, True, True, 0, "ok"),
+            "reward nan; return a finite number from -1e+09 to 1e+09",
         ),
-        (StepResult("", 0.0, False, True, metrics={"a": "1"}), "returned metrics['a'] '1'; return a number"),  # type: ignore[dict-item]
         (
-            StepResult("", 0.0, False, True, metrics={"a": math.inf}),
-            "metrics['a'] inf; return a finite number",
+            StepResult("", 1e10, True, True, 0, "ok"),
+            "reward 10000000000.0; return a finite number from -1e+09",
         ),
+        (StepResult("", 10**400, True, True, 0, "ok"), "; return a finite number from -1e+09 to 1e+09"),
+        (StepResult("", 0.0, False, True, request=5), "returned request 5; do not set it"),  # type: ignore[arg-type]
     ],
 )
 def test_a_result_of_a_wrong_type_gives_one_line_with_the_remedy(result: Any, message: str) -> None:
@@ -110,7 +110,7 @@ def test_messages_of_a_wrong_type_give_one_line_with_the_remedy(messages: Any, m
 def test_stop_strings_must_be_a_tuple_of_strings(stop: Any) -> None:
     player = Player()
     player.stop_strings = stop
-    with pytest.raises(ConfigError, match=r"^Player: stop_strings"):
+    with pytest.raises(contract.WrongValue, match=r"^Player: stop_strings"):
         contract.stop_strings(player)
 
 
@@ -121,8 +121,11 @@ def test_a_method_that_is_missing_or_not_async_is_named() -> None:
 
         reset = None  # type: ignore[assignment]
 
-    assert said(contract.step(Plain(), "e")) == "Plain.step(): cannot be awaited; write `async def step`"
-    assert said(contract.reset(Plain(), TASK, 0)) == "Plain.reset: is missing; write `async def reset`"
+    kind = contract.NotAnEnvironment
+    assert (
+        said(contract.step(Plain(), "e"), kind) == "Plain.step(): cannot be awaited; write `async def step`"
+    )
+    assert said(contract.reset(Plain(), TASK, 0), kind) == "Plain.reset: is missing; write `async def reset`"
 
 
 def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
@@ -141,6 +144,28 @@ def test_metrics_become_python_numbers() -> None:
     assert repr(taken.metrics) == "{'tests/passed': 3.0, 'late': 1.0}"
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 10**400, "1", None, [1]])
+def test_a_metric_that_is_not_a_finite_number_is_left_out(value: Any) -> None:
+    given = StepResult("", 0.0, False, True, metrics={"a": value, "b": 1})
+    assert asyncio.run(contract.step(Player(result=given), "e")).metrics == {"a": None, "b": 1.0}
+
+
+def test_a_metric_with_another_name_is_left_out_under_a_name_that_can_be_shown() -> None:
+    given: Any = {"search calls": 1, "caf\udce9": 2.0, 5: 3.0, "": 4.0, "x" * 65: 5.0}
+    found = contract.metrics("here", given)
+    assert found == {"search_calls": None, "caf_": None, "5": None, "_": None, "x" * 64: None}
+    assert contract.metrics("here", {"a_b": 1, "a b": 2}) == {"a_b": 1.0}, "the right one of two stays"
+
+
+def test_texts_of_numpy_become_those_of_python_which_ranks_can_exchange() -> None:
+    given = StepResult(np.str_("a"), 0.0, True, True, 0, np.str_("ok"), np.str_("b"))  # type: ignore[arg-type]
+    taken = asyncio.run(contract.step(Player(result=given), "e"))
+    assert [type(text) for text in (taken.observation, taken.outcome, taken.detail)] == [str] * 3
+    assert collectives.decode(collectives.encode(taken), StepResult) == taken
+    (message,) = asyncio.run(contract.reset(Player([Message("user", np.str_("a"))]), TASK, 0))  # type: ignore[arg-type, misc]
+    assert type(message.content) is str
+
+
 def test_the_old_name_of_tool_calls_is_accepted() -> None:
     for given, calls in (
         (StepResult("", 0.0, done=False, valid=True, searched=True), 1),
@@ -154,8 +179,3 @@ def test_the_old_name_of_tool_calls_is_accepted() -> None:
 def test_ranks_can_exchange_results() -> None:
     given = StepResult("", 0.0, done=False, valid=True, searched=True, metrics={"score": 0.5})
     assert collectives.decode(collectives.encode(given), StepResult) == given
-
-
-def test_a_reward_that_is_not_finite_is_passed_on_to_the_update_which_reports_it() -> None:
-    given = StepResult("", math.nan, True, True, False, "ok")
-    assert math.isnan(asyncio.run(contract.step(Player(result=given), "e")).reward)

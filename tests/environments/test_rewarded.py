@@ -161,13 +161,13 @@ def test_a_missing_module_is_found_before_torch_is_imported() -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("two:nan", "returned nan; return a finite number"),
+        ("two:nan", "returned nan; return a finite number from -1e+09 to 1e+09"),
         ("two:text", "returned '1'; return a number"),
         ("two:unnamed", "returned {'score': 1.0}; return a number, or a mapping with \"reward\""),
     ],
 )
-def test_a_value_that_is_no_reward_ends_the_run_with_one_line(reward: str, message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_a_value_that_is_no_reward_is_an_error_of_its_episode_in_one_line(reward: str, message: str) -> None:
+    with pytest.raises(contract.WrongValue) as raised:
         play(reward, "abc", "e")
     assert str(raised.value) == f"environment.reward={reward}: {message}"
 
@@ -182,4 +182,5 @@ def test_an_agent_returns_its_reward_itself() -> None:
 
 def test_check_environment_finds_it_without_a_model() -> None:
     problems: list[Any] = check(section("two:nan"), [TASK], ["e"]).problems
-    assert problems == ["environment.reward=two:nan: returned nan; return a finite number"]
+    said = "environment.reward=two:nan: returned nan; return a finite number from -1e+09 to 1e+09"
+    assert problems == [said]

@@ -64,6 +64,16 @@ def test_numbers_that_the_update_did_not_record_are_absent_from_turns(tmp_path: 
     assert "run: the updates recorded no ratios and no advantages of these turns" in notes
 
 
+def test_the_overview_has_the_failed_episodes_of_all_iterations_by_cause(tmp_path: Path) -> None:
+    rows = [(1, 2, 0, 1), (2, 0, 3, 0), (3, 1, 1, 0)]
+    names = ("iteration", "outcome/error", "outcome/timeout", "rollout/overlong_prompts")
+    text = "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    shown = numbers.read(tmp_path, [])["overview"]
+    assert (shown["episodes that failed: error"], shown["episodes that failed: timeout"]) == (3, 4)
+    assert shown["prompts that are too long"] == 1
+
+
 def test_every_panel_draws_metrics_of_docs_metrics_md() -> None:
     names = re.findall(r'"([a-z]+/\w+)"', (ROOT / "report" / "panels.js").read_text())
     assert len(names) > 20 and not set(names) - set(documented.metrics())

@@ -93,7 +93,7 @@ def observe_pair(folder: Path) -> tuple[list[list[Trajectory]], set[str], list[t
 def observe_replicas(folder: Path) -> tuple[list[Trajectory], str, tuple[str, str]]:
     play, half = start(folder, 1), dist.get_rank() * 3
     mine = play(TASKS[half : half + 3], first_index=half)
-    wrong = [task(0, "return nothing" if dist.get_rank() else "play")]
+    wrong = [task(0, "step is not async" if dist.get_rank() else "play")]
     misuse, _ = refused(lambda _: play(wrong))
     fail_in_step(9 if dist.get_rank() else 0)
     return mine, misuse, refused(play)
@@ -203,7 +203,7 @@ def test_dividing_tasks_among_replicas_changes_nothing_and_a_failure_ends_all_re
     (first, misuse, broken), (second, misuse_too, broken_too) = ranks
     together = [[turn.token_ids for turn in t.turns] for t in first + second]
     assert together == [[turn.token_ids for turn in t.turns] for t in seen["first"]]
-    assert misuse == misuse_too and misuse.startswith("ConfigError: Game.step(): returned None; return an")
+    assert misuse == misuse_too and misuse.startswith("ConfigError: Game.step(): cannot be awaited; ")
     assert broken == broken_too, "one engine's failure is an EngineFailure on every rank"
     assert broken[0].startswith("EngineFailure: rollout failed on rank 1: ")
     assert broken[1].startswith("rank 1: MemoryError at ")

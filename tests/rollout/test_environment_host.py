@@ -66,21 +66,47 @@ def test_an_exceeded_deadline_is_a_timeout_and_does_not_affect_other_calls() -> 
     assert quick.failure is None and quick.result is not None
 
 
-def test_exception_is_an_error_logged_with_its_traceback_and_without_control_codes(
+def failures(host: EnvironmentHost, behave: str, first: int) -> list[Answer]:
+    """Play three episodes, and return the answers to their first steps."""
+    for index in range(first, first + 3):
+        host.reset(index, task(index, behave), seed=0)
+    host.take(3)
+    for index in range(first, first + 3):
+        host.step(index, "a")
+    return host.take(3)
+
+
+def test_a_kind_of_failure_is_logged_once_in_one_line_with_its_place_until_the_next_rollout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.ERROR), EnvironmentHost(Game, concurrency=8, deadline=5) as host:
-        host.reset(0, task(0, "raise"), seed=0)
-        host.take(1)
-        host.step(0, "a")
-        [answer] = host.take(1)
-    assert (answer.failure, answer.detail) == ("error", "RuntimeError: the board fell over  [31m")
-    assert "Traceback" in caplog.text and "in step" in caplog.text
-    assert "\x1b" not in caplog.text
+    with caplog.at_level(logging.INFO), EnvironmentHost(Game, concurrency=1, deadline=5) as host:
+        for first in (0, 3):
+            for answer in failures(host, "raise", first):
+                assert (answer.failure, answer.detail) == ("error", "RuntimeError: the board fell over  [31m")
+        failures(host, "return nothing", 6)
+        host.renew_patience()
+        failures(host, "raise", 9)
+    raised, nothing, again = (record.getMessage() for record in caplog.records)
+    assert raised.startswith(
+        "episode 0: environment failed: RuntimeError: the board fell over  [31m (tiny.py:"
+    )
+    assert raised.endswith(" in step)")
+    wrong = "WrongValue: Game.step(): returned None; return an environments.base.StepResult"
+    assert nothing == f"episode 6: environment failed: {wrong}"
+    assert again.startswith("episode 9: environment failed: RuntimeError: the board fell over")
 
 
-@pytest.mark.parametrize(("behave", "kind"), [("cancel", "CancelledError"), ("exit", "SystemExit")])
-def test_an_environment_that_cancels_itself_or_exits_is_an_error_at_once(behave: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("behave", "detail"),
+    [
+        ("cancel", "CancelledError: "),
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("a task exits", "SystemExit: 4"),
+        ("unreadable", "Unreadable: its text cannot be read"),
+    ],
+)
+def test_whatever_an_environment_raises_is_an_error_of_its_episode_at_once(behave: str, detail: str) -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
         for index, way in enumerate((behave, "play")):
             host.reset(index, task(index, way), seed=0)
@@ -88,18 +114,21 @@ def test_an_environment_that_cancels_itself_or_exits_is_an_error_at_once(behave:
         for index in range(2):
             host.step(index, "a")
         ended, other = host.take(2)
-    assert ended.failure == "error" and ended.detail.startswith(f"{kind}: ")
+    assert (ended.failure, ended.detail) == ("error", detail)
     assert other.result is not None
 
 
-def test_a_result_of_the_wrong_type_is_misuse_instead_of_an_outcome() -> None:
+def test_a_result_of_the_wrong_type_is_an_outcome_and_a_class_of_the_wrong_kind_is_misuse() -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
-        host.reset(0, task(0, "return nothing"), seed=0)
-        host.take(1)
-        host.step(0, "a")
-        [answer] = host.take(1)
-    assert (answer.failure, answer.result) == (None, None)
-    assert answer.misuse == "Game.step(): returned None; return an environments.base.StepResult"
+        for index, behave in enumerate(("return nothing", "step is not async")):
+            host.reset(index, task(index, behave), seed=0)
+        host.take(2)
+        for index in range(2):
+            host.step(index, "a")
+        nothing, plain = host.take(2)
+    assert (nothing.failure, nothing.misuse) == ("error", "")
+    assert nothing.detail == "WrongValue: Game.step(): returned None; return an environments.base.StepResult"
+    assert (plain.failure, plain.misuse) == (None, "Game.step(): cannot be awaited; write `async def step`")
 
 
 def test_concurrency_bounds_the_calls_in_progress() -> None:

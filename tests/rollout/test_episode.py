@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -32,6 +34,19 @@ def seen(observation: str) -> StepResult:
 def test_prompt_is_the_chat_template_with_the_assistants_opening(tokenizer: PreTrainedTokenizerFast) -> None:
     text = tokenizer.decode(started(tokenizer).prompt_ids)
     assert text == "<|im_start|>user\nwhich city?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_messages_on_which_the_template_fails_end_their_episode(tokenizer: PreTrainedTokenizerFast) -> None:
+    strict = copy.deepcopy(tokenizer)
+    for template, said in (
+        ("{{ raise_exception('no roles but user') }}", "ConfigError: model.path: its chat template rejects"),
+        ("{{ messages[0]['content'] + 1 }}", "ConfigError: model.path: its chat template rejects"),
+    ):
+        strict.chat_template = template
+        episode = started(strict)
+        assert episode.outcome == "error"
+        assert episode.detail.startswith(f"the chat template failed: {said}")
+        assert (episode.trajectory().prompt_ids, episode.trajectory().turns) == ((), ())
 
 
 def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,15 +3,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_stppo.config import Config
+from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.environments.base import MALFORMED_CALLS
 from megatron_stppo.exits import exit_code, noting_the_end
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.rollout.failures import FailureLimit, report, warn
-from megatron_stppo.types import Outcome, Summary
+from megatron_stppo.types import Outcome, Summary, TurnSummary
+
+TURNS = (TurnSummary(1, 0, 0.0, ((0, 1),)),)
 
 
 def episode(
@@ -87,6 +92,24 @@ def test_overlong_prompts_are_named_by_task_and_length() -> None:
     ]
     many = [episode(n, "error", 0, f"prompt {n}", 148) for n in range(5)]
     assert report(many)[0].endswith("task 0: prompt 0; task 1: prompt 1; task 2: prompt 2; ...")
+
+
+def test_metrics_that_are_left_out_and_calls_that_cannot_be_read_are_counted_in_one_line_each() -> None:
+    played = [episode(0, "ok"), episode(1, "ok"), episode(2, "wrong")]
+    played[0].metrics.update({"moves": None, "score": 1.0, MALFORMED_CALLS: 2.0})
+    played[1].metrics.update({"moves": None, "a": None, MALFORMED_CALLS: 0.0})
+    assert report(played) == [
+        "metrics that are left out: 3 (a, moves); give finite numbers, with names of 1 to 64 letters, digits "
+        "and _ . / -",
+        "2 completions of 1 of 3 episodes have calls of tools that environment.tool_parser cannot read; the "
+        "agent gets them as text",
+    ]
+    described = describe_rollouts([replace(t, turns=TURNS) for t in played], 0)
+    assert described["rollout/unusable_metrics"] == 3
+    assert {name: value for name, value in described.items() if name.startswith("environment/")} == {
+        "environment/score": 1.0,
+        "environment/endpoint/malformed_calls": 1.0,
+    }
 
 
 def test_a_rollout_without_failures_prints_nothing_and_only_the_first_rank_warns(

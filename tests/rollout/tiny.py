@@ -110,6 +110,11 @@ def task(index: int, behave: str = "play") -> Task:
     return Task("game", prompt, ("Paris",), "train", index, {"behave": behave})
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        return self.reason  # type: ignore[attr-defined, no-any-return]  # a slip that hides the real error
+
+
 class Game:
     """Answers each turn with its length. It ends after three, with reward 1 for an even total length."""
 
@@ -119,6 +124,8 @@ class Game:
         self.behave, self.actions = task.extra["behave"], []
         if self.behave == "fail at reset":
             raise KeyError("no such board")
+        if self.behave == "step is not async":
+            self.step = lambda action: None  # type: ignore[assignment, method-assign, return-value]
         return list(task.prompt)
 
     async def step(self, action: str) -> StepResult:
@@ -133,6 +140,12 @@ class Game:
             raise asyncio.CancelledError  # of a separate task that it awaited
         if self.behave == "exit":
             raise SystemExit(3)
+        if self.behave == "interrupt":
+            raise KeyboardInterrupt
+        if self.behave == "a task exits":
+            await asyncio.gather(self._exit())
+        if self.behave == "unreadable":
+            raise Unreadable
         if self.behave == "raise":
             raise RuntimeError("the board fell over \x1b[31m")
         if len(self.actions) == 3:
@@ -140,6 +153,9 @@ class Game:
             return StepResult("", float(won), True, True, False, "ok" if won else "wrong", action[-8:])
         text = f"\n<information>{len(action)} letters {END}</information>\n"
         return StepResult(text, 0.0, False, True, True)
+
+    async def _exit(self) -> None:
+        raise SystemExit(4)
 
     async def close(self) -> None:
         self.actions.clear()

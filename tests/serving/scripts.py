@@ -67,7 +67,7 @@ def drain(trainer: Scripted) -> dict[int, Trajectory]:
 
 def misuse(trainer: Scripted) -> ReplicaFailed:
     trainer.join(3)
-    trainer.play([1], [task(0, "return nothing")], SEED)
+    trainer.play([1], [task(0, "step is not async")], SEED)
     return trainer.expect(ReplicaFailed)
 
 

@@ -208,7 +208,9 @@ def test_with_drain_each_turn_has_one_version(seen: Any, run: Path) -> None:
 
 def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
     told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
-    assert told["misuse"].kind == "misuse" and told["misuse"].text.startswith("Game.step(): returned None")
+    assert told["misuse"].kind == "misuse" and told["misuse"].text.startswith(
+        "Game.step(): cannot be awaited"
+    )
     assert ends["misuse"] == f"ConfigError: {told['misuse'].text}"
     assert ends["refuse"].startswith("refused: dtype=float32: the trainer has bfloat16")
     assert ends["alone"].startswith("lost: tcp://127.0.0.1:")

@@ -32,7 +32,7 @@ def test_a_possible_trajectory_has_no_fault() -> None:
 
 
 def test_metrics_are_those_that_an_environment_can_have() -> None:
-    assert found(replace(TRUE, metrics={"score": 0.5})) == ""
+    assert found(replace(TRUE, metrics={"score": 0.5, "left_out": None})) == ""
     assert found(replace(TRUE, metrics={"score": math.nan})) == "a metric that is not a finite number"
     for metrics in ({"\x1b[2J": 1.0}, {f"m{i}": 0.0 for i in range(97)}):  # 32 for each turn, and 32
         assert found(replace(TRUE, metrics=metrics)) == "metrics that no environment can have"
@@ -59,7 +59,7 @@ def test_versions_do_not_decrease_and_are_those_of_all_tokens() -> None:
 
 
 def test_a_message_arrives_unchanged_to_the_last_bit() -> None:
-    metrics = {"score": 0.1, "a": -0.0}
+    metrics = {"score": 0.1, "a": -0.0, "left out": None}
     special = (-0.0, -5e-324, -math.inf, -0.1, -1.7976931348623157e308)
     turn = Turn((2**32 - 1, 0, 1, 2, 3), special, (4,), -0.0, ((4, 5),))
     played = replace(TRUE, turns=(FIRST, turn), routes=b"\x00\xff", group=3, detail="é", tool_calls=5)

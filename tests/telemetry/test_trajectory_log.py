@@ -36,7 +36,7 @@ EPISODE = Trajectory(
     tool_calls=1,
     valid_actions=2,
     detail="Lomé",
-    metrics={"score": 0.1},
+    metrics={"score": 0.1, "left out": None},
 )
 
 
