@@ -63,7 +63,7 @@ def train(
         # rollout: multi-turn episodes against the environment
         with observer.phase("rollout"), training.leaving(iteration):
             played = rollouts.draw(iteration)
-        log.write(done, played.own)
+        written = log.write(done, played.own) | {attempts.ATTEMPT: training.attempt}
         warn(f"iteration {done}", played.with_dropped, learner.mesh.rank)
         # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
@@ -81,7 +81,7 @@ def train(
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
             row |= training.guard.look(done, row, batch, group_N, hold)
         log.write_turns(done, turns(batch, last, config.algorithm))
-        row |= observer.measure(batch) | rollouts.measure()
+        row |= observer.measure(batch) | rollouts.measure() | written
         _check(config, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"), training.leaving(done, row):
@@ -116,6 +116,7 @@ class _Training:
     log: TrajectoryLog
     held: Playable | None  # the held-out tasks, if they are evaluated during training
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
+    attempt: int  # at this run, from 1; 0 on other ranks than the first
 
     @classmethod
     def build(cls, config: Config, resume: bool, watchdog: Watchdog, assemble: Assemble) -> _Training:
@@ -131,12 +132,12 @@ class _Training:
         first = _restore(rollouts, saver, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
-        attempts.record(config, rank, first)
+        attempt = attempts.record(config, rank, first)
         observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
             rollouts.publish(version=first)
-        return cls(rollouts, saver, guard, observer, log, held, first)
+        return cls(rollouts, saver, guard, observer, log, held, first, attempt)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""

@@ -153,12 +153,13 @@ def audit(
         float | None,
         typer.Option(
             min=0,
-            help="largest difference of a token's log-prob, in nats; default: 1e-5 in float32; in bfloat16 "
-            "the mean of each version must be within rollout.max_mismatch",
+            help="largest difference of a token's log-prob, in nats; default: a limit for each token, from "
+            "the rounding of its own computation",
         ),
     ] = None,
 ) -> None:
-    """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not."""
+    """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not, and 3 if
+    files or checkpoints of the run are damaged."""
     from megatron_stppo.validation import sources
 
     settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
@@ -169,7 +170,7 @@ def audit(
     process.check(settings)
     from megatron_stppo.commands.audit import audit as check
 
-    raise typer.Exit(int(not check(settings, run, tolerance)))
+    raise typer.Exit(check(settings, run, tolerance))
 
 
 @commands.command(

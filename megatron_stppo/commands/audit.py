@@ -1,173 +1,234 @@
 """The command `audit`: check that every recorded log-prob is that of the policy version recorded with it.
 
 The trainer's model scores the recorded trajectories under saved versions. A stale key-value cache, a wrong
-version and a lost weight update all show as a difference from the engine's log-probs.
+version and a lost weight update all show as a difference from the engine's log-probs. audit_records.py
+compares the files with each other first, and audit_limits.py has the limits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from megatron_stppo.checkpoint import loading
+from megatron_stppo.checkpoint import loading, step_folder
+from megatron_stppo.checkpoint.step_folder import CheckpointError
+from megatron_stppo.commands import audit_limits as limits
+from megatron_stppo.commands import audit_records as records
+from megatron_stppo.commands import audit_report as report
+from megatron_stppo.commands.audit_report import Token, TokenPlace, VersionFinding
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.model.pipeline import score
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.telemetry import trajectory_files, trajectory_log
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import progress
 from megatron_stppo.types import Batch, Trajectory
 from megatron_stppo.validation.lora import of_checkpoint
 from megatron_stppo.validation.sources import has_start
 
-# Nats. Engine and trainer differ by rounding only. One unit in the last place of a log-prob between -8 and -4
-# is 4.8e-7 in float32. Measured without a fault: at most 2.8e-6. With planted faults: 0.2 to 2.
-FLOAT32 = 1e-5
 TOGETHER = 64  # trajectories that are scored together
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The token with the largest difference. Example: Worst(0.31, 4, 17, 2, 5)."""
+@dataclass
+class Piece:
+    """Trajectories of one iteration with tokens of one version, which are scored together."""
 
-    difference: float  # nats
     iteration: int
-    line: int  # of the iteration's file, from 1
-    turn: int  # from 1
-    token: int  # of the turn, from 1
+    lines: list[int]  # of the iteration's file, from 1
+    batch: Batch
+    own_T: Tensor  # bool [T]: the tokens of the version
+    learner: Learner  # with the settings of the iteration
+    under: dict[int, Tensor] = field(default_factory=dict)  # {version: log-probs of own tokens under it}
+
+    def logprobs(self) -> Tensor:
+        """Return the log-probs of the own tokens under the weights that are loaded. Collective."""
+        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        logprob_T = logprobs(policy, self.learner.head(policy), self.batch, self.learner.packer, every)
+        return logprob_T[self.own_T]
+
+    def largest_logits(self) -> Tensor:
+        """Return the largest absolute logits of the own tokens. Collective."""
+        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        answer = limits.largest_logits(self.learner.head(policy))
+        return score(policy, self.batch, self.learner.packer, every, answer)[self.own_T]
+
+    @property
+    def engine_T(self) -> Tensor:
+        return self.batch.rollout_logprob_T[self.own_T]
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The trajectory of each own token, as the number of its line in all files together."""
+        lines = torch.tensor(self.lines).repeat_interleave(self.batch.action_offsets.diff())
+        return lines[self.own_T] + self.iteration * 2**32
+
+    def place(self, token: int) -> TokenPlace:
+        """Return where the own token with this index is."""
+        t = int(torch.nonzero(self.own_T)[token])
+        turn = int(torch.searchsorted(self.batch.turn_offsets, t, right=True)) - 1
+        sequence = int(self.batch.turn_to_sequence_S[turn])
+        first = int(torch.searchsorted(self.batch.turn_to_sequence_S, sequence))
+        in_turn = t - int(self.batch.turn_offsets[turn])
+        return TokenPlace(self.iteration, self.lines[sequence], turn - first + 1, in_turn + 1)
 
 
 @dataclass(frozen=True)
-class VersionFinding:
-    """The difference between the engine's log-probs and those of one version.
+class Scored:
+    """The tokens of one version, scored under it and under nudged weights. All are of the same T tokens."""
 
-    Example: VersionFinding(3, 512, 1e-8, Worst(2e-7, 4, 17, 2, 5)).
-    """
-
-    version: int
-    tokens: int
-    mean: float  # nats
-    worst: Worst
+    named_T: Tensor
+    nudged_T: Tensor  # under one nudge
+    limit_T: Tensor  # of the difference of a token
+    most: float  # that the mean difference may be
 
 
-def audit(config: Config, run: Path, tolerance: float | None = None) -> bool:
-    """Score the trajectories of the folder `run` under its saved versions, and print a table. Collective.
+def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
+    """Score the trajectories of the folder `run` under its saved versions, and print what is found.
 
-    tolerance: the largest difference of a token in nats. Default: 1e-5 in float32. In bfloat16 rounding is
-    large, and the default is that the mean of each version is at most rollout.max_mismatch.
-    Return whether all differences are within the tolerance. Raises ConfigError if no token can be audited.
+    tolerance: the largest difference of a token in nats, instead of the limits of audit_limits.py.
+    Return report.PASSED, DIFFERS or DAMAGED. Collective. Raises ConfigError if no token can be audited, and
+    nothing is damaged.
     """
     mesh, dtype = process.start(config), process.dtype(config)
-    played = {n: trajectory_log.read(run, n) for n in trajectory_files.recorded(run)}
-    named = sorted(
-        {v for some in played.values() for t in some for turn in t.turns for v, _ in turn.versions}
-    )
+    shape, first_rank = read_shape(config.model.path), mesh.rank == 0
+    found = records.read(config, run, shape.vocab)
+    named = {version for one in found.played for version in one.versions}
     start = broadcast_record(has_start(config), bool, source=0)  # nodes may see different disks
-    saved = [version for version in named if (_is_saved(run, version) if version else start)]
-    if not saved:
+    saved = _saved(run, start)
+    if not saved & named and not found.damage:
         raise ConfigError(
-            f"RUN_DIR={run}: no version that its trajectories name is saved ({named or 'none named'}); train "
+            f"RUN_DIR={run}: no version that its trajectories name is saved ({sorted(named)}); train "
             "with run.checkpoint_every=1 run.keep_every=1, which keeps all"
             + ("" if start else f", or restore the folder model.lora.path={config.model.lora.path}")
         )
-    with timed("models", mesh.rank == 0):
+    with timed("models", first_rank):
         begins = config if 0 in saved else of_checkpoint(config)
-        learner = build_learner(begins, read_shape(config.model.path), mesh, dtype, training=False)
-    findings = []
-    for version in progress(saved, "versions", mesh.rank == 0, every=None):
-        if version:
-            loading.load_weights(run / "checkpoints", "actor", learner.policy, version)
-        findings.append(_compare(learner, played, version))
-    in_float32 = dtype == torch.float32
-    limit = tolerance if tolerance is not None else FLOAT32 if in_float32 else None
-    passed = [_is_within(finding, limit, config.rollout.max_mismatch) for finding in findings]
-    if mesh.rank == 0:
-        _print(findings, passed)
-        left = sorted(set(named) - set(saved))
-        say(f"not audited, because they are not saved: versions {left}", bool(left))
-        say(f"version 0 needs the folder model.lora.path={config.model.lora.path}", 0 in left)
-        said = f"each token within {limit:g} nats" if limit is not None else "the mean within max_mismatch"
-        say(f"{'passed' if all(passed) else 'FAILED'}: {said}, {sum(f.tokens for f in findings)} tokens")
+        learner = build_learner(begins, shape, mesh, dtype, training=False)
+    pieces = {version: list(_pieces(learner, found.played, version)) for version in saved & named}
+    scored, damage = dict[int, Scored](), found.damage
+    near = sorted(v for v in saved if {v - 1, v, v + 1} & pieces.keys())
+    for version in progress(near, "versions", first_rank, every=None):
+        try:
+            if version:
+                loading.load_weights(run / "checkpoints", "actor", learner.policy, version)
+        except CheckpointError as error:
+            damage.append(f"version {version} is not audited: {error}")
+            continue
+        for other in sorted({version - 1, version + 1} & pieces.keys()):
+            for piece in pieces[other]:
+                piece.under[version] = piece.logprobs()
+        if version in pieces:
+            scored[version] = _score(learner, pieces[version], version, tolerance)
+    single = tolerance is not None or not (shape.experts and dtype != torch.float32)
+    findings = [_finding(pieces[version], version, scored[version], single) for version in sorted(scored)]
+    if first_rank:
+        report.show(findings, found, named, single)
+        say(f"version 0 needs the folder model.lora.path={config.model.lora.path}", 0 in named and not start)
     process.stop()
-    return all(passed)
+    return report.exit_code(findings, damage)
 
 
-def _is_saved(run: Path, version: int) -> bool:
-    return (run / "checkpoints" / f"step_{version}").is_dir()
+def _saved(run: Path, start: bool) -> set[int]:
+    """Return the versions whose weights can be read. Steps after the one that LATEST names are abandoned."""
+    steps = set(step_folder.found(run / "checkpoints"))
+    try:
+        newest = step_folder.latest(run / "checkpoints")
+    except step_folder.Damaged:
+        newest = max(steps, default=0)
+    return {step for step in steps if 0 < step <= newest} | ({0} if start else set())
 
 
-def _is_within(finding: VersionFinding, limit: float | None, mean: float) -> bool:
-    # written so that NaN is not within
-    return finding.worst.difference <= limit if limit is not None else finding.mean <= mean
-
-
-def _compare(learner: Learner, played: dict[int, list[Trajectory]], version: int) -> VersionFinding:
-    total, tokens, worst = 0.0, 0, Worst(-1.0, 0, 0, 0, 0)
-    for iteration, line, chosen in _naming(played, version):
-        batch = to_batch(chosen)
-        difference_T = _differences(learner, batch)
-        own_T = batch.version_T == version
-        total += float(difference_T[own_T].double().sum())
-        tokens += int(own_T.sum())
-        largest = int(torch.where(own_T, difference_T, -1.0).argmax())
-        if _is_worse(float(difference_T[largest]), worst.difference):
-            worst = Worst(float(difference_T[largest]), iteration, *_place(batch, line, largest))
-    return VersionFinding(version, tokens, total / tokens, worst)
-
-
-def _is_worse(difference: float, known: float) -> bool:
-    """Return whether a difference is larger than the largest one so far. NaN is larger than any number."""
-    return not math.isnan(known) and not difference <= known
-
-
-def _naming(
-    played: dict[int, list[Trajectory]], version: int
-) -> Iterator[tuple[int, list[int], list[Trajectory]]]:
-    """Yield (iteration, line numbers, trajectories) of the trajectories with tokens of the version."""
-    for iteration, trajectories in played.items():
+def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
+    for one in played:
         naming = [
             (line, t)
-            for line, t in enumerate(trajectories, 1)
+            for line, t in enumerate(one.trajectories, 1)
             if any(version == v for turn in t.turns for v, _ in turn.versions)
         ]
         for first in range(0, len(naming), TOGETHER):
             part = naming[first : first + TOGETHER]
-            yield iteration, [line for line, _ in part], [t for _, t in part]
+            yield _piece(replace(learner, config=one.config), one.iteration, part, version)
 
 
-def _differences(learner: Learner, batch: Batch) -> Tensor:
-    """Return abs(trainer's - engine's log-prob) of every action token, float32 [T]."""
-    every = [list(range(len(batch.live_N)))]
-    head = learner.head(learner.policy)
-    return (logprobs(learner.policy, head, batch, learner.packer, every) - batch.rollout_logprob_T).abs()
+def _piece(learner: Learner, iteration: int, part: Sequence[tuple[int, Trajectory]], version: int) -> Piece:
+    batch = to_batch([trajectory for _, trajectory in part])
+    return Piece(iteration, [line for line, _ in part], batch, batch.version_T == version, learner)
 
 
-def _place(batch: Batch, lines: Sequence[int], token: int) -> tuple[int, int, int]:
-    """Return (line, turn, token) of an action token; the last two count from 1 in trajectory and turn."""
-    turn = int(torch.searchsorted(batch.turn_offsets, token, right=True)) - 1
-    sequence = int(batch.turn_to_sequence_S[turn])
-    first = int(torch.searchsorted(batch.turn_to_sequence_S, sequence))
-    return lines[sequence], turn - first + 1, token - int(batch.turn_offsets[turn]) + 1
+def _score(learner: Learner, pieces: Sequence[Piece], version: int, tolerance: float | None) -> Scored:
+    """Score the tokens of the version whose weights are loaded. Collective."""
+    eps = max(torch.finfo(process.dtype(piece.learner.config)).eps for piece in pieces)
+    for piece in pieces:
+        piece.under[version] = piece.logprobs()
+    named_T = torch.cat([piece.under[version] for piece in pieces])
+    logit_T = torch.cat([piece.largest_logits() for piece in pieces])
+    engine_T = torch.cat([piece.engine_T for piece in pieces])
+    moved_T, nudged_T = torch.zeros_like(named_T), named_T
+    with limits.nudging(learner.policy, eps) as nudge:
+        for seed in range(limits.NUDGES):
+            nudge(seed)
+            nudged_T = torch.cat([piece.logprobs() for piece in pieces])
+            moved_T = torch.maximum(moved_T, (nudged_T - named_T).abs())
+        if tolerance is not None:
+            return Scored(named_T, nudged_T, torch.full_like(named_T, tolerance), tolerance)
+        rounding_T = limits.roundings(moved_T, named_T, logit_T, eps)
+        beyond_T = ~((named_T - engine_T).abs() <= limits.FACTOR * rounding_T)
+        if int(beyond_T.sum()) <= max(limits.FEW, limits.MANY * len(beyond_T)):
+            rounding_T = rounding_T + _moved_more(nudge, pieces, version, beyond_T, moved_T) - moved_T
+    return Scored(named_T, nudged_T, limits.FACTOR * rounding_T, limits.MEAN * float(rounding_T.mean()))
 
 
-def _print(findings: Sequence[VersionFinding], passed: Sequence[bool]) -> None:
-    table = Table(
-        "version", "tokens", "mean difference", "largest", "at", "", title="engine and trainer, nats"
+def _moved_more(
+    nudge: Callable[[int], None], pieces: Sequence[Piece], version: int, beyond_T: Tensor, moved_T: Tensor
+) -> Tensor:
+    """Return how far more nudges move the log-probs at most, in the pieces with tokens of `beyond_T`; moved_T
+    elsewhere. Collective."""
+    sizes = [len(piece.under[version]) for piece in pieces]
+    suspects = [n for n, part in enumerate(beyond_T.split(sizes)) if part.any()]
+    moved = list(moved_T.split(sizes))
+    for seed in range(limits.NUDGES, limits.NUDGES + limits.MORE if suspects else 0):
+        nudge(seed)
+        for n in suspects:
+            change_T = (pieces[n].logprobs() - pieces[n].under[version]).abs()
+            moved[n] = torch.maximum(moved[n], change_T)
+    return torch.cat(moved)
+
+
+def _finding(pieces: Sequence[Piece], version: int, scored: Scored, single: bool) -> VersionFinding:
+    engine_T = torch.cat([piece.engine_T for piece in pieces])
+    sequence_T = torch.cat([piece.sequence_T for piece in pieces])
+    difference_T, limit_T = (scored.named_T - engine_T).abs(), scored.limit_T
+    excess_T = (difference_T / limit_T.clamp(min=1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    others = {}
+    for other in (version - 1, version + 1):
+        if all(other in piece.under for piece in pieces):
+            under_T = torch.cat([piece.under[other] for piece in pieces])
+            given = (scored.named_T, scored.nudged_T, under_T, engine_T, sequence_T)
+            others[other] = limits.resemblance(*given)
+    ends = list(accumulate(len(piece.under[version]) for piece in pieces))
+    worst = []
+    for t in excess_T.topk(min(report.WORST, len(excess_T))).indices.tolist():
+        at = bisect_right(ends, t)
+        place = pieces[at].place(t - (ends[at - 1] if at else 0))
+        excess, engine, trainer = (float(x[t]) for x in (excess_T, engine_T, scored.named_T))
+        worst.append(Token(excess, engine, trainer, place))
+    return VersionFinding(
+        version,
+        len(engine_T),
+        float(difference_T.mean()),
+        scored.most,
+        float(limit_T.median()),
+        int((excess_T > 1).sum()) if single else 0,
+        others,
+        worst,
     )
-    for found, is_within in zip(findings, passed, strict=True):
-        w = found.worst
-        at = f"iteration {w.iteration}, line {w.line}, turn {w.turn}, token {w.token}"
-        row = (str(found.version), str(found.tokens), f"{found.mean:.2g}", f"{w.difference:.2g}", at)
-        table.add_row(*row, "" if is_within else "differs")
-    Console().print(table)

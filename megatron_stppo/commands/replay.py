@@ -107,7 +107,7 @@ def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
 
 
 def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
-    played = trajectory_log.read(run, iteration)
+    played = trajectory_log.read(run, iteration, learner.shape.vocab)
     batch, every = to_batch(played), [t.summary for t in played]
     _check(learner, batch, run, iteration)
     row = describe_rollouts(every, iteration - 1) | describe_groups(every)

@@ -42,10 +42,10 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
         with metrics.phase("rollout"):
             played = worker.draw(iteration)
-        log.write(iteration + 1, played.own)
+        written = log.write(iteration + 1, played.own)
         warn(f"iteration {iteration + 1}", played.with_dropped, rank)
         of_groups = describe_groups(played.every, played.dropped)
-        metrics.log(iteration + 1, describe_rollouts(played.every, version) | of_groups)
+        metrics.log(iteration + 1, describe_rollouts(played.every, version) | of_groups | written)
     metrics.close()
     say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
     worker.close()

@@ -15,9 +15,10 @@ from itertools import combinations
 import numpy as np
 
 from megatron_stppo.data.routes import dtype_of
+from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.serving.messages import Done
-from megatron_stppo.types import FAILED, Trajectory, Turn
+from megatron_stppo.types import Trajectory, Turn
 
 
 def fault(
@@ -58,11 +59,11 @@ def _history_fault(
         return "turns without a prompt"
     if played.branch and not played.turns:
         return "no turns"
-    if reason := _ids_fault("prompt", played.prompt_ids, vocabulary):
+    if reason := ids_fault("prompt", played.prompt_ids, vocabulary):
         return reason
     last = -1
     for number, turn in enumerate(played.turns):
-        reason = _turn_fault(turn, vocabulary) or _version_fault(turn, held, last)
+        reason = turn_fault(turn, vocabulary) or _version_fault(turn, held, last)
         if reason:
             return f"turn {number}: {reason}"
         last = turn.versions[-1][0]
@@ -73,40 +74,15 @@ def _history_fault(
 
 
 def _trajectory_fault(played: Trajectory) -> str:
-    turns = len(played.turns) + sum(len(branch.turns) for branch in played.branches)
-    if not played.turns and (played.branches or played.outcome not in FAILED):
-        return f"no turns, but the outcome {played.outcome}"
+    if reason := episode_fault(played):
+        return reason
     if played.branch:
         return "a branch without its episode"
-    if not 0 <= played.valid_actions <= turns:
-        return f"{played.valid_actions} valid actions in {turns} turns"
-    if played.tool_calls < 0 or played.overlong_prompt < 0:
-        return "a negative number of tool calls or prompt tokens"
+    turns = len(played.turns) + sum(len(branch.turns) for branch in played.branches)
     if len(played.metrics) > MAX_METRICS * (turns + 1) or not all(map(METRIC.fullmatch, played.metrics)):
         return "metrics that no environment can have"
     if not all(value is None or math.isfinite(value) for value in played.metrics.values()):
         return "a metric that is not a finite number"
-    if played.overlong_prompt and (turns or played.outcome not in FAILED):
-        return "a prompt that is too long was played"
-    return ""
-
-
-def _turn_fault(turn: Turn, vocabulary: int) -> str:
-    tokens = len(turn.token_ids)
-    if not tokens:
-        return "no tokens"
-    if len(turn.rollout_logprob) != tokens:
-        return f"{len(turn.rollout_logprob)} log-probs of {tokens} tokens"
-    if sum(count for _, count in turn.versions) != tokens:
-        return f"versions of another number of tokens than {tokens}"
-    return _ids_fault("turn", turn.token_ids, vocabulary) or _ids_fault(
-        "observation", turn.observation_ids, vocabulary
-    )
-
-
-def _ids_fault(where: str, ids: tuple[int, ...], vocabulary: int) -> str:
-    if ids and max(ids) >= vocabulary:
-        return f"{where}: a token id above {vocabulary - 1}"
     return ""
 
 

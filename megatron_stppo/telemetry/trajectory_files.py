@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
+DIGEST = "trajectories/sha256"  # column of metrics.jsonl: the digest of the iteration's file
 FOLDER, FILE = "trajectories", re.compile(r"iteration-([0-9]+)\.jsonl")
 NUMBERED = re.compile(r"iteration-([0-9]+)\..+")  # turns too, and what is partly written
 
@@ -17,6 +19,12 @@ def played_path(run: Path, iteration: int) -> Path:
 def turns_path(run: Path, iteration: int) -> Path:
     """Return the path of the update's values for each turn. No file if the update was refused."""
     return run / FOLDER / f"iteration-{iteration:05d}.turns.jsonl"
+
+
+def digest_of(run: Path, iteration: int) -> str:
+    """Return the SHA-256 of the file of an iteration's trajectories, in hexadecimal digits."""
+    with played_path(run, iteration).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def recorded(run: Path) -> list[int]:

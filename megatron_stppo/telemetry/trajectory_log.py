@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,16 +22,19 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.plain_text import decode_plain
+from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.parallel.collectives import send_to_first
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.resilience.faults import CannotRecord
 from megatron_stppo.telemetry.renamed import renamed
-from megatron_stppo.telemetry.trajectory_files import played_path, turns_path
+from megatron_stppo.telemetry.trajectory_files import DIGEST, digest_of, played_path, turns_path
 from megatron_stppo.types import Trajectory
 
 # JSON escapes control codes below space. These characters also affect a terminal or a program that reads
 # lines: C1, zero-width, line separators, direction overrides, and halves of surrogate pairs (not valid text).
 _ACTING = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+_IN_TURN = re.compile(r"(.*) - at `\$\.turns\[(\d+)\](.*)`", re.DOTALL)  # of msgspec's errors
 
 
 class TrajectoryLog:
@@ -39,16 +43,18 @@ class TrajectoryLog:
     def __init__(self, folder: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self._run, self._rank, self._tokenizer = folder, rank, tokenizer
 
-    def write(self, iteration: int, own: Sequence[Trajectory]) -> None:
+    def write(self, iteration: int, own: Sequence[Trajectory]) -> dict[str, Any]:
         """Write one line per trajectory: those of this rank and of all others, in rank order. Collective.
 
-        Replaces the file of an interrupted attempt when it is complete. Raises CannotRecord on all ranks
-        if the disk refuses it: a run whose records have holes cannot be audited or replayed.
+        Replaces the file of an interrupted attempt when it is complete. Return the column of metrics.jsonl
+        with the digest of the file, on rank 0; {} on other ranks. Raises CannotRecord on all ranks if the
+        disk refuses it: a run whose records have holes cannot be audited or replayed.
         """
         parts = send_to_first(_lines(self._record(iteration, trajectory) for trajectory in own))
         if self._rank == 0:
             turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
         self._replace(played_path(self._run, iteration), parts)
+        return {DIGEST: digest_of(self._run, iteration)} if self._rank == 0 else {}
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
         """Write one line per trajectory on rank 0 (see update/turns.py); no file if `turns` is empty.
@@ -88,9 +94,7 @@ class TrajectoryLog:
             "overlong_prompt": trajectory.overlong_prompt,
             "metrics": trajectory.metrics,
             "targets": task.targets,
-            "prompt": self._tokenizer.decode(
-                list(trajectory.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            ),
+            "prompt": prompt_text(self._tokenizer, trajectory.prompt_ids),
             "turns": [
                 {
                     "action": decode_plain(self._tokenizer, turn.token_ids),
@@ -107,27 +111,58 @@ class TrajectoryLog:
         }
 
 
-def read(run: Path, iteration: int) -> list[Trajectory]:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of a prompt's tokens, as a line has it."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def read(run: Path, iteration: int, vocabulary: int = sys.maxsize) -> list[Trajectory]:
     """Return an iteration's trajectories, without the task's messages and extra fields.
 
-    When packed, they are bit for bit the batch that was trained on. Raises ConfigError with the line number.
+    When packed, they are bit for bit the batch that was trained on. vocabulary: the model's number of tokens.
+    Raises ConfigError with file, line, turn and field for a trajectory that cannot have been played.
     """
+    return [trajectory for _, trajectory in read_lines(run, iteration, vocabulary)]
+
+
+def read_lines(
+    run: Path, iteration: int, vocabulary: int = sys.maxsize
+) -> list[tuple[dict[str, Any], Trajectory]]:
+    """Return every line of an iteration, as its fields and as the trajectory. As `read`."""
     path = played_path(run, iteration)
-    played: list[Trajectory] = []
+    found: list[tuple[dict[str, Any], Trajectory]] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = renamed(json.loads(line))
             # fields that a Trajectory does not have, such as the text of an action, are ignored
-            played.append(msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory))
+            played = msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory)
+            if reason := _fault(row, played, iteration, vocabulary):
+                raise ValueError(reason)
+            found.append((row, played))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
     except (ValueError, TypeError, AttributeError) as error:  # msgspec.ValidationError is a ValueError
+        reason = _IN_TURN.sub(lambda at: f"turn {int(at[2]) + 1}{at[3]}: {at[1]}", str(error))
         raise ConfigError(
-            f"{path} line {len(played) + 1}: is not a trajectory ({error}); choose another run"
+            f"{path} line {len(found) + 1}: is not a trajectory ({reason}); choose another run"
         ) from None
-    if not played:
+    if not found:
         raise ConfigError(f"{path}: is empty; choose another run")
-    return played
+    return found
+
+
+def _fault(row: dict[str, Any], played: Trajectory, iteration: int, vocabulary: int) -> str:
+    """Return why a line cannot be of this iteration, or cannot be a trajectory, or ""."""
+    if row.get("iteration", iteration) != iteration:
+        return f"iteration={row['iteration']}, in the file of iteration {iteration}"
+    if reason := episode_fault(played) or ids_fault("prompt", played.prompt_ids, vocabulary):
+        return reason
+    for number, turn in enumerate(played.turns, 1):
+        newest = turn.versions[-1][0]
+        late = f"version {newest} did not exist before iteration {newest + 1}" if newest >= iteration else ""
+        if reason := turn_fault(turn, vocabulary) or late:
+            return f"turn {number}: {reason}"
+    return ""
 
 
 def _lines(records: Iterable[dict[str, Any]]) -> bytes:

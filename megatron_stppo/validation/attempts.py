@@ -17,25 +17,32 @@ from megatron_stppo.config_file import NOT_YAML, load, parse
 from megatron_stppo.telemetry.trajectory_files import set_aside
 
 CONFIG = "config.yaml"
+ATTEMPT = "attempt"  # column of metrics.jsonl: the number of the attempt that trained the iteration
 
 
-def record(config: Config, rank: int, continued: int = 0) -> None:
-    """Write the resolved configuration of the newest attempt, on rank 0.
+def record(config: Config, rank: int, continued: int = 0) -> int:
+    """Write the resolved configuration of the newest attempt, on rank 0. Return its number; 0 elsewhere.
 
     continued: the iteration that this attempt continues after. The trajectories of later iterations are moved
     to trajectories/attempt-N/, where N is the number of the attempt before.
     """
     if rank:
-        return
+        return 0
     folder = config.run.folder
     (folder / "configs").mkdir(parents=True, exist_ok=True)
     numbers = [int(path.stem.removeprefix("attempt-")) for path in folder.glob("configs/attempt-*.yaml")]
     before = max(numbers, default=0)
     set_aside(folder, continued, f"attempt-{before}")
     resolved = config.absolute().dump()
-    (folder / "configs" / f"attempt-{before + 1}.yaml").write_text(resolved, encoding="utf-8")
+    attempt_path(folder, before + 1).write_text(resolved, encoding="utf-8")
     with replacing(folder / CONFIG) as scratch:
         scratch.write_text(resolved, encoding="utf-8")
+    return before + 1
+
+
+def attempt_path(run: Path, number: int) -> Path:
+    """Return the path of an attempt's configuration, of the folder `run`."""
+    return run / "configs" / f"attempt-{number}.yaml"
 
 
 def as_begun(config: Config, run: Path) -> Config:
@@ -44,7 +51,7 @@ def as_begun(config: Config, run: Path) -> Config:
     Its warm-up is a share of them: later attempts may add iterations, but do not change it.
     Raises ConfigError if the configuration of the run's first attempt cannot be read.
     """
-    first = run / "configs" / "attempt-1.yaml"
+    first = attempt_path(run, 1)
     if not first.exists():
         return config
     iterations = load(first).run.iterations

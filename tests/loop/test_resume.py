@@ -19,7 +19,7 @@ TIMES = (
     "update/tokens_per_second",
     "evaluate/tokens_per_second",
 )
-NOT_EQUAL = (*TIMES, "straggler", "engine/restarts")
+NOT_EQUAL = (*TIMES, "straggler", "engine/restarts", "attempt", "trajectories/")
 KINDS = ("jsonl", "turns.jsonl")
 FAILS = "environment.kind=tests.loop.failing_engine:factory"
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -69,16 +71,16 @@ def test_a_line_has_the_actions_the_observations_and_the_rewards(tmp_path: Path)
 
 def write(folder: Path, own: list[list[Trajectory]]) -> None:
     rank = dist.get_rank()
-    TrajectoryLog(folder / str(rank), rank, tokenizer()).write(1, own[rank])
+    TrajectoryLog(folder / str(rank), rank, tokenizer()).write(5, own[rank])
 
 
 def test_the_first_rank_writes_the_trajectories_of_all_ranks_in_rank_order(tmp_path: Path) -> None:
     played = [replace(EPISODE, group=n) for n in range(4)]
     run_ranks(write, 3, tmp_path, [played[:1], [], played[1:]])
     (written,) = tmp_path.iterdir()
-    assert [t.group for t in read(written, 1)] == [0, 1, 2, 3]
-    TrajectoryLog(tmp_path / "alone", 0, tokenizer()).write(1, played)
-    name = "trajectories/iteration-00001.jsonl"
+    assert [t.group for t in read(written, 5)] == [0, 1, 2, 3]
+    TrajectoryLog(tmp_path / "alone", 0, tokenizer()).write(5, played)
+    name = "trajectories/iteration-00005.jsonl"
     assert (written / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
@@ -103,7 +105,7 @@ def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
     """Log-probs are float32: the one nearest to -0.1 and the next one, which a rounded number would lose."""
     exact = np.nextafter(np.float32([-0.1, -0.1]), np.float32([-0.1, 0]))
     turn = Turn((4, 2), tuple(map(float, exact)), (5,), float("nan"), ((3, 2),))
-    played = [EPISODE, replace(EPISODE, turns=(turn,), group=3)]
+    played = [EPISODE, replace(EPISODE, turns=(turn,), group=3, valid_actions=1)]
     TrajectoryLog(tmp_path, 0, tokenizer()).write(12, played)
     assert recorded(tmp_path) == [12]
     again = read(tmp_path, 12)
@@ -115,18 +117,18 @@ def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
 
 
 def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [replace(EPISODE, tool_calls=2)])
-    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [replace(EPISODE, tool_calls=2)])
+    path = tmp_path / "trajectories" / "iteration-00005.jsonl"
     path.write_text(path.read_text().replace('"tool_calls"', '"searches"'))
-    assert read(tmp_path, 1)[0].tool_calls == 2
+    assert read(tmp_path, 5)[0].tool_calls == 2
 
 
 def test_a_turn_with_one_policy_version_of_all_its_tokens_is_read(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])
-    path = tmp_path / "trajectories" / "iteration-00001.jsonl"
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [EPISODE])
+    path = tmp_path / "trajectories" / "iteration-00005.jsonl"
     path.write_text(path.read_text().replace('"versions": [[3, 2]]', '"policy_version": 3'))
     assert '"policy_version": 3' in path.read_text()
-    assert [turn.versions for turn in read(tmp_path, 1)[0].turns] == [((3, 2),), ((3, 1), (4, 1))]
+    assert [turn.versions for turn in read(tmp_path, 5)[0].turns] == [((3, 2),), ((3, 1), (4, 1))]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])
@@ -171,3 +173,47 @@ def test_every_evaluation_has_its_own_folder(tmp_path: Path) -> None:
     names = [new_folder(tmp_path / "evaluate", "step_4").name for _ in range(3)]
     assert names == ["step_4", "step_4-2", "step_4-3"]
     assert new_folder(tmp_path / "evaluate", "model").name == "model"
+
+
+SECOND = EPISODE.turns[1]  # ids 5 and 6, the second by version 4
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ((), "no turns, but the outcome ok"),
+        (EPISODE.turns[:1], "2 valid actions in 1 turns"),
+        ((EPISODE.turns[0], replace(SECOND, rollout_logprob=(-0.1,))), "turn 2: 1 log-probs of 2 tokens"),
+        ((EPISODE.turns[0], replace(SECOND, token_ids=(5, -6))), "turn 2: turn: a token id below 0"),
+        ((replace(SECOND, observation_ids=(7,)), SECOND), "turn 1: observation: a token id above 6"),
+        (
+            (EPISODE.turns[0], replace(SECOND, versions=((3, 1), (5, 1)))),
+            "turn 2: version 5 did not exist before iteration 6",
+        ),
+    ],
+)
+def test_a_line_that_cannot_have_been_played_is_named_with_its_turn(
+    tmp_path: Path, turns: tuple[Turn, ...], reason: str
+) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [EPISODE, EPISODE])
+    path = tmp_path / "trajectories" / "iteration-00005.jsonl"
+    first, second = path.read_text().splitlines()
+    changed = json.loads(second) | {"turns": msgspec.to_builtins(turns)}
+    path.write_text(f"{first}\n{json.dumps(changed)}\n")
+    with pytest.raises(ConfigError) as found:
+        read(tmp_path, 5, vocabulary=7)
+    assert f"line 2: is not a trajectory ({reason}); choose another run" in str(found.value)
+
+
+def test_a_file_of_another_iteration_is_refused(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [EPISODE])
+    folder = tmp_path / "trajectories"
+    (folder / "iteration-00005.jsonl").rename(folder / "iteration-00006.jsonl")
+    with pytest.raises(ConfigError, match=r"iteration-00006\.jsonl line 1: .*iteration=5, in the file of "):
+        read(tmp_path, 6)
+
+
+def test_the_first_rank_returns_the_digest_of_the_file(tmp_path: Path) -> None:
+    written = TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [EPISODE])
+    data = (tmp_path / "trajectories" / "iteration-00005.jsonl").read_bytes()
+    assert written == {"trajectories/sha256": hashlib.sha256(data).hexdigest()}
