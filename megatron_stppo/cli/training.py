@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 commands = command_group()
 Records = Literal["rollouts", "batches", "journal"]
+# the folder of the user's own file, when interface/commands.py gives the resolved configuration in another one
+Modules = Annotated[Path | None, typer.Option(hidden=True)]
 
 
 @commands.command(
@@ -36,11 +38,12 @@ def train(
     replay: Annotated[Records | None, typer.Option(hidden=True)] = None,
     source: Annotated[Path | None, typer.Option("--from", hidden=True)] = None,
     start: Annotated[str | None, typer.Option(hidden=True)] = None,
+    modules: Modules = None,
 ) -> None:
     """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
     if replay or source or start:
         return _replay_by_flags(config, overrides, resume, replay, source, start)
-    settings = open_config(config, overrides, "train", resume)
+    settings = open_config(config, overrides, "train", resume, modules=modules)
     _train(settings, resume)
 
 
@@ -221,9 +224,12 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[str | None, typer.Option(help="step_N or latest; default: model.path")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+    modules: Modules = None,
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
-    settings = open_config(config, overrides, "evaluate", checkpoint=checkpoint is not None)
+    settings = open_config(
+        config, overrides, "evaluate", checkpoint=checkpoint is not None, modules=modules
+    )
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 

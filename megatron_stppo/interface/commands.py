@@ -127,8 +127,10 @@ def _run(
         given = os.environ | {"TORCHELASTIC_ERROR_FILE": str(error), "PYTHONUNBUFFERED": "1"}
         for name in TERMINAL:
             given.pop(name, None)
-        if modules := modules or settings.environment.modules:
+        if modules is not None:
             given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(modules), given.get("PYTHONPATH"))))
+        beside = modules or settings.environment.modules
+        options = [*options, *(("--modules", str(beside)) if beside else ())]
         status = _forward([*program, command, str(file), *options], given)
         if status:
             raise _failure(command, status, error)
