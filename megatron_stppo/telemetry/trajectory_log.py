@@ -73,7 +73,7 @@ class TrajectoryLog:
                 with replacing(path) as scratch, scratch.open("wb") as file:
                     file.writelines(itertools.chain((begin,), parts))
             except OSError as error:
-                refused = error.strerror
+                refused = error.strerror or str(error)
                 deque(parts, maxlen=0)  # the other ranks wait until they have sent theirs
         raise_together(refused, lambda found: CannotRecord(path, first(found)), str)
 

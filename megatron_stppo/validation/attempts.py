@@ -34,9 +34,9 @@ def record(config: Config, rank: int, continued: int = 0) -> int:
     before = max(numbers, default=0)
     set_aside(folder, continued, f"attempt-{before}")
     resolved = config.absolute().dump()
-    attempt_path(folder, before + 1).write_text(resolved, encoding="utf-8")
-    with replacing(folder / CONFIG) as scratch:
-        scratch.write_text(resolved, encoding="utf-8")
+    for path in (attempt_path(folder, before + 1), folder / CONFIG):
+        with replacing(path) as scratch:
+            scratch.write_text(resolved, encoding="utf-8")
     return before + 1
 
 

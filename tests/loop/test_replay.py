@@ -197,7 +197,10 @@ def test_replayed_rollouts_give_the_same_numbers(recorded: tuple[Path, str], rep
 def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
     recorded: tuple[Path, str], replayed: Path
 ) -> None:
-    assert tensors(replayed / "checkpoints/step_3") == tensors(recorded[0] / "checkpoints/step_3")
+    steps = [run / "checkpoints/step_3" for run in (replayed, recorded[0])]
+    assert tensors(steps[0]) == tensors(steps[1])
+    begun = [json.loads((step / "state.json").read_text())["begun_with"] for step in steps]
+    assert begun[0] == begun[1], "a resume of either is refused with another KL reference"
 
 
 def test_batches_replayed_without_an_engine_give_the_same_steps_on_other_ranks_and_use_the_budget_again(

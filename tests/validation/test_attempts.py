@@ -9,6 +9,7 @@ from megatron_stppo.config_file import load
 from megatron_stppo.telemetry.trajectory_files import played_path, recorded, turns_path
 from megatron_stppo.validation import attempts
 from megatron_stppo.validation.sources import config_of
+from tests.full_disk import full_disk
 
 
 def config(root: Path, **update: object) -> Config:
@@ -65,6 +66,13 @@ def test_paths_of_a_run_are_those_of_the_folder_in_which_it_was_started(
     assert (found.model.path, found.run.folder) == (tmp_path / "m", tmp_path / "runs" / "run")
     assert found.environment.retrieval.index == tmp_path / "../i"
     assert found.data.train is None
+
+
+def test_a_full_disk_leaves_no_part_of_a_configuration(tmp_path: Path) -> None:
+    """The one of the first attempt is read again by `replay`."""
+    with full_disk(), pytest.raises(OSError):
+        attempts.record(config(tmp_path), 0)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_resumed_run_reports_changed_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
