@@ -49,8 +49,9 @@ STPPO_BOTH double exp_of(double x) {
 
 // factor e^x for x in [-88, 80]; 0 below -87.7, where e^x would leave the normal range. x log2(e) = n + r; 2^r is a
 // minimax polynomial with 2^0 = 1, whose coefficients contain the factor. Its relative error is 1.1e-7, 2.9e-6 or 1.1e-4
-// for degree 5, 4 or 3; to this 1e-7 + 1.4e-8 |x| is added. Adding 1.5 * 2^23 + 127 leaves n + 127, the exponent of 2^n,
-// in the low bits of the mantissa; at -88 these are 0, and the number they make is 0.
+// for degree 5, 4 or 3; to this 1e-7 + 1.4e-8 |x| is added, and without fused multiply-add 1e-7 + 5e-8 |x|. Adding
+// 1.5 * 2^23 + 127 leaves n + 127, the exponent of 2^n, in the low bits of the mantissa; at -88 these are 0, and the
+// number they make is 0.
 template <int DEGREE = 5>
 STPPO_BOTH float exp_in_range(float x, float factor = 1) {
   const float log2_e = 0x1.715476p0f, magic = 0x1.8p23f + 127, shifted = x * log2_e + magic, n = shifted - magic;
