@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 commands = command_group()
 Records = Literal["rollouts", "batches", "journal"]
-# the folder of the user's own file, when interface/commands.py gives the resolved configuration in another one
+# the folder of the file, when interface/commands.py gives its configuration in another folder
 Modules = Annotated[Path | None, typer.Option(hidden=True)]
 
 
@@ -227,9 +227,7 @@ def evaluate(
     modules: Modules = None,
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
-    settings = open_config(
-        config, overrides, "evaluate", checkpoint=checkpoint is not None, modules=modules
-    )
+    settings = open_config(config, overrides, "evaluate", checkpoint=checkpoint is not None, modules=modules)
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 
