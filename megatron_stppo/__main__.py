@@ -15,7 +15,15 @@ import typer
 from megatron_stppo import __version__
 from megatron_stppo.cli import conversion, environments, inspection, serving, training
 from megatron_stppo.cli.options import command_group, examples
-from megatron_stppo.exits import end_within, exit_code, has_process_groups, leave, report_to_torchrun, say
+from megatron_stppo.exits import (
+    crash,
+    end_within,
+    exit_code,
+    has_process_groups,
+    leave,
+    report_to_torchrun,
+    say,
+)
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
@@ -63,9 +71,7 @@ def run() -> int:
     except Exception as error:
         code = exit_code(error)
         if code is None:
-            report_to_torchrun(f"{type(error).__name__}: {error}", 1)
-            sys.excepthook(type(error), error, error.__traceback__)
-            return 1
+            return crash(error, 1)
         report_to_torchrun(f"megatron-stppo: {error}", code)
         say(error)
         return code

@@ -113,6 +113,13 @@ def say(error: Exception) -> None:
         print(f"megatron-stppo: rank {_given('RANK', 'SLURM_PROCID')}: {error}", file=sys.stderr)
 
 
+def crash(error: Exception, code: int) -> int:
+    """Print the traceback of an error that is not part of the interface. Return `code`."""
+    report_to_torchrun(f"{type(error).__name__}: {error}", code)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return code
+
+
 def report_to_torchrun(message: str, exit_code: int) -> None:
     """Write the reason of a failure to torchrun's error file.
 

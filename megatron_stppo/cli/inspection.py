@@ -11,6 +11,7 @@ import typer
 
 from megatron_stppo.cli.open_run import open_config
 from megatron_stppo.cli.options import File, Overrides, command_group, examples
+from megatron_stppo.exits import crash, exit_code
 
 commands = command_group()
 
@@ -169,8 +170,15 @@ def audit(
     process.prepare(engine=False)
     process.check(settings)
     from megatron_stppo.commands.audit import audit as check
+    from megatron_stppo.commands.audit_report import CRASHED
 
-    raise typer.Exit(check(settings, run, tolerance))
+    try:
+        code = check(settings, run, tolerance)
+    except Exception as error:
+        if exit_code(error) is not None:
+            raise
+        code = crash(error, CRASHED)  # not that of a difference
+    raise typer.Exit(code)
 
 
 @commands.command(

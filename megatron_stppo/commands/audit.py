@@ -106,6 +106,8 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     start = broadcast_record(has_start(config), bool, source=0)  # nodes may see different disks
     saved = _saved(run, start)
     if not saved & named and not found.damage:
+        if not named:
+            raise ConfigError(f"RUN_DIR={run}: {'; '.join(report.notes(found))}; choose another run")
         raise ConfigError(
             f"RUN_DIR={run}: no version that its trajectories name is saved ({sorted(named)}); train "
             "with run.checkpoint_every=1 run.keep_every=1, which keeps all"
@@ -140,12 +142,8 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
 
 def _saved(run: Path, start: bool) -> set[int]:
     """Return the versions whose weights can be read. Steps after the one that LATEST names are abandoned."""
-    steps = set(step_folder.found(run / "checkpoints"))
-    try:
-        newest = step_folder.latest(run / "checkpoints")
-    except step_folder.Damaged:
-        newest = max(steps, default=0)
-    return {step for step in steps if 0 < step <= newest} | ({0} if start else set())
+    steps = step_folder.candidates(run / "checkpoints")  # the first is the one that LATEST names
+    return {step for step in steps if 0 < step <= steps[0]} | ({0} if start else set())
 
 
 def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
@@ -207,6 +205,7 @@ def _moved_more(
 def _finding(pieces: Sequence[Piece], version: int, scored: Scored, single: bool) -> VersionFinding:
     engine_T = torch.cat([piece.engine_T for piece in pieces])
     sequence_T = torch.cat([piece.sequence_T for piece in pieces])
+    iteration_T = sequence_T // 2**32
     difference_T, limit_T = (scored.named_T - engine_T).abs(), scored.limit_T
     excess_T = (difference_T / limit_T.clamp(min=1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)
     others = {}
@@ -214,7 +213,9 @@ def _finding(pieces: Sequence[Piece], version: int, scored: Scored, single: bool
         if all(other in piece.under for piece in pieces):
             under_T = torch.cat([piece.under[other] for piece in pieces])
             given = (scored.named_T, scored.nudged_T, under_T, engine_T, sequence_T)
-            others[other] = limits.resemblance(*given)
+            parts = [given, *(tuple(x[iteration_T == n] for x in given) for n in iteration_T.unique())]
+            found = [one for one in (limits.resemblance(*part) for part in parts) if one]
+            others[other] = max(found, key=lambda one: one.least, default=None)
     ends = list(accumulate(len(piece.under[version]) for piece in pieces))
     worst = []
     for t in excess_T.topk(min(report.WORST, len(excess_T))).indices.tolist():

@@ -11,10 +11,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.data.plain_text import decode_plain
 from megatron_stppo.describe import describe_rollouts
+from megatron_stppo.messages import one_line
 from megatron_stppo.telemetry import rows, trajectory_log
 from megatron_stppo.telemetry.trajectory_files import DIGEST, digest_of, played_path, recorded
 from megatron_stppo.types import Trajectory
@@ -62,13 +64,13 @@ class Records:
 def read(config: Config, run: Path, vocabulary: int) -> Records:
     """Return the iterations of the folder `run` that metrics.jsonl has, and compare their files with it.
 
-    Other files are of an attempt that was abandoned, or of an iteration that has not ended. Without
-    metrics.jsonl all files are read.
+    If metrics.jsonl cannot be read, all files are.
     """
     found = Records()
     given = _rows(run, found)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-    attempts = {row.get(ATTEMPT): _settings(config, run, row.get(ATTEMPT)) for row in given.values()}
+    numbers = {row.get(ATTEMPT) for row in given.values()}
+    attempts = {number: _settings(config, run, number, found) for number in numbers}
     for iteration, row in sorted(given.items()):
         settings, path = attempts[row.get(ATTEMPT)], played_path(run, iteration)
         try:
@@ -78,7 +80,8 @@ def read(config: Config, run: Path, vocabulary: int) -> Records:
             found.tokens += row.get(TOKENS, 0)
             continue
         played = [trajectory for _, trajectory in lines]
-        found.tokens += row.get(TOKENS, sum(len(turn.token_ids) for t in played for turn in t.turns))
+        there = sum(len(turn.token_ids) for t in played for turn in t.turns)
+        found.tokens += max(there, row.get(TOKENS, 0))
         if row and DIGEST not in row:
             found.notes["no digest in metrics.jsonl, so only sums are compared"].append(iteration)
         if row.get(DIGEST, "") not in ("", digest_of(run, iteration)):
@@ -87,33 +90,49 @@ def read(config: Config, run: Path, vocabulary: int) -> Records:
         if settings.rollout.top_p < 1:
             found.notes["played with rollout.top_p below 1, so not audited"].append(iteration)
         elif _may_mix(given, iteration, attempts, played):
-            found.notes["may hold episodes of two temperatures, so not audited"].append(iteration)
+            found.notes["may hold episodes of two temperatures or top_p, so not audited"].append(iteration)
         else:
             found.played.append(PlayedIteration(iteration, played, settings))
     return found
 
 
 def _rows(run: Path, found: Records) -> dict[int, dict[str, Any]]:
-    """Return the rows of metrics.jsonl by iteration; without them, an empty row for each file."""
+    """Return the rows of metrics.jsonl by iteration; an empty row for each file if they cannot be read."""
     there = recorded(run)
     try:
-        given = {row["iteration"]: row for row in rows.read(run / METRICS) if row["iteration"] > 0}
-    except FileNotFoundError:
-        found.notes["metrics.jsonl is missing, so digests and sums are not compared"] += there
+        given = {row["iteration"]: row for row in map(_checked, rows.read(run / METRICS))}
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        found.damage.append(f"{run / METRICS}: cannot be read, so its digests and sums are unknown ({error})")
         return {iteration: {} for iteration in there}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found.damage.append(f"{run / METRICS}: cannot be read ({error})")
-        return {iteration: {} for iteration in there}
-    if abandoned := [iteration for iteration in there if iteration not in given]:
+    given.pop(0, None)  # an evaluation before training
+    ended = max([*given, *step_folder.candidates(run / "checkpoints")[:1]], default=0)
+    if abandoned := [iteration for iteration in there if iteration > ended]:
         found.notes["not in metrics.jsonl: abandoned or not finished, so not audited"] += abandoned
+    known = [*given, *there]
+    missing = [n for n in range(min(known, default=1), ended + 1) if known and n not in given]
+    found.damage += [f"{run / METRICS}: has no row of iteration {n}, which is not audited" for n in missing]
     return given
 
 
-def _settings(config: Config, run: Path, attempt: int | None) -> Config:
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    for name in ("iteration", ATTEMPT, TOKENS):
+        if name in row and type(row[name]) is not int:
+            raise ValueError(f"{name}={row[name]!r} is not a whole number")
+    return row
+
+
+def _settings(config: Config, run: Path, attempt: int | None, found: Records) -> Config:
     """Return `config` with how an attempt played. Rows of older versions do not name their attempt."""
-    if attempt is None or not attempt_path(run, attempt).exists():
+    if attempt is None:
         return config
-    given = load(attempt_path(run, attempt))
+    try:
+        given = load(attempt_path(run, attempt))
+    except ConfigError as error:
+        found.damage.append(
+            f"{attempt_path(run, attempt)}: cannot be read, so that the iterations of this attempt are "
+            f"scored with the settings of the newest ({one_line(str(error))})"
+        )
+        return config
     rollout = config.rollout.model_copy(
         update={"temperature": given.rollout.temperature, "top_p": given.rollout.top_p}
     )
@@ -127,16 +146,17 @@ def _may_mix(
     attempts: Mapping[int | None, Config],
     played: list[Trajectory],
 ) -> bool:
-    """Return whether episodes of the attempt before, with another temperature, can be in an iteration.
+    """Return whether episodes of the attempt before, sampled in another way, can be in an iteration.
 
     Asynchronous training keeps episodes in a checkpoint. They have no tokens of versions after it.
     """
     attempt = given[iteration].get(ATTEMPT)
-    before = [row[ATTEMPT] for number, row in given.items() if number < iteration and ATTEMPT in row]
-    earlier = [number for number in before if number != attempt]
+    known = [row[ATTEMPT] for number, row in given.items() if number < iteration and ATTEMPT in row]
+    earlier = [number for number in known if number != attempt]
     if attempt is None or not earlier or attempts[attempt].serving.replicas is None:
         return False
-    if attempts[earlier[-1]].rollout.temperature == attempts[attempt].rollout.temperature:
+    before, now = attempts[earlier[-1]].rollout, attempts[attempt].rollout
+    if (before.temperature, before.top_p) == (now.temperature, now.top_p):
         return False
     first = min(number for number, row in given.items() if row.get(ATTEMPT) == attempt)
     return any(turn.policy_version < first for t in played for turn in t.turns)

@@ -13,7 +13,7 @@ from megatron_stppo.commands.audit_limits import TOKENS, Resemblance
 from megatron_stppo.commands.audit_records import Records
 from megatron_stppo.telemetry.console import say
 
-PASSED, DIFFERS, DAMAGED = 0, 1, 3  # exit codes
+PASSED, DIFFERS, DAMAGED, CRASHED = 0, 1, 3, 70  # exit codes
 WORST, LINES = 10, 20  # tokens that are listed; lines of damage
 NOT_CHECKED = (
     "not checked: whether tokens were drawn with these probabilities, observations and rewards against the "
@@ -57,7 +57,8 @@ class VersionFinding:
     most: float  # that the mean may be
     limit: float  # of a token: the median
     beyond: int  # tokens beyond their limit
-    others: Mapping[int, Resemblance | None]  # by version; None: cannot be compared
+    # by version, of the iteration that is most like it, or of all together; None: cannot be compared
+    others: Mapping[int, Resemblance | None]
     worst: Sequence[Token]
 
     @property
@@ -88,8 +89,8 @@ def show(
         console.print(_worst(findings))
     for line in [*damage[:LINES], *([f"{len(damage) - LINES} lines more"] if len(damage) > LINES else [])]:
         say(f"damaged: {line}")
-    for reason, iterations in found.notes.items():
-        say(f"iterations {_ranges(iterations)}: {reason}")
+    for line in notes(found):
+        say(line)
     if left := sorted(set(versions) - {finding.version for finding in findings}):
         say(f"versions without a readable checkpoint, whose tokens are not audited: {_ranges(left)}")
     if not single:
@@ -100,6 +101,11 @@ def show(
     code = exit_code(findings, damage)
     also = ", and log-probs differ" if code == DAMAGED and exit_code(findings, ()) else ""
     say(f"{verdicts[code]}{also}; {said}")
+
+
+def notes(found: Records) -> list[str]:
+    """Return a line for each reason why iterations are not audited, or not compared."""
+    return [f"iterations {_ranges(iterations)}: {reason}" for reason, iterations in found.notes.items()]
 
 
 def _versions(findings: Sequence[VersionFinding]) -> Table:

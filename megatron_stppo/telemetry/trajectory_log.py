@@ -6,6 +6,7 @@ after the update, and is missing if the update was refused.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -27,7 +28,7 @@ from megatron_stppo.parallel.collectives import send_to_first
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.resilience.faults import CannotRecord
 from megatron_stppo.telemetry.renamed import renamed
-from megatron_stppo.telemetry.trajectory_files import DIGEST, digest_of, played_path, turns_path
+from megatron_stppo.telemetry.trajectory_files import DIGEST, played_path, turns_path
 from megatron_stppo.types import Trajectory
 
 # JSON escapes control codes below space. These characters also affect a terminal or a program that reads
@@ -53,8 +54,9 @@ class TrajectoryLog:
         parts = send_to_first(_lines(self._record(iteration, trajectory) for trajectory in own))
         if self._rank == 0:
             turns_path(self._run, iteration).unlink(missing_ok=True)  # of an interrupted attempt
-        self._replace(played_path(self._run, iteration), parts)
-        return {DIGEST: digest_of(self._run, iteration)} if self._rank == 0 else {}
+        digest = hashlib.sha256()
+        self._replace(played_path(self._run, iteration), _hashing(parts, digest))
+        return {DIGEST: digest.hexdigest()} if self._rank == 0 else {}
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
         """Write one line per trajectory on rank 0 (see update/turns.py); no file if `turns` is empty.
@@ -111,6 +113,13 @@ class TrajectoryLog:
         }
 
 
+def _hashing(parts: Iterable[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
+    """Yield the parts, and add them to the digest."""
+    for part in parts:
+        digest.update(part)
+        yield part
+
+
 def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of a prompt's tokens, as a line has it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -141,7 +150,8 @@ def read_lines(
             found.append((row, played))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
-    except (ValueError, TypeError, AttributeError) as error:  # msgspec.ValidationError is a ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        # msgspec.ValidationError is a ValueError
         reason = _IN_TURN.sub(lambda at: f"turn {int(at[2]) + 1}{at[3]}: {at[1]}", str(error))
         raise ConfigError(
             f"{path} line {len(found) + 1}: is not a trajectory ({reason}); choose another run"

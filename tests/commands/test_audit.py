@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -50,11 +51,16 @@ def change(run: Path, iteration: int, edit: Callable[[list[Line]], object]) -> N
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def change_rows(run: Path, edit: Callable[[list[Line]], object]) -> None:
+    """Change the rows of metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    edit(rows)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def without_digests(run: Path) -> None:
     """Make the rows those of an older version, so that only the log-probs and sums are compared."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in row.items() if k != "trajectories/sha256"} for row in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    change_rows(run, lambda rows: [row.pop("trajectories/sha256") for row in rows])
 
 
 def test_an_untouched_run_passes_and_all_its_tokens_are_audited(run: Path) -> None:
@@ -201,12 +207,71 @@ def test_a_file_that_is_missing_or_of_another_iteration_is_damage_and_one_withou
     assert list(found.notes.values()) == [[4]] and [one.iteration for one in found.played] == [3]
 
 
+def drop_second(rows: list[Line]) -> None:
+    del rows[1]
+
+
+def drop_last(rows: list[Line]) -> None:
+    del rows[2]
+
+
+def text_as_tokens(rows: list[Line]) -> None:
+    rows[1]["rollout/action_tokens"] = "many"
+
+
+def other_attempt(rows: list[Line]) -> None:
+    rows[1]["attempt"] = 7
+
+
+@pytest.mark.parametrize(
+    ("edit", "found", "kept"),
+    [
+        (drop_second, "metrics.jsonl: has no row of iteration 2", [1, 3]),
+        (drop_last, "metrics.jsonl: has no row of iteration 3", [1, 2]),
+        (text_as_tokens, "(rollout/action_tokens='many' is not a whole number)", [1, 2, 3]),
+        (other_attempt, "configs/attempt-7.yaml: cannot be read", [1, 2, 3]),
+    ],
+)
+def test_a_row_that_is_missing_or_impossible_is_damage(
+    run: Path, edit: Callable[[list[Line]], None], found: str, kept: list[int]
+) -> None:
+    changed = copied(run, edit.__name__)
+    change_rows(changed, edit)
+    read = audit_records.read(load(changed / "config.yaml"), changed, VOCABULARY)
+    (damage,) = read.damage
+    assert found in damage and [one.iteration for one in read.played] == kept
+
+
+def test_without_metrics_the_log_probs_can_be_audited_but_the_run_is_damaged(run: Path) -> None:
+    changed = copied(run, "metrics")
+    (changed / "metrics.jsonl").unlink()
+    read = audit_records.read(load(changed / "config.yaml"), changed, VOCABULARY)
+    assert len(read.played) == 3 and "metrics.jsonl: cannot be read" in read.damage[0]
+
+
+def test_the_iteration_that_was_killed_before_its_row_is_no_damage(run: Path) -> None:
+    changed = copied(run, "killed")
+    change_rows(changed, drop_last)
+    (changed / "checkpoints" / "LATEST").write_text("step_2")
+    read = audit_records.read(load(changed / "config.yaml"), changed, VOCABULARY)
+    assert not read.damage and list(read.notes.values()) == [[3]]
+
+
+def test_a_crash_has_not_the_exit_code_of_a_difference(run: Path) -> None:
+    """The state of a checkpoint is a list, and its manifest says so."""
+    changed = copied(run, "crash")
+    step = changed / "checkpoints" / "step_1"
+    (step / "state.json").write_text("[]")
+    manifest = json.loads((step / "MANIFEST.json").read_text())
+    manifest["files"]["state.json"] = {"sha256": hashlib.sha256(b"[]").hexdigest(), "bytes": 2}
+    (step / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert "Traceback" in start(["audit", str(changed)], status=70)
+
+
 def test_iterations_that_may_have_two_temperatures_or_had_top_p_are_left_out(run: Path) -> None:
     """Attempt 1 plays iteration 1, attempt 2 the others. Checkpoints of replicas' runs keep episodes."""
     changed = copied(run, "attempts")
-    rows = [json.loads(line) for line in (changed / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"attempt": min(row["iteration"], 2)} for row in rows]
-    (changed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change_rows(changed, lambda rows: [row.update(attempt=min(row["iteration"], 2)) for row in rows])
     config = load(changed / "config.yaml", ["serving.replicas=1"])
     written = (changed / "configs" / "attempt-1.yaml").read_text()
     for setting, kept in (("temperature: 0.5", [1, 3]), ("top_p: 0.5", [1])):

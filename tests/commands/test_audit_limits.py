@@ -65,6 +65,6 @@ def test_the_trainers_own_rounding_is_not_taken_for_another_version() -> None:
     assert planted is not None and planted.differs
 
 
-def test_equal_versions_and_few_tokens_are_not_compared() -> None:
+def test_equal_versions_and_few_trajectories_are_not_compared() -> None:
     assert resemblance(NAMED, NAMED, NAMED, OTHER, SEQUENCE) is None
-    assert resemblance(NAMED[:90], NAMED[:90], OTHER[:90], OTHER[:90], SEQUENCE[:90]) is None
+    assert resemblance(NAMED[:190], NAMED[:190], OTHER[:190], OTHER[:190], SEQUENCE[:190]) is None
