@@ -123,8 +123,8 @@ def away_on_the_second_rank(folder: str) -> list[str]:
     import away
 
     said = []
-    config = EnvironmentConfig(kind="away:factory", tool_wait=0.5)
-    for resume, back in ((False, 60.0), (True, 60.0), (True, 0.3)):
+    for resume, back, wait in ((False, 60.0, 0.5), (True, 60.0, 0.5), (True, 0.3, 30.0)):
+        config = EnvironmentConfig(kind="away:factory", tool_wait=wait)
         dist.barrier()
         away.back = time.monotonic() + (back if dist.get_rank() else 0)
         try:
