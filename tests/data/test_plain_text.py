@@ -106,7 +106,11 @@ def test_a_demonstration_has_the_tokens_of_the_rollout(tokenizer: Any) -> None:
     row = validated({"prompt": [{"role": "user", "content": "a"}], "segments": segments})
     tokens = [*encode_plain(tokenizer, " hi"), *encode_plain(tokenizer, "b the")]
     (shown,) = encode([row], tokenizer)
-    assert list(shown.token_ids) == encode_chat(tokenizer, [Message("user", "a")]) + tokens
+    prompt = encode_chat(tokenizer, [Message("user", "a")])
+    assert list(shown.token_ids) == prompt + tokens
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hi"}]
+    (shown,) = encode([validated({"messages": chat})], tokenizer)
+    assert list(shown.token_ids) == [*prompt, *encode_plain(tokenizer, "hi"), tokenizer.eos_token_id]
 
 
 def test_only_a_tokenizer_that_needs_it_is_copied() -> None:
