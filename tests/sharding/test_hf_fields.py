@@ -75,6 +75,7 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
         {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
         {"rope_scaling": {"rope_theta": 5e5}, "rope_parameters": {"rope_theta": 1e6}},
         {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": {}},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5}},
     ],
 )
 def test_the_rotary_base_is_read_where_transformers_reads_it(
