@@ -54,7 +54,8 @@ def check_continues(backend: Tokenizer, where: str) -> None:
     if both != text + " a" or after.decode(added, skip_special_tokens=False) != " a":
         raise ConfigError(
             f"{where}: its tokenizer does not keep spaces ({text!r} and then ' a' is decoded as {both!r}); "
-            "use a model with a byte-level tokenizer, or one of the kind of Llama 2"
+            "use a byte-level tokenizer or one of the kind of Llama 2; if its tokenizer.json is one, set "
+            "tokenizer_class=PreTrainedTokenizerFast in tokenizer_config.json"
         )
 
 

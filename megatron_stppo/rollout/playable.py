@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from transformers import AutoTokenizer
-
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data import tasks
 from megatron_stppo.data.chat import encode_chats, render_prompt
 from megatron_stppo.environments import choose
 from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.sharding.hf_load import load_tokenizer
 from megatron_stppo.telemetry.console import say
 from megatron_stppo.telemetry.metrics import counting
 from megatron_stppo.types import Task
@@ -52,7 +51,7 @@ def playable(config: Config, field: Literal["train", "evaluate"], *, shown: bool
     every = tuple(task for _, task in rows)
     if config.environment.kind == choose.AGENT:
         return Playable(every)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.model.path)
     limit, named = Limits.of(config).prompt
     lengths: list[int] = []
     with counting(f"prompts of data.{field}", shown and len(rows) >= MANY) as show:

@@ -32,7 +32,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes
 prepare_environment()
 
 import vllm  # noqa: E402
-from transformers import GenerationConfig, PretrainedConfig  # noqa: E402
+from transformers import PretrainedConfig  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -41,7 +41,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from megatron_stppo.rollout import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.engine_adapters import lora_arguments  # noqa: E402
 from megatron_stppo.sharding.hf_fields import FAMILIES  # noqa: E402
-from megatron_stppo.sharding.hf_load import load_config  # noqa: E402
+from megatron_stppo.sharding.hf_load import load_config, load_generation  # noqa: E402
 from megatron_stppo.sharding.transfers import ServedAdapters  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
@@ -240,8 +240,8 @@ def join_world() -> None:
 def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
     """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted (Qwen has two)."""
     given = [tokenizer.eos_token_id, config.eos_token_id]
-    if (Path(model_path) / "generation_config.json").exists():
-        given.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    if (generation := load_generation(Path(model_path))) is not None:
+        given.append(generation.eos_token_id)
     ids: set[int] = set()
     for value in given:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])

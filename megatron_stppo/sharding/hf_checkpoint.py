@@ -61,11 +61,11 @@ def tensor_digests(folder: Path, shape: ModelShape, keys: Iterable[str]) -> list
 
     Raises ConfigError if a tensor is missing in the folder or has another shape than a model of this shape.
     """
-    digests, spans = [], hf_spans(shape)
+    digests, shapes, spans = [], hf_shapes(shape), hf_spans(shape)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(folder), stack)
         for key in keys:
-            size = hf_shapes(shape)[key]
+            size = shapes[key]
             tensor = checkpoint.read(spans[key][0], size).contiguous()
             digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(size)}".encode())
             digest.update(tensor.view(torch.uint8).numpy().data)

@@ -87,6 +87,7 @@ PLAIN: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "bias": False,
+    "qkv_bias": False,
     "qk_norm": False,
     "is_causal": True,
     "logit_scale": 1.0,
@@ -177,7 +178,7 @@ def _check_plain(folder: Path, raw: Mapping[str, Any], family: Family) -> None:
             f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
             "read without their scales; use the model's folder in bfloat16, or dequantise it"
         )
-    off = {"sliding_window"} - {family.sliding}
+    off = {"sliding_window"} - {family.sliding} | ({"qkv_bias"} if family.qkv_bias else set())
     for name, plain in PLAIN.items():
         value = raw.get(name)
         if value not in (None, plain) and name not in off:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.data.plain_text import check_continues
 from megatron_stppo.sharding.hf_fields import FAMILIES, check_only, read_fields
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation.model_weights import check_weights
@@ -60,7 +59,7 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Check that the tokenizer can be read, keeps spaces, and has ids that fit the model's vocabulary."""
+    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
     path = config.model.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
@@ -82,7 +81,6 @@ def check_tokenizer(config: Config) -> None:
             f"model.path={config.model.path}: its tokenizer has the token id {largest}, config.json's "
             f"vocab_size={vocabulary} allows ids below it; give the tokenizer of this model"
         )
-    check_continues(tokenizer, f"model.path={config.model.path}")
 
 
 def _json_object(path: Path) -> dict[str, Any]:

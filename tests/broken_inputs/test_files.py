@@ -138,8 +138,6 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(
     added = {"added_tokens_decoder": {"1030": {"content": "<pad>"}}}
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(added))
     assert said(command, root / "run.yaml").endswith(f"its tokenizer has the token id 1030, {remedy}")
-    (root / "model" / "tokenizer_config.json").unlink()
-    assert "its tokenizer does not keep spaces" in said(command, root / "run.yaml"), "it has no decoder"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -106,7 +107,11 @@ def test_a_demonstration_has_the_tokens_of_the_rollout(tokenizer: Any) -> None:
     row = validated({"prompt": [{"role": "user", "content": "a"}], "segments": segments})
     tokens = [*encode_plain(tokenizer, " hi"), *encode_plain(tokenizer, "b the")]
     (shown,) = encode([row], tokenizer)
-    assert list(shown.token_ids) == encode_chat(tokenizer, [Message("user", "a")]) + tokens
+    prompt = encode_chat(tokenizer, [Message("user", "a")])
+    assert list(shown.token_ids) == prompt + tokens
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hi"}]
+    (shown,) = encode([validated({"messages": chat})], tokenizer)
+    assert list(shown.token_ids) == [*prompt, *encode_plain(tokenizer, "hi"), tokenizer.eos_token_id]
 
 
 def test_only_a_tokenizer_that_needs_it_is_copied() -> None:
@@ -115,6 +120,20 @@ def test_only_a_tokenizer_that_needs_it_is_copied() -> None:
         core = KINDS[name].backend_tokenizer
         assert encode_plain(KINDS[name], "a b") == core.encode("a b", add_special_tokens=False).ids
         check_continues(core, name)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),  # as of GPT-2's relatives
+        ("normalizer", normalizers.Strip()),
+    ],
+)
+def test_what_a_tokenizer_does_at_the_ends_of_a_text_is_not_done_inside(part: str, value: Any) -> None:
+    tokenizer = copy.deepcopy(KINDS["byte level"])
+    setattr(tokenizer.backend_tokenizer, part, value)
+    for text in ("a", " a ", "a\n"):
+        assert decode_plain(tokenizer, encode_plain(tokenizer, text)) == text
 
 
 def test_a_tokenizer_that_does_not_keep_spaces_is_refused_in_one_line() -> None:

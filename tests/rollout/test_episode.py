@@ -94,6 +94,16 @@ def test_long_observation_is_cut_before_its_closing_tag(tokenizer: PreTrainedTok
     assert text.startswith("<information>Paris") and text.endswith("</information>\n\n")
 
 
+def test_no_space_comes_between_the_rest_of_a_long_observation_and_its_tag() -> None:
+    """A tag and every "." have at least one token: the limit of 20 falls between dots."""
+    tokenizer = KINDS["prepend"]
+    episode = started(tokenizer)
+    episode.add_turn(turn(*encode_plain(tokenizer, "hi")))
+    episode.answer(seen("." * 60 + "</a>"))
+    text = tokenizer.decode(episode.turns[0].observation_ids)
+    assert set(text.removesuffix("</a>")) == {"."}
+
+
 def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTrainedTokenizerFast) -> None:
     episode = started(tokenizer)
     episode.add_turn(turn(5))

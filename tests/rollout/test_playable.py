@@ -15,6 +15,7 @@ from megatron_stppo.data.chat import encode_chat
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.playable import Playable, playable, sample
 from megatron_stppo.types import Message
+from tests.broken_inputs.inputs import SHAPE
 from tests.data.test_chat import TOKENIZERS
 from tests.rollout.tiny import build_tokenizer, task
 
@@ -22,8 +23,9 @@ LIMIT = 60
 
 
 def config(folder: Path, *prompts: Any, kind: str = "guess", **sections: Any) -> Config:
-    """Write tasks and a tokenizer, and return a configuration with both."""
+    """Write tasks, a tokenizer and a config.json, and return a configuration with them."""
     build_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
     rows = [
         {
             "data_source": "t",

@@ -75,6 +75,7 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
         {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
         {"rope_scaling": {"rope_theta": 5e5}, "rope_parameters": {"rope_theta": 1e6}},
         {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": {}},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5}},
     ],
 )
 def test_the_rotary_base_is_read_where_transformers_reads_it(
@@ -104,6 +105,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
         ("mixtral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window=8 is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use a checkpoint with only 'full_attention'"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
+        ("llama", {"qkv_bias": True}, "qkv_bias=True is not supported"),  # only vLLM reads it
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not above 0"),
