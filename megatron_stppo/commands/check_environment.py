@@ -18,6 +18,7 @@ from typing import Any
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose, contract
 from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.rollout.failures import described
 from megatron_stppo.types import Message, Task
 
 TICK = 0.01  # seconds
@@ -192,8 +193,10 @@ class _Player:
             stalls.append(deadline + PATIENCE)
         except TimeoutError:
             self._found.add(f"{where}: no answer within environment.deadline={deadline:g} s; answer sooner")
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            self._found.add(f"{where}: raised {type(error).__name__}: {error}; the episode ends as an error")
+        except KeyboardInterrupt:  # Ctrl-C reaches this thread
+            raise
+        except BaseException as error:
+            self._found.add(f"{where}: raised {described(error)}; the episode ends as an error")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if time.monotonic() - started > STALL:

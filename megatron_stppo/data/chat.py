@@ -79,27 +79,54 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **given: Any) 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of the chat template, as `render` does, for messages that the run itself sends.
 
-    Raises ConfigError also if the template renders the same text without a call of a tool, or without a
-    tool's answer: many templates leave out silently what they were not written for.
+    Raises ConfigError also if the template leaves out a call of a tool, or a tool's answer: many templates
+    leave out silently what they were not written for.
     """
     text = render(tokenizer, messages)
-    for place, message in enumerate(messages):
-        if message["role"] == "tool":
-            what, instead = "messages of the role tool", []
-        elif message.get("tool_calls"):
-            what, instead = "tool_calls", [{key: message[key] for key in message if key != "tool_calls"}]
-        else:
-            continue
-        try:
-            without = render(tokenizer, [*messages[:place], *instead, *messages[place + 1 :]])
-        except ConfigError:  # so the template reads it
-            continue
-        if without == text:
-            raise ConfigError(
-                f"model.path: its chat template leaves out {what}; give a template that renders them, or "
-                "write them into the content of other messages"
-            )
+    if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        return text
+    opening, marks = unused_opening(messages), dict[str, str]()
+
+    def mark(what: str) -> str:
+        new = f"{opening}{len(marks)}{CLOSE}"
+        marks[new] = what
+        return new
+
+    changed = [_with_marks(message, mark) for message in messages]
+    try:
+        shown = render(tokenizer, changed)
+    except ConfigError:  # so the template reads what was changed
+        return text
+    if left_out := [what for new, what in marks.items() if new not in shown]:
+        raise ConfigError(
+            f"model.path: its chat template leaves out {left_out[0]}; give a template that renders them, or "
+            "write them into the content of other messages"
+        )
     return text
+
+
+def _with_marks(message: Mapping[str, Any], mark: Callable[[str], str]) -> Mapping[str, Any]:
+    """Return the message with a mark as the content of a tool, and as each call of a tool."""
+    if message["role"] == "tool":
+        return {**message, "content": mark("messages of the role tool")}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    every = calls if isinstance(calls, list) else [calls]
+    return {**message, "tool_calls": [_marked_call(call, mark("tool_calls")) for call in every]}
+
+
+def _marked_call(call: Any, mark: str) -> Any:
+    """Return a call with the mark as its name and in its arguments: a template may leave out one of them."""
+    if not isinstance(call, dict):
+        return mark
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _marked_call(call["function"], mark)}
+    return {
+        **call,
+        "name": mark,
+        "arguments": mark if isinstance(call.get("arguments"), str) else {mark: mark},
+    }
 
 
 def mark_special(tokenizer: Any, value: Any) -> tuple[Any, dict[str, str]]:

@@ -33,6 +33,7 @@ MAX_METRICS = 32  # of an episode's step
 METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")  # names that metrics.jsonl, TensorBoard and Prometheus can show
 METRIC_RULE = "give finite numbers, with names of 1 to 64 letters, digits and _ . / -"
 MAX_REWARD = 1e9  # of a turn; sums of squares of larger ones are infinite in float32, for a whole batch
+MAX_COUNT = 10**6  # of tools that a turn calls; ranks exchange integers of 64 bits
 
 
 class WrongValue(ValueError):
@@ -213,11 +214,11 @@ def _flag(where: str, name: str, value: object) -> bool:
 
 
 def _count(where: str, name: str, value: object) -> int:
-    if isinstance(value, numbers.Integral) and int(value) >= 0:  # numpy's integers, True and False too
+    if isinstance(value, numbers.Integral) and 0 <= int(value) <= MAX_COUNT:  # numpy's integers, True, False
         return int(value)
     if type(value).__name__ == "bool_":  # numpy's
         return int(bool(value))
-    raise _wrong(where, f"returned {name}", value, "return a whole number of at least 0")
+    raise _wrong(where, f"returned {name}", value, f"return a whole number from 0 to {MAX_COUNT}")
 
 
 def _wrong(where: str, what: str, value: object, remedy: str) -> WrongValue:

@@ -1,10 +1,10 @@
 """The environments of one engine group, run by asyncio in a separate thread beside the engine's steps.
 
-At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. An exception of an
-environment, SystemExit and KeyboardInterrupt included, or a missed deadline becomes the outcome of its
-episode; it is logged and does not stop the other episodes. So does a value that cannot be used
-(environments/contract.py). After ToolAway, however, the call is repeated (tool_wait.py), each time with a new
-deadline. An object that is not an environment ends the run.
+At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. Any exception of an
+environment, such as SystemExit, or a missed deadline becomes the outcome of its episode; it is logged and
+does not stop the other episodes. So does a value that cannot be used (environments/contract.py). After
+ToolAway, however, the call is repeated (tool_wait.py), each time with a new deadline. An object that is not
+an environment ends the run.
 The host runs on the group's first rank only. Its answers are plain data, which is broadcast to the other
 ranks.
 """
@@ -32,7 +32,7 @@ from megatron_stppo.environments.base import (
 )
 from megatron_stppo.messages import one_line
 from megatron_stppo.resilience.faults import ToolsStayAway
-from megatron_stppo.rollout.failures import FailureLines, described
+from megatron_stppo.rollout.failures import FailureLines, described, text_of
 from megatron_stppo.rollout.generation import RolloutError
 from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.types import Message, Task
@@ -40,8 +40,6 @@ from megatron_stppo.types import Message, Task
 log = logging.getLogger(__name__)
 BEAT = 0.5  # seconds between signs of life of the event loop
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
-# What an environment may raise. Ctrl-C reaches the main thread only, so a KeyboardInterrupt is a tool's.
-FAILURES = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 @dataclass(frozen=True)
@@ -203,11 +201,11 @@ class EnvironmentHost:
             except ToolAway as away:  # take() ends the rollout
                 answer = failed("error", str(away))
             except TimeoutError as error:
-                answer = failed("timeout", str(error) or f"no answer within {self._deadline:g} s")
+                answer = failed("timeout", text_of(error) or f"no answer within {self._deadline:g} s")
                 self._lines.log(f"episode {index}: environment timed out", error, answer.detail)
             except contract.NotAnEnvironment as error:
                 answer = Answer(index, misuse=one_line(str(error)))
-            except FAILURES as error:
+            except BaseException as error:  # Ctrl-C reaches the main thread only
                 if self._stop.is_set():
                     raise  # __exit__ cancelled the call, not the environment
                 # a failure of an environment is an outcome of its episode and does not end the run
@@ -223,7 +221,7 @@ class EnvironmentHost:
         try:
             async with asyncio.timeout(self._deadline):
                 await contract.close(environment)
-        except FAILURES as error:  # the episode has ended; its result stays valid
+        except BaseException as error:  # the episode has ended; its result stays valid
             self._lines.log(f"episode {index}: closing failed", error, one_line(described(error)))
 
     def _run(self) -> None:

@@ -102,10 +102,15 @@ class FailureLines:
 
 def described(error: BaseException) -> str:
     """Return the type and the text of any exception, as "KeyError: 'x'"."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any exception, also of one whose __str__ fails."""
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the user's __str__ may fail
-        return f"{type(error).__name__}: its text cannot be read"
+        return str(error)
+    except Exception:
+        return "its text cannot be read"
 
 
 def warn(where: str, played: Sequence[Summary], rank: int) -> None:

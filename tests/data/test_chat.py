@@ -204,6 +204,31 @@ def test_a_template_that_leaves_out_a_call_or_the_answer_of_a_tool_gives_one_lin
     assert encode_chat(TOKENIZERS["qwen"][0], [CALLED[0], CALLED[2]])
 
 
+def test_a_template_that_leaves_out_one_of_several_calls_or_answers_gives_one_line() -> None:
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("search", "open")]
+    two = [Message("user", "a"), Message("assistant", "", {"tool_calls": calls})]
+    only_first = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or [''])[0] }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"leaves out tool_calls; give "):
+        encode_chat(byte_level(QWEN, only_first), two)
+    assert encode_chat(byte_level(QWEN, QWEN_TEMPLATE), two)
+    last = "{{ messages[0].content }}{{ messages[-1].content }}"
+    with pytest.raises(ConfigError, match=r"leaves out messages of the role tool; give "):
+        encode_chat(byte_level(QWEN, last), [CALLED[0], CALLED[2], CALLED[2]])
+
+
+def test_a_prompt_with_many_calls_of_tools_is_rendered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, rendered = byte_level(QWEN, QWEN_TEMPLATE), list[int]()
+    plain = tokenizer.apply_chat_template
+
+    def counted(*given: Any, **options: Any) -> Any:
+        rendered.append(1)
+        return plain(*given, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    encode_chat(tokenizer, [CALLED[0], *CALLED[1:] * 20])
+    assert len(rendered) == 2
+
+
 def test_a_template_that_fails_with_any_exception_gives_one_line() -> None:
     adds = byte_level(QWEN, "{{ messages[0]['content'] + messages[0]['name'] }}")
     with pytest.raises(ConfigError, match=r"with the roles user \(TypeError: can only concatenate"):

@@ -209,6 +209,11 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
                 time.sleep(0.01)
             time.sleep(0.2)
             return 0.0
+        if kind == "asks too much":
+            async with client(episode) as sdk:
+                with suppress(BadRequestError):
+                    await say(sdk, [user("b" * 999)])
+            return 0.0
         if kind == "is refused":
             async with client(episode) as sdk:
                 with suppress(BadRequestError):
@@ -236,6 +241,7 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
                 await say(sdk, [user("b" * 999)])
         return 0.0
 
+    refused = "NoCompletion: the agent has ended without a completion; its request:"
     kinds = {
         "plays": ("wrong", ""),
         "never calls": ("error", "NoCompletion: the agent has ended without asking for a completion"),
@@ -248,7 +254,11 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
         "exits": ("error", "RuntimeError: the agent raised SystemExit(3)"),
         "is interrupted": ("error", "RuntimeError: the agent raised KeyboardInterrupt()"),
         "gives up": ("timeout", "the agent has closed its request before the completion was ready"),
-        "is refused": ("error", "NoCompletion: the agent has ended without a completion; its request: 'n'"),
+        "asks too much": (
+            "error",
+            "NoCompletion: the agent has ended without a completion; its request: the ",
+        ),
+        "is refused": ("error", f"{refused} 'n'"),
         "too many": ("truncated", "the episode has had environment.max_turns=6 completions"),
         "too long": ("truncated", "the prompt has "),
     }

@@ -61,6 +61,7 @@ def said(call: Any, kind: type[Exception] = contract.WrongValue) -> str:
         (StepResult("", 1.0, True, None, False, "ok"), "returned valid None; return True or False"),  # type: ignore[arg-type]
         (StepResult("", 1.0, False, True, "1"), "returned tool_calls '1'; return a whole number"),  # type: ignore[arg-type]
         (StepResult("", 1.0, False, True, -1), "returned tool_calls -1; return a whole number"),
+        (StepResult("", 1.0, False, True, 10**30), "return a whole number from 0 to 1000000"),
         (StepResult(None, 0.0, False, True, False), "returned observation None; return a string"),  # type: ignore[arg-type]
         (StepResult(b"x", 0.0, False, True, False), "returned observation b'x'; return a string"),  # type: ignore[arg-type]
         (StepResult("a\ud800", 0.0, False, True, False), "with '\\ud800'; remove unpaired surrogates"),

@@ -102,6 +102,7 @@ def test_a_kind_of_failure_is_logged_once_in_one_line_with_its_place_until_the_n
         ("cancel", "CancelledError: "),
         ("exit", "SystemExit: 3"),
         ("interrupt", "KeyboardInterrupt: "),
+        ("end otherwise", "End: over"),
         ("a task exits", "SystemExit: 4"),
         ("unreadable", "Unreadable: its text cannot be read"),
     ],

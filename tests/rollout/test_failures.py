@@ -13,7 +13,7 @@ from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.environments.base import MALFORMED_CALLS
 from megatron_stppo.exits import exit_code, noting_the_end
 from megatron_stppo.resilience.faults import TooManyFailures
-from megatron_stppo.rollout.failures import FailureLimit, report, warn
+from megatron_stppo.rollout.failures import KINDS, FailureLimit, FailureLines, report, warn
 from megatron_stppo.types import Outcome, Summary, TurnSummary
 
 TURNS = (TurnSummary(1, 0, 0.0, ((0, 1),)),)
@@ -81,6 +81,20 @@ def test_failed_episodes_give_one_line_with_count_kinds_and_first_reason() -> No
     assert report(played) == [
         "3 of 9 episodes failed (2 error, 1 timeout), 2 of the 3 that called a tool; the first: task 0: "
         "error: retrieval: status 401"
+    ]
+
+
+def test_a_prompt_that_is_too_long_is_counted_apart_from_the_outcomes() -> None:
+    row = describe_rollouts([episode(1, "error", overlong=500), episode(2, "error")], 0)
+    assert (row["outcome/error"], row["rollout/overlong_prompts"]) == (1, 1)
+
+
+def test_a_rollout_logs_a_limited_number_of_kinds_of_failure(caplog: pytest.LogCaptureFixture) -> None:
+    lines = FailureLines(logging.getLogger(__name__))
+    for number in range(KINDS + 3):
+        lines.log(f"episode {number}", type(f"Kind{number}", (Exception,), {})(), "it failed")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"episode {number}: it failed" for number in range(KINDS)
     ]
 
 

@@ -110,6 +110,10 @@ def task(index: int, behave: str = "play") -> Task:
     return Task("game", prompt, ("Paris",), "train", index, {"behave": behave})
 
 
+class End(BaseException):
+    """As test frameworks raise, which graders of code may use."""
+
+
 class Unreadable(Exception):
     def __str__(self) -> str:
         return self.reason  # type: ignore[attr-defined, no-any-return]  # a slip that hides the real error
@@ -140,6 +144,8 @@ class Game:
             raise asyncio.CancelledError  # of a separate task that it awaited
         if self.behave == "exit":
             raise SystemExit(3)
+        if self.behave == "end otherwise":
+            raise End("over")
         if self.behave == "interrupt":
             raise KeyboardInterrupt
         if self.behave == "a task exits":
