@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +30,8 @@ from megatron_stppo.learner import Learner, build_learner
 from megatron_stppo.model.pipeline import score
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.score.logprobs import logprobs
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.sharding.weights_digest import weights_digest
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.telemetry.metrics import progress
 from megatron_stppo.types import Batch, Trajectory
@@ -103,15 +105,14 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     shape, first_rank = read_shape(config.model.path), mesh.rank == 0
     found = records.read(config, run, shape.vocab)
     named = {version for one in found.played for version in one.versions}
-    start = broadcast_record(has_start(config), bool, source=0)  # nodes may see different disks
-    saved = _saved(run, start)
+    away = _start_fault(config, run, shape, 0 in named)
+    saved = _saved(run, not away)
     if not saved & named and not found.damage:
         if not named:
             raise ConfigError(f"RUN_DIR={run}: {'; '.join(report.notes(found))}; choose another run")
         raise ConfigError(
             f"RUN_DIR={run}: no version that its trajectories name is saved ({sorted(named)}); train "
-            "with run.checkpoint_every=1 run.keep_every=1, which keeps all"
-            + ("" if start else f", or restore the folder model.lora.path={config.model.lora.path}")
+            "with run.checkpoint_every=1 run.keep_every=1, which keeps all" + (away and f"; version 0 {away}")
         )
     with timed("models", first_rank):
         begins = config if 0 in saved else of_checkpoint(config)
@@ -135,9 +136,30 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     findings = [_finding(pieces[version], version, scored[version], single) for version in sorted(scored)]
     if first_rank:
         report.show(findings, found, named, single)
-        say(f"version 0 needs the folder model.lora.path={config.model.lora.path}", 0 in named and not start)
+        say(f"version 0 {away}", 0 in named and bool(away))
     process.stop()
     return report.exit_code(findings, damage)
+
+
+def _start_fault(config: Config, run: Path, shape: ModelShape, is_named: bool) -> str:
+    """Return why the weights of version 0 are not here, or "". Collective.
+
+    is_named: whether tokens name version 0; otherwise they are not compared with those of the run.
+    """
+    if not broadcast_record(has_start(config), bool, source=0):  # nodes may see different disks
+        return f"needs the folder model.lora.path={config.model.lora.path}"
+    begun_with = broadcast_record(_begun_with(run) if is_named else "", str, source=0)
+    if begun_with and begun_with != weights_digest(config.model.path, shape):
+        return f"needs the weights that the run began with; model.path={config.model.path} holds others"
+    return ""
+
+
+def _begun_with(run: Path) -> str:
+    """Return the digest that the newest checkpoint has of the run's first weights, or ""."""
+    for step in step_folder.candidates(run / "checkpoints")[:1]:
+        with suppress(OSError, ValueError):  # it is reported when its weights are loaded
+            return str(step_folder.read_state(run / "checkpoints" / f"step_{step}").get("begun_with", ""))
+    return ""
 
 
 def _saved(run: Path, start: bool) -> set[int]:

@@ -257,6 +257,16 @@ def test_the_iteration_that_was_killed_before_its_row_is_no_damage(run: Path) ->
     assert not read.damage and list(read.notes.values()) == [[3]]
 
 
+def test_other_weights_in_model_path_leave_version_0_out(run: Path) -> None:
+    changed = copied(run, "other-model")
+    other = shutil.copytree(run.parents[1] / "model", run.parents[1] / "other", dirs_exist_ok=True)
+    weights = load_file(other / "model.safetensors")
+    save_file({n: w * 2 for n, w in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    said = start(["audit", str(changed), f"model.path={other}"])
+    assert "version 0 needs the weights that the run began with; model.path=" in said
+    assert "whose tokens are not audited: 0" in said
+
+
 def test_a_crash_has_not_the_exit_code_of_a_difference(run: Path) -> None:
     """The state of a checkpoint is a list, and its manifest says so."""
     changed = copied(run, "crash")
