@@ -292,6 +292,10 @@ def test_iterations_that_may_have_two_temperatures_or_had_top_p_are_left_out(run
         assert [one.iteration for one in found.played] == kept and not found.damage
         assert [n for given in found.notes.values() for n in given] == [n for n in (2, 3) if n not in kept]
     assert found.played[0].config.rollout.temperature == 1.0
+    (changed / "configs" / "attempt-1.yaml").write_text(second)
+    (changed / "configs" / "attempt-2.yaml").write_text(written)
+    found = audit_records.read(config, changed, VOCABULARY)
+    assert [one.iteration for one in found.played] == [3], "2 may have episodes that attempt 1 began"
 
 
 @pytest.mark.long
