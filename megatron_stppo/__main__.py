@@ -13,7 +13,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.cli import conversion, environments, inspection, serving, training
+from megatron_stppo.cli import (
+    audit,
+    check,
+    cold_start,
+    convert,
+    environments,
+    episodes,
+    plan,
+    replay,
+    report,
+    serve,
+    train,
+)
 from megatron_stppo.cli.options import command_group, examples
 from megatron_stppo.exits import (
     crash,
@@ -34,11 +46,12 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
-for _module in (training, serving, environments, inspection):
-    app.add_typer(_module.commands)
-app.add_typer(conversion.commands, name="convert")
-for _module in (training, serving, environments, inspection, conversion):
-    for _command in _module.commands.registered_commands:
+_FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, check)
+for _file in _FILES:
+    app.add_typer(_file.commands)
+app.add_typer(convert.commands, name="convert")
+for _file in (*_FILES, convert):
+    for _command in _file.commands.registered_commands:
         # Without a short_help the list of commands cuts their first sentence where the line ends.
         _command.short_help = (_command.callback.__doc__ or "").strip()
 

@@ -112,30 +112,10 @@ def test_a_typo_gets_one_clear_line_and_exit_code_2() -> None:
     assert result.stderr == "megatron-stppo: update.epoch=2: no such field; did you mean update.epochs?\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (["--from", "runs/a"], "--from and --start need --replay"),
-        (["--replay", "rollouts"], "without --from"),
-        (["--replay", "batches", "--from", "runs/a", "--resume"], "remove --resume"),
-    ],
-)
-def test_options_of_a_replay_that_do_not_fit_get_one_clear_line(options: list[str], part: str) -> None:
-    result = run("train", QUICKSTART, *options)
-    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert part in result.stderr
-
-
 def test_a_folder_that_holds_no_run_is_not_replayed(tmp_path: Path) -> None:
     result = run("replay", str(tmp_path), "run.name=again")
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert result.stderr.startswith(f"megatron-stppo: RUN_DIR={tmp_path}: holds no config.yaml; give a run's")
-
-
-def test_old_names_work_and_are_not_in_the_help() -> None:
-    assert "check-invariance" not in run("--help").stdout
-    assert "--replay" not in run("train", "--help").stdout
-    assert "Compute one step under every layout" in run("check-invariance", "--help").stdout
 
 
 def test_a_missing_model_gives_one_clear_line_and_nothing_is_written(tmp_path: Path) -> None:

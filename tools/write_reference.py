@@ -44,9 +44,6 @@ current. `python -m megatron_stppo` is the same program. `train`, `replay`, `rol
 `cold-start`, `convert`, `check-layouts` and `doctor --cluster` run as one process, or as one per device under
 torchrun or srun.
 [cluster.md](cluster.md) has the exit codes.
-
-Old names that still work: `check-invariance` for `check-layouts`, and
-`train CONFIG.yaml --replay rollouts|batches --from RUN_DIR [--start STEP]` for `replay`.
 """
 WIDTH = {"COLUMNS": "100"}
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -57,8 +54,6 @@ def commands() -> str:
     root: Any = get_command(app)
     parts = [COMMANDS]
     for name, command in root.commands.items():
-        if command.hidden:
-            continue
         nested = getattr(command, "commands", {})
         for path in [(name, inner) for inner in nested] or [(name,)]:
             shown = CliRunner().invoke(app, [*path, "--help"], env=WIDTH, prog_name="megatron-stppo")

@@ -20,6 +20,8 @@ Sets = Annotated[
         "--set", metavar="section.field=value", help="another way to override the file; may be repeated"
     ),
 ]
+# the folder of the file, when the Python interface gives its configuration in another folder
+Modules = Annotated[Path | None, typer.Option(hidden=True)]
 
 
 def command_group(about: str | None = None, epilog: str | None = None) -> typer.Typer:

@@ -81,13 +81,3 @@ def test_replayed_rollouts_of_an_old_run_give_its_numbers(folder: Path) -> None:
         assert {name: row[name] for name in TRAINED} == pytest.approx(
             {name: expected[name] for name in TRAINED}, rel=1e-3, abs=1e-6
         )
-
-
-def test_a_batch_of_an_old_run_is_replayed_from_its_checkpoint_with_the_old_flags(folder: Path) -> None:
-    dumps = folder / "runs/first/dumps"
-    (dumps / "iteration-00002").rename(dumps / "iteration-00003")  # after the checkpoint step_2
-    given = ("run.name=again", "run.iterations=3", "--replay", "batches", "--from", "runs/first")
-    command(folder, "train", "config.yaml", *given, "--start", "latest")
-    (row,) = rows.read(folder / "runs/again/metrics.jsonl")
-    assert row["iteration"] == 3
-    assert row["actor/gradient_norm"] > 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.cli.serving import serve
+from megatron_stppo.cli.serve import serve
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.serving import keys
 from megatron_stppo.serving.digest import model_digest

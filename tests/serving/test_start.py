@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.cli.serving import _open
+from megatron_stppo.cli.serve import _open
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.serving.start import start_first
 from tests.ranks import run_ranks
