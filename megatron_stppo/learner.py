@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
@@ -19,7 +21,9 @@ from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.low_rank import LowRank, Scaled, scaled_terms
 from megatron_stppo.sharding.peft_tensors import check_one_file
+from megatron_stppo.sharding.spans import training_spans
 from megatron_stppo.sharding.weights_digest import weights_digest
 
 
@@ -93,3 +97,17 @@ def build_learner(
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)
     return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
+
+
+def served_terms(
+    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
+) -> Mapping[tuple[str, str], LowRank | Scaled]:
+    """Return the terms with which an engine's rows are computed from a rank's (reshard/merging.py).
+
+    parameters: build.named_parameters of the actor. Without adapters there are none.
+    """
+    lora = config.model.lora
+    if not lora.rank or lora.sync == "merged":
+        return build.low_rank(parameters, shape, config, mesh)
+    weights = training_spans(shape, mesh.layout, mesh.rank, spec=layer_spec(config))
+    return scaled_terms(weights, lora.names, lora.scale)

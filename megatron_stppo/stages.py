@@ -15,10 +15,9 @@ from megatron_stppo.data.packing import rows_of
 from megatron_stppo.describe import current_mismatch, mean_of
 from megatron_stppo.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import logprobs, values
 from megatron_stppo.model.routing import Record, recording, routed_layers
 from megatron_stppo.parallel.collectives import any_rank
-from megatron_stppo.score.logprobs import logprobs
-from megatron_stppo.score.values import values
 from megatron_stppo.telemetry import rows
 from megatron_stppo.types import Batch
 from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights

@@ -16,11 +16,10 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.endpoint.opening import open_environment
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
-from megatron_stppo.learner import Learner, build_learner
+from megatron_stppo.learner import Learner, build_learner, served_terms
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Phase
-from megatron_stppo.model.served import served_terms
 from megatron_stppo.resampling import resampled
 from megatron_stppo.reshard.engine_sync import EngineSync
 from megatron_stppo.rollout.collect import Progress, RolloutSettings, collect

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("resilience",),
     ("telemetry",),
     ("environments",),
-    ("init", "rollout", "score", "advantage", "update", "reshard"),
+    ("init", "rollout", "advantage", "update", "reshard"),
     ("describe", "learner", "plan", "preflight", "report", "validation"),
     ("resampling", "rollouts"),
     ("endpoint",),

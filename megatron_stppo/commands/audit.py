@@ -27,9 +27,8 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.launch import process
 from megatron_stppo.learner import Learner, build_learner
-from megatron_stppo.model.pipeline import score
+from megatron_stppo.model.pipeline import forward_only, logprobs
 from megatron_stppo.parallel.collectives import broadcast_record
-from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.weights_digest import weights_digest
 from megatron_stppo.telemetry.console import say, timed
@@ -62,7 +61,7 @@ class Piece:
         """Return the largest absolute logits of the own tokens. Collective."""
         policy, every = self.learner.policy, [list(range(len(self.lines)))]
         answer = limits.largest_logits(self.learner.head(policy))
-        return score(policy, self.batch, self.learner.packer, every, answer)[self.own_T]
+        return forward_only(policy, self.batch, self.learner.packer, every, answer)[self.own_T]
 
     @property
     def engine_T(self) -> Tensor:

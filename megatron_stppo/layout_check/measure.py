@@ -17,12 +17,11 @@ from megatron_stppo.layout_check.cases import Case
 from megatron_stppo.model import adapters, build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.pipeline import Packer, logprobs
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.score.logprobs import logprobs
 from megatron_stppo.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.sharding.low_rank import adapter_shapes
 from megatron_stppo.sharding.spans import training_spans

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, partition, unpack
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.types import Batch
@@ -148,7 +149,7 @@ def _run(
     )
 
 
-def score(
+def forward_only(
     model: Model,
     batch: Batch,
     packer: Packer,
@@ -171,6 +172,25 @@ def score(
         if mesh.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
     return _put_together(out_T, mesh)
+
+
+def logprobs(
+    model: Model, head: PolicyHead, batch: Batch, packer: Packer, together: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return log pi(token) of the action tokens at the head's temperature: as `forward_only`.
+
+    together: the minibatches of the update, which compares its log-probs with these.
+    """
+    return forward_only(model, batch, packer, together, head.logprob)
+
+
+def values(model: Model, batch: Batch, packer: Packer, together: Sequence[Sequence[int]]) -> Tensor:
+    """Return the critic's value at every action token: as `forward_only`.
+
+    The value of a token is read from the hidden state that predicts the token: the return that the critic
+    predicts before the token is generated.
+    """
+    return forward_only(model, batch, packer, together, lambda value_T, microbatch: value_T)
 
 
 def gather(

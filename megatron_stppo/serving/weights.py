@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.launch.rendezvous import address_towards, check_nccl_interface, connect_store
-from megatron_stppo.learner import Learner
+from megatron_stppo.learner import Learner, served_terms
 from megatron_stppo.model import build
-from megatron_stppo.model.served import served_terms
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records

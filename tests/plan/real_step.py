@@ -127,12 +127,11 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     from megatron_stppo.checkpoint.host_copy import HostCopy
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import Packer, logprobs
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.trunk import frozen
     from megatron_stppo.parallel import groups
     from megatron_stppo.plan.work import trajectory
-    from megatron_stppo.score.logprobs import logprobs
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step

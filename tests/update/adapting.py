@@ -39,8 +39,8 @@ def steps(
     from megatron_stppo.learner import build_learner
     from megatron_stppo.model import build
     from megatron_stppo.model.optimizer import trained
+    from megatron_stppo.model.pipeline import logprobs
     from megatron_stppo.parallel import groups
-    from megatron_stppo.score.logprobs import logprobs
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.update.critic_step import critic_step

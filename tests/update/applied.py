@@ -19,10 +19,9 @@ def first_steps(
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import Packer, logprobs
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
-    from megatron_stppo.score.logprobs import logprobs
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
 

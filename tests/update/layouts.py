@@ -127,11 +127,9 @@ def steps(
     from megatron_stppo.config import Config
     from megatron_stppo.data.observed import with_observations
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import Packer, logprobs, values
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
-    from megatron_stppo.score.logprobs import logprobs
-    from megatron_stppo.score.values import values
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.sharding.spans import training_layouts
     from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
