@@ -17,6 +17,7 @@ from megatron_stppo.cli import (
     audit,
     check,
     cold_start,
+    compare,
     convert,
     environments,
     episodes,
@@ -46,7 +47,7 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
-_FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, check)
+_FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, compare, check)
 for _file in _FILES:
     app.add_typer(_file.commands)
 app.add_typer(convert.commands, name="convert")

@@ -23,31 +23,37 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     An override of algorithm.preset also replaces the fields that have the values of the file's preset. So it
     works with a run's config.yaml, which has all fields.
     """
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from None
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"config={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
-    try:
-        raw = parse(text)
-    except NOT_YAML as error:
-        raise ConfigError(
-            f"config={path}: is not YAML ({_short(_reason(error))}); correct the file"
-        ) from None
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"config={path}: {'is empty' if raw is None else f'holds {type(raw).__name__}'}, and must have "
-            "sections; see examples/quickstart/config.yaml"
-        )
+    raw = read_yaml(path, "config")
     for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
         if override.startswith(PRESET):
             _forget_row(raw)
         _override(raw, override)
     return validate(raw)
+
+
+def read_yaml(path: Path, field: str) -> dict[str, Any]:
+    """Return the sections of a YAML file. field: what an error calls the file. Raises ConfigError."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{field}={path}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{field}={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
+    try:
+        raw = parse(text)
+    except NOT_YAML as error:
+        raise ConfigError(
+            f"{field}={path}: is not YAML ({_short(_reason(error))}); correct the file"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{field}={path}: {'is empty' if raw is None else f'holds {type(raw).__name__}'}, and must have "
+            "sections; see examples/quickstart/config.yaml"
+        )
+    return raw
 
 
 def validate(raw: dict[str, Any]) -> Config:

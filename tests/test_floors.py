@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("held_out", "serving"),
     ("exits", "stages", "worker"),
     ("commands",),
-    ("interface", "layout_check", "loop"),
+    ("compare", "interface", "layout_check", "loop"),
     ("cli",),
     ("__init__", "__main__"),
 )
