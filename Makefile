@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-avx2 test-agents chaos lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-avx2 test-agents chaos golden lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -97,6 +97,12 @@ $(AGENTS):
 
 test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
 	$(PYTEST) tests/adapters tests/commands/test_peft_package.py
+
+RECORD ?= runs/golden
+
+golden: $(STAMP) ## record the numbers of six small runs in RECORD; with a record there, compare with it bit for bit
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tools/compare_golden.py \
+		$$([ -e $(RECORD)/record.json ] && echo compare || echo record) $(RECORD)
 
 chaos: $(STAMP) ## try to lose a checkpoint or a task, about 40 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)

@@ -35,9 +35,9 @@ def compare(
     assert given.folder is not None
     complete = True
     if not report:
-        from megatron_stppo.compare.crew import Crew
+        from megatron_stppo.compare.runner import Runner
 
-        complete = Crew(given, jobs, lambda line: typer.echo(line, err=True)).work()
+        complete = Runner(given, jobs, lambda line: typer.echo(line, err=True)).work()
     found = results.read(given.folder)
     target = given.folder / f"{grid.stem}.html"
     typer.echo(page.text(given, found))

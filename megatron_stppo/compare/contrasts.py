@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_stppo.compare.grid import Cell, Family, Grid, Sides
+from megatron_stppo.compare.grid import Cell, ContrastFamily, Grid, Sides
 from megatron_stppo.compare.results import Result
 from megatron_stppo.compare.statistics import equivalence_p, holm, mean_interval, paired_p
 
@@ -18,7 +18,7 @@ class Contrast:
     Example: outcomes 0.6 and 0.8 on seeds 0 and 1 against 0.5 and 0.5: differences {0: 0.1, 1: 0.3}.
     """
 
-    family: Family
+    family: ContrastFamily
     label: str
     differences: dict[int, float] = field(default_factory=dict)  # by seed
     declared: int = 0  # seeds
@@ -37,7 +37,7 @@ def contrasts(grid: Grid, found: Mapping[Cell, Result]) -> list[Contrast]:
     return [one for family in grid.contrasts for one in _of(grid, family, found)]
 
 
-def _of(grid: Grid, family: Family, found: Mapping[Cell, Result]) -> list[Contrast]:
+def _of(grid: Grid, family: ContrastFamily, found: Mapping[Cell, Result]) -> list[Contrast]:
     given = [_one(family, label, sides, found, grid) for label, sides in grid.declared(family)]
     complete = [n for n, one in enumerate(given) if one.differences and len(one.differences) == one.declared]
     margin = family.margin
@@ -49,7 +49,7 @@ def _of(grid: Grid, family: Family, found: Mapping[Cell, Result]) -> list[Contra
 
 
 def _one(
-    family: Family,
+    family: ContrastFamily,
     label: str,
     sides: Sides,
     found: Mapping[Cell, Result],

@@ -70,7 +70,7 @@ class Outcome(Section):
         raise ValueError(f"{self.metric} has no value from iteration {self.first} on")
 
 
-class Family(Section):
+class ContrastFamily(Section):
     """Contrasts whose p values are adjusted together."""
 
     family: str
@@ -104,7 +104,7 @@ class Grid(Section):
     settings: dict[Name, Overrides] = Field({"base": {}}, min_length=1)
     seeds: list[int] = Field(min_length=1)
     outcome: Outcome = Field(default_factory=Outcome)
-    contrasts: list[Family] = Field(default_factory=list)
+    contrasts: list[ContrastFamily] = Field(default_factory=list)
     cells_of: Literal["all", "contrasts"] = "all"  # contrasts: run only what a contrast needs
 
     @field_validator("overrides", "arms", "settings", mode="before")
@@ -124,7 +124,7 @@ class Grid(Section):
             places = [place for place in places if place in needed]
         return [Cell(*place, seed) for seed in self.seeds for place in places]
 
-    def declared(self, family: Family) -> Iterator[tuple[str, Sides]]:
+    def declared(self, family: ContrastFamily) -> Iterator[tuple[str, Sides]]:
         """Yield each contrast of a family as (label, its left and right side)."""
         over = family.over or {"": list(self.settings)}
         for pair in family.pairs:
@@ -170,7 +170,7 @@ def _written(value: Any, seed: int) -> str:
 def _explained(path: Path, error: Any) -> str:
     where, what = ".".join(str(part) for part in error["loc"]), error["msg"]
     if error["type"] == "extra_forbidden":
-        known = [*Grid.model_fields, *Outcome.model_fields, *Family.model_fields]
+        known = [*Grid.model_fields, *Outcome.model_fields, *ContrastFamily.model_fields]
         what = "no such field; " + (
             did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(known)}"
         )

@@ -29,14 +29,14 @@ TICK, SHOWN_EVERY = 0.2, 60.0  # seconds
 
 
 @dataclass
-class _Running:
+class _Started:
     cell: Cell
     process: subprocess.Popen[bytes]
     since: float
     place: int  # which share of the cores or GPUs it has
 
 
-class Crew:
+class Runner:
     """Starts cells, waits for them, and writes their results. There is one per folder."""
 
     def __init__(self, grid: Grid, jobs: int | None, say: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class Crew:
         self._lock = _locked(self._folder)
         self._found = results.read(self._folder)
         results.check(grid, self._found, self._device)
-        self._running: list[_Running] = []
+        self._running: list[_Started] = []
         self._failed: list[str] = []
 
     def work(self) -> bool:
@@ -120,7 +120,7 @@ class Crew:
                 pass_fds=(self._lock.fileno(),),  # locked while a run is alive
                 start_new_session=True,  # signals of the keyboard do not reach it
             )
-        self._running.append(_Running(cell, process, time.monotonic(), place))
+        self._running.append(_Started(cell, process, time.monotonic(), place))
         self._say(f"{'resumes' if resumes else 'starts'} {cell.name}")
 
     def _reap(self, leaving: bool = False) -> None:
@@ -159,7 +159,7 @@ class Crew:
     def _log(self, cell: Cell) -> Path:
         return self._folder / "logs" / f"{cell.name}.log"
 
-    def _progress(self, one: _Running) -> str:
+    def _progress(self, one: _Started) -> str:
         recorded: Sequence[dict[str, object]] = ()
         with suppress(OSError, ValueError):
             recorded = rows.read(self._folder / one.cell.name / "metrics.jsonl")
