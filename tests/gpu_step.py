@@ -34,9 +34,8 @@ def waits(
     from megatron_stppo.config import Config
     from megatron_stppo.data.finite import columns
     from megatron_stppo.data.packing import to_batch
-    from megatron_stppo.plan.experts import route_evenly
-    from megatron_stppo.plan.work import trajectory
-    from megatron_stppo.plan.world import standing_at
+    from megatron_stppo.plan.substitutes import route_evenly
+    from megatron_stppo.plan.work import standing_at, trajectory
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.stages import score, update
     from tests.stand_in_gpu import StandInGpu

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from benchmark_measure import machine, percentiles
 from rich.console import Console
 from rich.table import Table
-from show_reshard_plan import axes
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
@@ -221,6 +220,17 @@ def show(found: Sequence[Measured], about: dict, console: Console) -> None:
         sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", str(row.buckets))
         table.add_row(row.pair, *sizes, *cells)
     console.print(table)
+
+
+def axes(text: str) -> dict[str, int]:
+    """Return {"tensor": 2, "pipeline": 2} for "tensor=2,pipeline=2". Raises ConfigError."""
+    found: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, sign, value = part.partition("=")
+        if not sign or not value.isdecimal():
+            raise ConfigError(f"--train {part!r} is not AXIS=NUMBER; for example tensor=2,pipeline=2")
+        found[name] = int(value)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

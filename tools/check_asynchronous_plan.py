@@ -1,17 +1,13 @@
-"""Compare the iteration time that `plan --asynchronous` predicts with that of measured runs.
+"""Compare the iteration time that `plan --asynchronous` predicts with that of measured asynchronous runs.
 
     python tools/check_asynchronous_plan.py --calibrate runs/a --calibrate runs/b runs/c runs/d
 
-The speeds of engine and trainer come from the runs of --calibrate: colocated runs whose tools take no time,
-or asynchronous runs. Two runs with batches of different sizes are needed to separate the time of a step from
-that of a sequence.
+The speeds of engine and trainer come from the runs of --calibrate. Two runs with batches of different sizes
+are needed to separate the time of a step from that of a sequence. A run does not record the tokens of prompts
+per step, so their time is a part of that of a sequence.
 
-The lengths of episodes are those of each compared run. The times of tools are:
-
-    environment.kind=slow_search:factory   those of the compared run, which follow from the seeds (for runs
-                                           with one rank, or in the order of admission)
-    other environments of the user         those of --tool-seconds
-    the search environment                 none
+The lengths of episodes are those of each compared run. With environment.kind=slow_search:factory the times of
+tools are those of the compared run, which follow from the seeds. In other environments tools take no time.
 
 Means over iterations are compared, not medians: if tool times have a long tail, an iteration that waits for
 the tail is followed by one that does not, so a median shows little. Exits with 1 if an error is above
@@ -21,29 +17,77 @@ the tail is followed by one that does not, so a median shows little. Exits with 
 from __future__ import annotations
 
 import argparse
-import random
+import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
 
-from megatron_stppo.config import ConfigError
-from megatron_stppo.plan import asynchronous, colocated
-from megatron_stppo.plan.calibration import MeasuredRun, fit_engine, fit_trainer, read_run
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config_file import load
+from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
-from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import (
-    LogNormal,
-    PlannedEpisode,
-    RecordedWork,
-    Sizes,
-    ToolTimes,
-)
+from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.recorded import sizes
+from megatron_stppo.plan.simulation.workload import PlannedEpisode, RecordedWork, Sizes, ToolTimes
 from megatron_stppo.rollout.play import request_seed
+from megatron_stppo.telemetry import rows, trajectory_log
+from megatron_stppo.telemetry.trajectory_files import recorded
 from tools import slow_search
+
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+COUNTED = ("serving/generated_tokens", "serving/tokens_per_step", "serving/step_ms")
+ROUNDS = 50  # of a fit
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A row of metrics.jsonl, and the sizes of its episodes in the order of trajectories/."""
+
+    row: Mapping[str, Any]
+    episodes: tuple[Sizes, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.episodes)
+
+    def without(self, *phases: str) -> float:
+        """Return the seconds of the iteration without those of some phases."""
+        return float(self.row["seconds"]) - sum(float(self.row.get(f"seconds/{x}") or 0.0) for x in phases)
+
+    @property
+    def seconds(self) -> float:
+        return self.without("evaluate", "checkpoint")  # they are not part of a forecast
+
+    @property
+    def training(self) -> float:
+        return self.without("evaluate", "checkpoint", "rollout", "reshard")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The folder of an asynchronous run with at least 3 iterations."""
+
+    folder: Path
+    config: Config
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def warm(self) -> tuple[Iteration, ...]:
+        """All iterations but the first, in which everything is called for the first time."""
+        return self.iterations[1:]
+
+    def mean(self, column: str) -> float:
+        """Return the mean of a column, over the rows that have it; 0 if none has."""
+        found = [float(one.row[column]) for one in self.warm if one.row.get(column) is not None]
+        return statistics.fmean(found) if found else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,83 +96,116 @@ class Machine:
 
     engine: EngineSpeed
     trainer: TrainerSpeed
-    transfer: float  # pause of a replica for an update; 0 if only colocated runs were measured
+    transfer: float  # pause of a replica for an update
     publish: float  # of the trainer, besides the transfers
 
 
-def calibrate(runs: Sequence[MeasuredRun], ranks: int) -> Machine:
-    counts = [engines(run, ranks) for run in runs]
-    apart = [run.mean("serving/pause_ms") / 1000 for run in runs if run.is_asynchronous]
-    transfer = statistics.fmean(apart) if apart else 0.0
-    reshards = [
-        run.mean("seconds/reshard") - (transfer * count if run.is_asynchronous else 0.0)
-        for run, count in zip(runs, counts, strict=True)
+def read_run(folder: Path) -> MeasuredRun:
+    """Read configuration, metrics and trajectories of a run. Raises ConfigError."""
+    if not (folder / METRICS).is_file() or not (folder / CONFIG).is_file():
+        raise ConfigError(f"RUN_DIR={folder}: holds no {METRICS} and {CONFIG}; give the folder of a run")
+    config = load(folder / CONFIG)
+    if config.serving.replicas is None:
+        raise ConfigError(f"RUN_DIR={folder}: serving.replicas=null; give an asynchronous run")
+    try:
+        measured = {row["iteration"]: row for row in rows.read(folder / METRICS) if "seconds/rollout" in row}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / METRICS}: cannot be read ({error}); give another run") from None
+    numbers = [number for number in recorded(folder) if number in measured]
+    if len(numbers) < 3:
+        raise ConfigError(f"RUN_DIR={folder}: has fewer than 3 complete iterations; give a longer run")
+    played = [
+        tuple(sizes(one) for one in trajectory_log.read(folder, number) if one.turns) for number in numbers
     ]
-    publish = max(0.0, statistics.fmean(reshards))
-    return Machine(fit_engine(runs, counts[0]), fit_trainer(runs), transfer, publish)
+    iterations = [Iteration(measured[number], one) for number, one in zip(numbers, played, strict=True)]
+    return MeasuredRun(folder, config, tuple(iterations))
 
 
-def engines(run: MeasuredRun, ranks: int) -> int:
-    return run.config.serving.replicas or ranks // run.config.engine_tensor
-
-
-def work_of(run: MeasuredRun, calls: LogNormal | None) -> RecordedWork:
-    """Return the recorded episodes of a run, with the seconds of their calls."""
-    sizes = [(iteration, one) for iteration, row in enumerate(run.iterations) for one in row.episodes]
-    places = [place for row in run.iterations for place in range(len(row.episodes))]
-    episodes = tuple(
-        PlannedEpisode(one, 0.0, waits(run, iteration, place, one, calls))
-        for (iteration, one), place in zip(sizes, places, strict=True)
+def calibrate(runs: Sequence[MeasuredRun]) -> Machine:
+    """Return the speeds that fit the counted engine steps, and the times of everything but the rollout."""
+    iterations = [one for run in runs for one in run.warm]
+    found = [[one.row.get(name) for name in COUNTED] for one in iterations]
+    counts = [row for row in found if all(row)]  # without iterations in which no replica made a step
+    if not counts:
+        raise ConfigError(f"--calibrate: no row of {METRICS} has {' and '.join(COUNTED)}; use other runs")
+    steps = [tokens / at_once for tokens, at_once, _ in counts]
+    generated = [tokens for tokens, _, _ in counts]
+    in_steps = [count * ms / 1000 for count, (_, _, ms) in zip(steps, counts, strict=True)]
+    tokens = [[1.0] * len(iterations), [float(one.tokens) for one in iterations]]
+    transfer = statistics.fmean(run.mean("serving/pause_ms") / 1000 for run in runs)
+    reshards = [run.mean("seconds/reshard") - transfer * (run.config.serving.replicas or 0) for run in runs]
+    return Machine(
+        EngineSpeed(*fit((steps, generated), in_steps)),
+        TrainerSpeed(*fit(tokens, [one.training for one in iterations])),
+        transfer,
+        max(0.0, statistics.fmean(reshards)),
     )
-    return RecordedWork(episodes, ToolTimes(at_once=run.config.environment.concurrency))
 
 
-def waits(
-    run: MeasuredRun, iteration: int, place: int, sizes: Sizes, calls: LogNormal | None
-) -> tuple[float, ...]:
-    """Return the seconds of the call after each turn. The answer, after the last turn, takes none."""
-    kind, turns = run.config.environment.kind, range(1, len(sizes.turns))
-    seed = request_seed(run.config.run.seed * 1_000_003 + iteration, place, 0)
-    if kind == slow_search.KIND:
-        between = [slow_search.seconds(seed, turn) for turn in turns]
-    elif kind != "search" and calls is not None:
-        chance = random.Random(seed)
-        between = [calls.draw(chance) for _ in turns]
-    else:
-        between = [0.0 for _ in turns]
-    return (*between, 0.0)
+def fit(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the coefficients c >= 0, one per column, with the least sum of |values - columns c|.
+
+    Absolute deviations instead of squares: a few measurements that were disturbed by other work then have no
+    influence. All subsets of columns are tried.
+    Example: columns (1, 1, 1, 1) and (0, 1, 2, 3) with values (2, 3, 4, 50) give [2, 1].
+    """
+    target = np.asarray(values, dtype=float)
+    best, least = [0.0] * len(columns), float(np.abs(target).sum())
+    for count in range(1, len(columns) + 1):
+        for chosen in itertools.combinations(range(len(columns)), count):
+            matrix = np.stack([np.asarray(columns[k], dtype=float) for k in chosen], axis=1)
+            found = _least_deviations(matrix, target)
+            error = float(np.abs(target - matrix @ found).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = [0.0] * len(columns), error
+                for k, value in zip(chosen, found, strict=True):
+                    best[k] = float(value)
+    return best
 
 
-def predict(run: MeasuredRun, machine: Machine, calls: LogNormal | None, ranks: int) -> Sequence[float]:
+def _least_deviations(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the coefficients by least squares with weights that make squares absolute deviations."""
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0] = 1.0
+    weights = np.ones(len(target))
+    for _ in range(ROUNDS):
+        root = np.sqrt(weights)
+        found = np.linalg.lstsq(matrix / scale * root[:, None], target * root, rcond=None)[0]
+        deviations = np.abs(target - matrix / scale @ found)
+        weights = 1 / np.maximum(deviations, 1e-9 * max(1e-300, float(np.abs(target).max())))
+    return found / scale
+
+
+def work_of(run: MeasuredRun) -> RecordedWork:
+    """Return the recorded episodes of a run, with the seconds of their calls."""
+    slow = run.config.environment.kind == slow_search.KIND
+    episodes = []
+    for iteration, row in enumerate(run.iterations):
+        for place, one in enumerate(row.episodes):
+            seed = request_seed(run.config.run.seed * 1_000_003 + iteration, place, 0)
+            turns = range(1, len(one.turns))
+            waits = tuple(slow_search.seconds(seed, turn) if slow else 0.0 for turn in turns)
+            episodes.append(PlannedEpisode(one, waits))
+    return RecordedWork(tuple(episodes), ToolTimes(at_once=run.config.environment.concurrency))
+
+
+def predict(run: MeasuredRun, machine: Machine) -> Sequence[float]:
     """Return the seconds of the simulated iterations of `run`, without the first."""
-    config, serving, count = run.config, run.config.serving, len(run.iterations)
-    work = work_of(run, calls)
-    if not run.is_asynchronous:
-        together = colocated.ColocatedRun(
-            work,
-            run.batch,
-            machine.engine,
-            machine.trainer,
-            engines(run, ranks),
-            machine.publish,
-            config.rollout.overlap_tools,
-        )
-        return colocated.simulate(together, count).durations[1:]
-    rollout = config.rollout
-    apart = asynchronous.AsynchronousRun(
-        work,
+    rollout, serving = run.config.rollout, run.config.serving
+    simulated = AsynchronousRun(
+        work_of(run),
         BatchRule(
             rollout.tasks_per_iteration, serving.max_staleness, serving.order, rollout.samples_per_task
         ),
         machine.engine,
         machine.trainer,
-        engines(run, ranks),
+        serving.replicas or 0,
         serving.concurrency or rollout.max_sequences,
         serving.update,
         machine.transfer,
         machine.publish,
     )
-    return asynchronous.simulate(apart, asynchronous.Window(1, count - 1)).durations
+    return simulate(simulated, Window(1, len(run.iterations) - 1)).durations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,8 +214,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--calibrate", action="append", type=Path, required=True, metavar="RUN_DIR")
-    parser.add_argument("--tool-seconds", nargs=2, type=float, metavar=("MEDIAN", "P99"))
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the colocated runs (default: 1)")
     parser.add_argument(
         "--own-training",
         action="store_true",
@@ -146,17 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, default=0.15, help="largest relative error (default: 0.15)")
     arguments = parser.parse_args(argv)
-    calls = LogNormal(*arguments.tool_seconds) if arguments.tool_seconds else None
     try:
-        machine = calibrate([read_run(folder) for folder in arguments.calibrate], arguments.ranks)
+        machine = calibrate([read_run(folder) for folder in arguments.calibrate])
         runs = [read_run(folder) for folder in arguments.runs]
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     engine, trainer = machine.engine, machine.trainer
     print(
-        f"engine: {engine.step * 1e3:.2f} ms per step, {engine.sequence * 1e3:.3f} ms per sequence, "
-        f"{engine.prefill * 1e3:.3f} ms per token of a prompt\n"
+        f"engine: {engine.step * 1e3:.2f} ms per step, {engine.sequence * 1e3:.3f} ms per sequence\n"
         f"trainer: {trainer.batch:.3f} s per batch, {trainer.token * 1e3:.3f} ms per token\n"
         f"update: {machine.transfer:.3f} s per replica, and {machine.publish:.3f} s\n"
         "seconds of an iteration, mean (median)"
@@ -166,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = [one.seconds for one in run.warm]
         trained = TrainerSpeed(statistics.fmean(one.training for one in run.warm))
         own = replace(machine, trainer=trained) if arguments.own_training else machine
-        predicted = predict(run, own, calls, arguments.ranks)
+        predicted = predict(run, own)
         error = statistics.fmean(predicted) / statistics.fmean(measured) - 1
         worst = max(worst, abs(error))
         print(

@@ -72,10 +72,10 @@ def plan(
 
     process.prepare(engine=False, device="meta")
     from megatron_stppo.plan.dry_run import plan as dry_run
-    from megatron_stppo.plan.report import write
+    from megatron_stppo.plan.report import write_plan
 
     found = dry_run(settings, gpus[0])
-    write(found, as_json)
+    write_plan(found, as_json)
     if found.broken:
         raise ConfigError("\n".join(found.broken))
 
@@ -100,9 +100,9 @@ def _plan_asynchronous(
     from megatron_stppo.launch import process
 
     process.prepare(engine=False, device="meta")
-    from megatron_stppo.plan.calibration import read_lengths
     from megatron_stppo.plan.outlook import Planner
-    from megatron_stppo.plan.outlook_report import write
+    from megatron_stppo.plan.report import write_outlooks
+    from megatron_stppo.plan.simulation.recorded import read_lengths
     from megatron_stppo.plan.simulation.workload import Workload
 
     lengths = assumptions.lengths(settings, given) if source is None else read_lengths(source)
@@ -111,7 +111,7 @@ def _plan_asynchronous(
         planner.outlook(count, found.trainers, found.left_out, found.refusal)
         for count, found in candidates.items()
     ]
-    write(planner, outlooks, None if source is None else str(source), as_json)
+    write_outlooks(planner, outlooks, None if source is None else str(source), as_json)
     if not any(one.splits for one in outlooks):
         lines = [line for one in outlooks for line in one.left_out]
         raise ConfigError("\n".join(["asynchronous training does not fit these GPUs", *lines]))

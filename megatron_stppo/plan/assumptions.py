@@ -6,7 +6,7 @@ Does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_stppo.config import Config, ConfigError
@@ -18,39 +18,42 @@ from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, Too
 class Assumption:
     """One number. `most` is the largest value; all are above 0.
 
-    Example: Assumption("tool_seconds", "s", "median of the calls of tools").
+    Example: Assumption("s for a call of a tool, median", lambda _: 1.0).
     """
 
-    name: str
-    unit: str
-    meaning: str
+    meaning: str  # follows the number, so it begins with the unit
+    default: Callable[[Config], float]
     most: float = math.inf
 
 
-LENGTHS = (
-    Assumption("turns", "", "turns of an episode"),
-    Assumption("prompt_tokens", "tokens", "of a prompt, median; one in 100 has rollout.max_prompt_tokens"),
-    Assumption("turn_tokens", "tokens", "of a turn, median; one in 100 has rollout.max_turn_tokens"),
-    Assumption("observation_tokens", "tokens", "of an observation"),
-)
-TOOLS = (
-    Assumption("tool_seconds", "s", "for a call of a tool, median"),
-    Assumption("tool_seconds_p99", "s", "or more for one in 100 calls of tools"),
-)
-MACHINE = (
-    Assumption(
-        "step_seconds", "s", "of an engine step beside memory and FLOP: launches, collectives, sampling"
+ALL = {
+    "turns": Assumption("turns of an episode", lambda c: c.environment.max_turns),
+    "prompt_tokens": Assumption(
+        "tokens of a prompt, median; one in 100 has rollout.max_prompt_tokens",
+        lambda c: max(1.0, c.rollout.max_prompt_tokens / 4),
     ),
-    Assumption("memory_share", "", "of the memory's bandwidth, in engine steps", 1.0),
-    Assumption("engine_share", "", "of the peak FLOP/s, in engine steps", 1.0),
-    Assumption("training_share", "", "of the peak FLOP/s, in score and update", 1.0),
-    Assumption("network_share", "", "of the links' bandwidth, when weights are sent", 1.0),
-    Assumption(
-        "switch_seconds", "s", "to put a colocated engine to sleep, wake it, and move the models' memory"
+    "turn_tokens": Assumption(
+        "tokens of a turn, median; one in 100 has rollout.max_turn_tokens",
+        lambda c: max(1.0, c.rollout.max_turn_tokens / 2),
     ),
-    Assumption("replica_memory", "", "of a replica's GPU memory for the engine", 0.99),
-)
-ALL = {one.name: one for one in (*LENGTHS, *TOOLS, *MACHINE)}
+    "observation_tokens": Assumption(
+        "tokens of an observation", lambda c: c.environment.max_observation_tokens
+    ),
+    "tool_seconds": Assumption("s for a call of a tool, median", lambda _: 1.0),
+    "tool_seconds_p99": Assumption("s or more for one in 100 calls of tools", lambda _: 10.0),
+    "step_seconds": Assumption(
+        "s of an engine step beside memory and FLOP: launches, collectives, sampling", lambda _: 0.005
+    ),
+    "memory_share": Assumption("of the memory's bandwidth, in engine steps", lambda _: 0.7, 1.0),
+    "engine_share": Assumption("of the peak FLOP/s, in engine steps", lambda _: 0.5, 1.0),
+    "training_share": Assumption("of the peak FLOP/s, in score and update", lambda _: 0.35, 1.0),
+    "network_share": Assumption("of the links' bandwidth, when weights are sent", lambda _: 0.5, 1.0),
+    "switch_seconds": Assumption(
+        "s to put a colocated engine to sleep, wake it, and move the models' memory", lambda _: 5.0
+    ),
+    "replica_memory": Assumption("of a replica's GPU memory for the engine", lambda _: 0.9, 0.99),
+}
+OF_LENGTHS = ("turns", "prompt_tokens", "turn_tokens", "observation_tokens")
 
 
 def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
@@ -58,7 +61,7 @@ def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
 
     Raises ConfigError for an unknown name, or a value that is out of range.
     """
-    found = defaults(config)
+    found = {name: one.default(config) for name, one in ALL.items()}
     for override in overrides:
         name, _, text = override.partition("=")
         if name not in found:
@@ -78,26 +81,6 @@ def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
             f"tool_seconds={found['tool_seconds']:g}; give both"
         )
     return found
-
-
-def defaults(config: Config) -> dict[str, float]:
-    """Return the default of every assumption by name. Some depend on the limits of the configuration."""
-    r, e = config.rollout, config.environment
-    return {
-        "turns": e.max_turns,
-        "prompt_tokens": max(1.0, r.max_prompt_tokens / 4),
-        "turn_tokens": max(1.0, r.max_turn_tokens / 2),
-        "observation_tokens": e.max_observation_tokens,
-        "tool_seconds": 1.0,
-        "tool_seconds_p99": 10.0,
-        "step_seconds": 0.005,
-        "memory_share": 0.7,
-        "engine_share": 0.5,
-        "training_share": 0.35,
-        "network_share": 0.5,
-        "switch_seconds": 5.0,
-        "replica_memory": 0.9,
-    }
 
 
 def lengths(config: Config, given: Mapping[str, float]) -> DrawnLengths:

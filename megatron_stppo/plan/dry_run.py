@@ -1,12 +1,11 @@
 """The plan of a run on any number of GPUs: its layout, memory, reshard and lower bounds of its times.
 
 No GPU is needed. megatron's modules are the real ones, on meta tensors. vLLM's memory is estimated by
-arithmetic (engine.py).
+arithmetic (usage.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +17,6 @@ from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.bounds import Bounds, bounds
-from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.exchange import (
     ReshardCost,
     applied_bytes,
@@ -29,12 +26,11 @@ from megatron_stppo.plan.exchange import (
     shard_bytes,
 )
 from megatron_stppo.plan.hardware import H100, Gpu
-from megatron_stppo.plan.host import HostUse
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
-from megatron_stppo.plan.phases import StageUse
-from megatron_stppo.plan.work import Work, fullest_microbatch
-from megatron_stppo.plan.world import Kind, kinds, standing_at
+from megatron_stppo.plan.times import Bounds, bounds
+from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
+from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
 from megatron_stppo.reshard.resharder import mismatch
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
@@ -50,15 +46,9 @@ WITHOUT_VALUES = {"use_cpu_initialization": False, "perform_initialization": Fal
 class Plan:
     """The plan of a run on a number of GPUs: what it needs, and which limits it violates (`broken`)."""
 
-    config: Config
     gpu: Gpu
     shape: ModelShape
-    layout: Layout
-    layers: str
-    dtype: str
-    work: Work
-    microbatch_tokens: int
-    stages: tuple[StageUse, ...]
+    use: TrainingUse
     engine: EngineUse
     exchange: ReshardCost
     host: HostUse
@@ -68,21 +58,7 @@ class Plan:
     @property
     def beside(self) -> tuple[EngineUse, int, Offload]:
         """The arguments of StageUse.phases and StageUse.totals: engine, bytes of staging, offload setting."""
-        return self.engine, self.exchange.staging, self.config.update.offload
-
-
-@dataclass(frozen=True)
-class TrainingUse:
-    """What the models take on the GPUs that train."""
-
-    config: Config  # with megatron's settings for a plan
-    layout: Layout
-    layers: str
-    dtype: torch.dtype
-    spans: Mapping[int, Spans]  # by rank
-    work: Work
-    microbatch_tokens: int
-    stages: tuple[StageUse, ...]
+        return self.engine, self.exchange.staging, self.use.config.update.offload
 
 
 def training_use(config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100) -> TrainingUse:
@@ -118,7 +94,8 @@ def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
 def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     """Return the plan of a run in which all GPUs of `use` train and serve. Raises PlanError."""
     gpus = use.layout.world
-    config, layout, size, widths = use.config, use.layout, use.dtype.itemsize, row_widths(shape)
+    config, size, widths = use.config, use.dtype.itemsize, row_widths(shape)
+    alike = layers_to_plan(shape, use.layout)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
     adapters = served_adapters(config.model.lora, shape)
     weights = max(
@@ -126,28 +103,21 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
         for rank in range(config.engine_tensor)
     )
     engine = EngineUse.of(config, shape, weights, size, gpu)
-    moves = exchange(use.spans, serving, widths, layers_to_plan(shape, layout), size, gpu)
+    moves = exchange(use.spans, serving, widths, alike, size, gpu)
     if adapters is not None and adapters.alone:  # an engine that has slept gets all weights again, too
         each = transfers(shape, use.spans, serving, adapters).each
-        moves = moves.then(exchange(*each, layers_to_plan(shape, layout), size, gpu))
+        moves = moves.then(exchange(*each, alike, size, gpu))
     elif adapters is not None:
         moves = replace(moves, merging=merging_bytes(shape, adapters.rank, adapters.targets))
-    times = bounds(config, layout, use.stages, engine, use.work, use.microbatch_tokens, moves.seconds, gpu)
     return Plan(
-        config=config,
         gpu=gpu,
         shape=shape,
-        layout=layout,
-        layers=use.layers,
-        dtype=str(use.dtype).removeprefix("torch."),
-        work=use.work,
-        microbatch_tokens=use.microbatch_tokens,
-        stages=use.stages,
+        use=use,
         engine=engine,
         exchange=moves,
-        host=HostUse.of(config, layout, use.stages, use.dtype, gpu.per_node),
-        bounds=times,
-        broken=tuple(broken(config, layout, use.stages, engine, moves.staging, gpu)),
+        host=HostUse.of(use, gpu.per_node),
+        bounds=bounds(use, engine, moves.seconds, gpu),
+        broken=tuple(broken(use, engine, moves.staging, gpu)),
     )
 
 
@@ -171,43 +141,36 @@ def _of_kind(
     cut = Packer.of(config, shape, mesh).spec
     work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
     rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
-    used = rank.uses(_roles(config))
+    roles: dict[build.Role, bool] = {
+        "actor": True,
+        "critic": config.needs_critic,
+        "reference": config.needs_reference,
+    }
+    used = rank.uses([role for role, is_needed in roles.items() if is_needed])
     models = used.models
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
     logits = min(rows, len(microbatch.target_T)) * columns * size
     layers = sum(len(run) for run in mesh.layout.chunks(shape.layers, mesh.pipeline_rank))
-    return (
-        work,
-        microbatch.tokens,
-        [
-            StageUse(
-                stage=stage,
-                ranks=count,
-                layers=layers,
-                models=models,
-                scored=tuple(role for role in models if role != "actor" or config.scores_actor),
-                in_flight={
-                    role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
-                },
-                trunk=used.trunk,
-                buffers=used.buffers,
-                served_flop=used.served_flop,
-                logits=logits if stage == mesh.layout.pipeline - 1 else 0,
-            )
-            for stage, count in kind.stages.items()
-        ],
-    )
-
-
-def _roles(config: Config) -> list[build.Role]:
-    wanted: dict[build.Role, bool] = {
-        "actor": True,
-        "critic": config.needs_critic,
-        "reference": config.needs_reference,
-    }
-    return [role for role, is_needed in wanted.items() if is_needed]
+    stages = [
+        StageUse(
+            stage=stage,
+            ranks=count,
+            layers=layers,
+            models=models,
+            scored=tuple(role for role in models if role != "actor" or config.scores_actor),
+            in_flight={
+                role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
+            },
+            trunk=used.trunk,
+            buffers=used.buffers,
+            served_flop=used.served_flop,
+            logits=logits if stage == mesh.layout.pipeline - 1 else 0,
+        )
+        for stage, count in kind.stages.items()
+    ]
+    return work, microbatch.tokens, stages
 
 
 def planned_dtype(config: Config) -> torch.dtype:

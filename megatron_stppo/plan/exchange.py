@@ -1,4 +1,4 @@
-"""The cost of the reshard of a whole cluster: the bytes over each link. Every row must arrive exactly once.
+"""The cost of the reshard of a whole cluster: the bytes over each link.
 
 All layers of one model chunk have the same layout on its ranks, so one layer can be planned and counted for
 all. The numbers of bytes are then exact, but which of several holders sends is chosen once for all these
@@ -8,7 +8,7 @@ layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,7 +17,7 @@ from megatron_stppo.launch.vllm_environment import padded_rank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.reshard.merging import AT_ONCE
-from megatron_stppo.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, lower_bound, plan_copies
+from megatron_stppo.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
 from megatron_stppo.sharding.hf_names import ModelShape
 from megatron_stppo.sharding.low_rank import adapted, adapter_shapes, serving_adapter_spans, with_joined
 from megatron_stppo.sharding.spans import widths_of
@@ -69,7 +69,7 @@ def exchange(
     """Return the cost of a reshard from `sources` to `targets`.
 
     widths: {hf_key: elements per row}; alike: {planned layer: number of layers that it is counted for};
-    size: bytes per element that is sent. Raises PlanError unless every target row is written exactly once.
+    size: bytes per element that is sent. Raises PlanError if no source has a row of a target.
     """
     sources, targets = _only(sources, alike), _only(targets, alike)
     layers = {key: layer_of(key) for key in widths}
@@ -77,7 +77,7 @@ def exchange(
     widths = {key: width * weights[key] for key, width in widths.items()}  # one row of each counted layer
     links: dict[tuple[str, str, int], int] = defaultdict(int)  # {(rank or node, in or out, number): bytes}
     copies = moved = at_home = between = 0
-    for copy in _once(plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node), targets):
+    for copy in plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node):
         copies += weights[copy.hf_key]
         sent = copy.size * widths[copy.hf_key] * size
         if copy.source_rank == copy.target_rank:
@@ -163,33 +163,6 @@ def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spa
                 if any(number is None or number in layers for number in numbers[name])
             }
     return {rank: thinned[id(spans)] for rank, spans in layouts.items()}
-
-
-def _once(copies: Iterator[RowCopy], targets: Mapping[int, Spans]) -> Iterator[RowCopy]:
-    """Yield the copies.
-
-    Raises PlanError unless they fill every target tensor in order, without gap or overlap.
-    """
-    expected = (
-        (rank, name, span.local, span.size)
-        for rank, spans in targets.items()
-        for name, parts in spans.items()
-        for span in parts
-        if span.hf_key != PADDING
-    )
-    for rank, name, local, size in expected:
-        at = local
-        while at < local + size:
-            copy = next(copies, None)
-            if copy is None or (copy.target_rank, copy.target, copy.target_offset) != (rank, name, at):
-                raise PlanError(f"the next copy is {copy}, not that of row {at} of {name} on rank {rank}")
-            at += copy.size
-            yield copy
-        if at > local + size:
-            raise PlanError(f"{name} on rank {rank}: rows {local + size}..{at - 1} belong to another span")
-    extra = next(copies, None)
-    if extra is not None:
-        raise PlanError(f"{extra} writes rows that were already written")
 
 
 def shard_bytes(spans: Spans, widths: Mapping[str, int], size: int) -> int:

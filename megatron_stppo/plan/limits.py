@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from megatron_stppo.config import Config
 from megatron_stppo.model.offload import Phase
-from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.engine import EngineUse
 from megatron_stppo.plan.hardware import GIB, Gpu
-from megatron_stppo.plan.phases import StageUse
-
-NO_ENGINE = EngineUse(0, 0, 0, 1)  # on GPUs that only train
+from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 
 
-def broken(
-    config: Config, layout: Layout, stages: Sequence[StageUse], engine: EngineUse, staging: int, gpu: Gpu
-) -> list[str]:
+def broken(use: TrainingUse, engine: EngineUse, staging: int, gpu: Gpu) -> list[str]:
     """Return the violated limits, in the order in which a run would reach them; empty if the run fits.
 
     staging: bytes of the reshard's buffers.
     """
-    every: tuple[Phase, ...] = ("rollout", "reshard", "score", "update")
-    return [
-        *serving_limit(config, engine, gpu),
-        *_phases(config, layout, stages, engine, staging, gpu, every),
-    ]
+    phases: tuple[Phase, ...] = ("rollout", "reshard", "score", "update")
+    return [*serving_limit(use.config, engine, gpu), *_phases(use, engine, staging, gpu, phases)]
 
 
-def training_limits(
-    config: Config, layout: Layout, stages: Sequence[StageUse], staging: int, gpu: Gpu
-) -> list[str]:
+def training_limits(use: TrainingUse, gpu: Gpu) -> list[str]:
     """Return the violated limits of GPUs that train and do not serve."""
-    return list(_phases(config, layout, stages, NO_ENGINE, staging, gpu, ("score", "update")))
+    return list(_phases(use, EngineUse(0, 0, 0, 1), 0, gpu, ("score", "update")))
 
 
 def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
@@ -51,31 +40,24 @@ def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
 
 
 def _phases(
-    config: Config,
-    layout: Layout,
-    stages: Sequence[StageUse],
-    engine: EngineUse,
-    staging: int,
-    gpu: Gpu,
-    phases: Iterable[Phase],
+    use: TrainingUse, engine: EngineUse, staging: int, gpu: Gpu, phases: Iterable[Phase]
 ) -> Iterator[str]:
     """Yield a line for every phase that does not fit, about the stage that needs most memory."""
-    offload = config.update.offload
+    offload = use.config.update.offload
     for phase in phases:
-        fullest = max(stages, key=lambda one: one.totals(engine, staging, offload)[phase])
+        fullest = max(use.stages, key=lambda one: one.totals(engine, staging, offload)[phase])
         taken = fullest.totals(engine, staging, offload)[phase]
         if taken > gpu.usable:
-            where = f" of pipeline stage {fullest.stage}" if layout.pipeline > 1 else ""
+            where = f" of pipeline stage {fullest.stage}" if use.layout.pipeline > 1 else ""
             yield (
-                f"{_remedy(config, layout, phase, fullest, engine, gpu)} ({phase} needs {_gib(taken)} on a "
+                f"{_remedy(use, phase, fullest, engine, gpu)} ({phase} needs {_gib(taken)} on a "
                 f"GPU{where}, which has {_gib(gpu.usable)})"
             )
 
 
-def _remedy(
-    config: Config, layout: Layout, phase: Phase, stage: StageUse, engine: EngineUse, gpu: Gpu
-) -> str:
+def _remedy(use: TrainingUse, phase: Phase, stage: StageUse, engine: EngineUse, gpu: Gpu) -> str:
     """Return the field whose change helps most, with its present value and the value to choose."""
+    config, layout = use.config, use.layout
     parallel, update = config.parallel, config.update
     held = sum(stage.held(phase, update.offload).values())
     serves = phase in ("rollout", "reshard")

@@ -21,9 +21,8 @@ from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.model.trunk import frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.experts import forget, route_evenly
-from megatron_stppo.plan.fused import device_paths
 from megatron_stppo.plan.meter import Meter
+from megatron_stppo.plan.substitutes import device_paths, forget, route_evenly
 from megatron_stppo.sharding.hf_names import ModelShape
 
 

@@ -76,7 +76,7 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
         made = plan(settings(*case), gpus, host)
         ranks = []
         for rank in range(gpus):
-            stage = made.stages[made.layout.coordinates(rank).pipeline]
+            stage = made.use.stages[made.use.layout.coordinates(rank).pipeline]
             actor, critic = stage.models["actor"], stage.models["critic"]
             parts = {
                 f"{role} {part}": getattr(use, part)

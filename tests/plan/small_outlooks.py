@@ -10,10 +10,10 @@ from tests.plan.real_step import settings
 
 
 def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str, ...] = ()) -> Any:
-    """Return the outlook of the small run as JSON values, its verdict, and what is printed."""
+    """Return the gain of the small run, the verdict, and what is printed."""
     from megatron_stppo.plan import assumptions
     from megatron_stppo.plan.outlook import Planner
-    from megatron_stppo.plan.outlook_report import as_json, verdict, write
+    from megatron_stppo.plan.report import verdict, write_outlooks
     from megatron_stppo.plan.simulation.workload import Workload
 
     config = settings(folder, {"dtype": "auto"}, {})
@@ -22,8 +22,8 @@ def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str
     planner, text = Planner(config, work, given), io.StringIO()
     found = planner.outlook(gpus, trainers, (), "")
     with contextlib.redirect_stdout(text):
-        write(planner, [found], None, in_json=False)
-    return as_json(found) | {"verdict": verdict(found), "printed": text.getvalue()}
+        write_outlooks(planner, [found], None, in_json=False)
+    return {"gain": found.gain, "verdict": verdict(found), "printed": text.getvalue()}
 
 
 def trainer_seconds(folder: str) -> tuple[float, float]:
@@ -31,11 +31,11 @@ def trainer_seconds(folder: str) -> tuple[float, float]:
     from megatron_stppo.plan import assumptions
     from megatron_stppo.plan.dry_run import plan, training_use
     from megatron_stppo.plan.hardware import H100
-    from megatron_stppo.plan.machine import trainer_speed
+    from megatron_stppo.plan.times import trainer_speed
     from megatron_stppo.sharding.hf_names import read_shape
 
     config = settings(folder, {"dtype": "auto"}, {})
-    given = assumptions.defaults(config) | {"training_share": 1.0}
+    given = assumptions.read(config, ()) | {"training_share": 1.0}
     use = training_use(config, read_shape(config.model.path), 2)
     bounds = plan(config, 2).bounds
     speed = trainer_speed(use, config.max_context, H100, given)

@@ -12,7 +12,7 @@ from tests.plan.real_step import settings
 def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]]]:
     """Return (first rank, {stage: ranks}) of an 8-layer model."""
     from megatron_stppo.parallel.layout import Layout
-    from megatron_stppo.plan.world import kinds
+    from megatron_stppo.plan.work import kinds
     from megatron_stppo.sharding.hf_names import ModelShape
     from megatron_stppo.sharding.spans import training_layouts
 
@@ -49,12 +49,12 @@ def limits(folder: str) -> dict[str, list[str]]:
     config = settings(folder, {"dtype": "auto"}, {"tensor": 2, "sequence": True})
     made = plan(config, 2)
     cache = config.max_context * made.engine.cache_per_token  # of one trajectory
-    stage, engine = made.stages[0], replace(made.engine, working=0, cache=cache)
+    stage, engine = made.use.stages[0], replace(made.engine, working=0, cache=cache)
     totals = stage.totals(engine, 0, "none")
 
     def lines(memory: int, engine: Any = engine, config: Any = config) -> list[str]:
         gpu = replace(H100, memory=memory, reserve=0)
-        return broken(config, made.layout, made.stages, engine, 0, gpu)
+        return broken(replace(made.use, config=config), engine, 0, gpu)
 
     return {
         "all": list(made.broken),
@@ -80,7 +80,7 @@ def head_types(folder: str) -> dict[str, tuple[int, int]]:
 
     found = {}
     for head_dtype in ("auto", "float32", "model"):
-        (stage,) = plan(settings(folder, {"dtype": "auto", "head_dtype": head_dtype}, {}), 1).stages
+        (stage,) = plan(settings(folder, {"dtype": "auto", "head_dtype": head_dtype}, {}), 1).use.stages
         found[head_dtype] = (stage.logits, stage.models["actor"].working)
     return found
 
@@ -97,9 +97,9 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
 
     config = settings(folder, {"dtype": "auto", "lora": {"rank": rank}}, {})
     made, shape = plan(config, 1), read_shape(config.model.path)
-    models, longest = made.stages[0].models, config.max_context
-    count = made.microbatch_tokens // longest
-    assert made.microbatch_tokens == count * longest
+    models, longest = made.use.stages[0].models, config.max_context
+    count = made.use.microbatch_tokens // longest
+    assert made.use.microbatch_tokens == count * longest
     head = count * len(trajectory(config, longest).action_positions)
     lengths, lora = [longest] * count, (rank, config.model.lora.names)
     added = adapters(shape, lengths, *lora)
@@ -123,7 +123,7 @@ def references(folder: str) -> list[tuple[int, int, int, int]]:
     found = []
     for path in (None, "adapters"):
         lora = {"rank": 4, "path": path}
-        (stage,) = plan(settings(folder, {"dtype": "auto", "lora": lora}, {}), 1).stages
+        (stage,) = plan(settings(folder, {"dtype": "auto", "lora": lora}, {}), 1).use.stages
         actor, reference = stage.models["actor"], stage.models["reference"]
         found.append((actor.weights, reference.weights, stage.trunk, stage.served_flop))
     return found

@@ -10,7 +10,6 @@ import pytest
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.plan import assumptions
-from megatron_stppo.plan.simulation.fit import fit
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
 from megatron_stppo.validation.splits import candidates
 
@@ -45,10 +44,6 @@ def test_an_episode_ends_when_its_context_is_full() -> None:
 
     assert turns(40) == ((50, 20),)
     assert turns(25) == ((50, 20), (25, 5))
-
-
-def test_every_assumption_has_a_default_and_a_meaning(config: Config) -> None:
-    assert set(assumptions.defaults(config)) == set(assumptions.ALL)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +83,3 @@ def test_too_few_gpus_for_a_trainer_and_a_replica_are_refused(config: Config) ->
     assert found.left_out == (
         "16 GPUs: parallel.tensor * context * pipeline = 16 GPUs train, and none is left for a replica",
     )
-
-
-def test_a_fit_is_not_moved_by_a_disturbed_measurement() -> None:
-    steps = [10.0, 20.0, 30.0, 40.0, 10.0, 20.0, 30.0, 40.0]
-    tokens = [100.0, 100.0, 500.0, 500.0, 300.0, 400.0, 100.0, 200.0]
-    seconds = [0.5 * step + 0.01 * token for step, token in zip(steps, tokens, strict=True)]
-    seconds[2] *= 3
-    assert fit((steps, tokens), seconds) == pytest.approx([0.5, 0.01])
-
-
-def test_a_coefficient_that_would_be_negative_is_zero() -> None:
-    assert fit(([1.0, 1.0, 1.0], [0.0, 1.0, 2.0]), [3.0, 2.0, 2.0]) == pytest.approx([2.0, 0.0])

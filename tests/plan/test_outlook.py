@@ -65,7 +65,9 @@ def test_the_command_prints_every_split_and_its_assumptions(model: Path) -> None
     ]
     (split,) = two["splits"]
     assert (split["trainer"], split["replicas"], two["left_out"]) == (1, 1, [])
-    assert two["gain"] == pytest.approx(split["tokens_per_second"] / two["colocated"]["tokens_per_second"])
+    assert two["gain"] == pytest.approx(
+        split["forecast"]["tokens_per_second"] / two["together"]["tokens_per_second"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from functools import cached_property
 
 import pytest
 
-from megatron_stppo.plan import asynchronous, colocated
+from megatron_stppo.plan.simulation import asynchronous, colocated
 from megatron_stppo.plan.simulation.buffer import BatchRule
-from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.workload import (
     DrawnLengths,
     EpisodeSource,

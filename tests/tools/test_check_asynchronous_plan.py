@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.plan import asynchronous, colocated
-from megatron_stppo.plan.calibration import fit_engine, fit_trainer, read_lengths, read_run
+from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, AsynchronousSimulation, Window
 from megatron_stppo.plan.simulation.buffer import BatchRule
-from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.recorded import read_lengths
 from megatron_stppo.plan.simulation.workload import (
     DrawnLengths,
     LogNormal,
@@ -24,6 +24,7 @@ from megatron_stppo.plan.simulation.workload import (
 )
 from tools import check_asynchronous_plan as tool
 from tools import slow_search
+from tools.check_asynchronous_plan import calibrate, fit, read_run
 
 ENGINE, TRAINER = EngineSpeed(0.01, 0.001), TrainerSpeed(0.2, 1e-4)
 LENGTHS = DrawnLengths(LogNormal(30, 60), LogNormal(2, 4), LogNormal(10, 40), LogNormal(20, 40), 400)
@@ -31,34 +32,45 @@ ITERATIONS = 6
 
 
 def test_the_speeds_of_a_run_are_found_again(tmp_path: Path) -> None:
-    runs = [read_run(together(tmp_path / str(tasks), tasks)) for tasks in (4, 64)]
-    engine, trainer = fit_engine(runs), fit_trainer(runs)
-    assert (engine.step, engine.sequence) == pytest.approx((0.01, 0.001), rel=0.01)
-    assert engine.prefill == pytest.approx(0.0, abs=1e-5)
-    assert (trainer.batch, trainer.token) == pytest.approx((0.2, 1e-4), rel=0.01)
+    machine = calibrate([read_run(run(tmp_path / str(tasks), tasks)) for tasks in (4, 64)])
+    assert (machine.engine.step, machine.engine.sequence) == pytest.approx((0.01, 0.001), rel=0.01)
+    assert (machine.trainer.batch, machine.trainer.token) == pytest.approx((0.2, 1e-4), rel=0.01)
+    assert (machine.transfer, machine.publish) == (0.0, 0.0)
 
 
-def test_predictions_of_other_batches_and_of_asynchronous_runs_agree(
+def test_predictions_of_other_batches_and_another_bound_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few, many, other = (str(together(tmp_path / str(tasks), tasks)) for tasks in (4, 64, 16))
-    ahead = str(apart(tmp_path / "apart", 16, staleness=1))
+    few, many, other = (str(run(tmp_path / str(tasks), tasks)) for tasks in (4, 64, 16))
+    ahead = str(run(tmp_path / "ahead", 16, staleness=1))
     assert tool.main(["--calibrate", few, "--calibrate", many, other, ahead, "--limit", "0.05"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "engine: 10.00 ms per step, 1.000 ms per sequence, 0.000 ms per token of a prompt"
-    assert [line.partition(":")[0] for line in lines[-2:]] == ["16", "apart"]
+    assert lines[0] == "engine: 10.00 ms per step, 1.000 ms per sequence"
+    assert [line.partition(":")[0] for line in lines[-2:]] == ["16", "ahead"]
     assert all(line.endswith((": +0%", ": -0%", ": +1%", ": -1%")) for line in lines[-2:])
 
 
 def test_a_prediction_that_is_wrong_exits_with_1(tmp_path: Path) -> None:
-    few, many = (str(together(tmp_path / str(tasks), tasks)) for tasks in (4, 64))
-    wrong = together(tmp_path / "wrong", 16, slower=2.0)
+    few, many = (str(run(tmp_path / str(tasks), tasks)) for tasks in (4, 64))
+    wrong = run(tmp_path / "wrong", 16, slower=2.0)
     assert tool.main(["--calibrate", few, "--calibrate", many, str(wrong)]) == 1
+
+
+def test_a_fit_is_not_moved_by_a_disturbed_measurement() -> None:
+    steps = [10.0, 20.0, 30.0, 40.0, 10.0, 20.0, 30.0, 40.0]
+    tokens = [100.0, 100.0, 500.0, 500.0, 300.0, 400.0, 100.0, 200.0]
+    seconds = [0.5 * step + 0.01 * token for step, token in zip(steps, tokens, strict=True)]
+    seconds[2] *= 3
+    assert fit((steps, tokens), seconds) == pytest.approx([0.5, 0.01])
+
+
+def test_a_coefficient_that_would_be_negative_is_zero() -> None:
+    assert fit(([1.0, 1.0, 1.0], [0.0, 1.0, 2.0]), [3.0, 2.0, 2.0]) == pytest.approx([2.0, 0.0])
 
 
 def test_recorded_lengths_are_those_of_the_trajectories(tmp_path: Path) -> None:
     """A prompt of 7 tokens, a turn of 3, an observation of 2 and a turn of 4."""
-    write(tmp_path, {}, [[Sizes(((7, 3), (2, 4)))]] * 3, [1.0] * 3, [1.0] * 3)
+    write(tmp_path, {"serving": {"replicas": 1}}, [[Sizes(((7, 3), (2, 4)))]] * 3, [{"seconds": 1.0}] * 3)
     assert set(read_lengths(tmp_path).records) == {Sizes(((7, 3), (2, 4)))}
     assert read_run(tmp_path).warm[0].tokens == 16
 
@@ -84,50 +96,45 @@ def episodes(tasks: int) -> list[list[Sizes]]:
     return [drawn[first : first + tasks] for first in range(0, len(drawn), tasks)]
 
 
-def recorded(sizes: Sequence[Sequence[Sizes]]) -> RecordedWork:
-    planned = [PlannedEpisode(one, 0.0, (0.0,) * len(one.turns)) for batch in sizes for one in batch]
-    return RecordedWork(tuple(planned), ToolTimes())
-
-
-def together(folder: Path, tasks: int, slower: float = 1.0) -> Path:
-    """Write the folder of a colocated run, as a simulation predicts it."""
-    sizes = episodes(tasks)
-    run = colocated.ColocatedRun(recorded(sizes), tasks, ENGINE, TRAINER)
-    rollouts = [slower * colocated.play(run, iteration).seconds for iteration in range(ITERATIONS)]
-    training = [slower * TRAINER.seconds(sum(one.tokens for one in batch)) for batch in sizes]
-    return write(folder, {"rollout": {"tasks_per_iteration": tasks}}, sizes, rollouts, training)
-
-
-def apart(folder: Path, tasks: int, staleness: int) -> Path:
+def run(folder: Path, tasks: int, staleness: int = 0, slower: float = 1.0) -> Path:
     """Write the folder of an asynchronous run, as a simulation predicts it."""
     sizes = episodes(tasks)
-    run = asynchronous.AsynchronousRun(recorded(sizes), BatchRule(tasks, staleness), ENGINE, TRAINER)
-    durations = asynchronous.simulate(run, asynchronous.Window(0, ITERATIONS)).durations
-    training = [TRAINER.seconds(sum(one.tokens for one in batch)) for batch in sizes]
-    waiting = [seconds - train for seconds, train in zip(durations, training, strict=True)]
+    planned = [PlannedEpisode(one, (0.0,) * (len(one.turns) - 1)) for batch in sizes for one in batch]
+    work = RecordedWork(tuple(planned), ToolTimes())
+    made = AsynchronousRun(work, BatchRule(tasks, staleness), ENGINE, TRAINER)
+    rows = []
+    for iteration, batch in enumerate(sizes):
+        found = AsynchronousSimulation(made, Window(iteration, 1)).run()
+        generated = sum(tokens for one in batch for _, tokens in one.turns)
+        training = slower * TRAINER.seconds(sum(one.tokens for one in batch))
+        rows.append(
+            {
+                "seconds": slower * found.iteration_seconds,
+                "seconds/rollout": slower * found.iteration_seconds - training,
+                "serving/generated_tokens": generated,
+                "serving/tokens_per_step": found.running,
+                "serving/step_ms": 1000 * (ENGINE.step + ENGINE.sequence * found.running),
+            }
+        )
     serving = {"replicas": 1, "max_staleness": staleness}
-    return write(
-        folder, {"rollout": {"tasks_per_iteration": tasks}, "serving": serving}, sizes, waiting, training
-    )
+    return write(folder, {"rollout": {"tasks_per_iteration": tasks}, "serving": serving}, sizes, rows)
 
 
 def write(
     folder: Path,
     sections: dict[str, object],
     sizes: Sequence[Sequence[Sizes]],
-    rollouts: Sequence[float],
-    training: Sequence[float],
+    measured: Sequence[dict[str, float]],
 ) -> Path:
     """Write configuration, metrics and trajectories of a run."""
     (folder / "trajectories").mkdir(parents=True)
     config = Config.model_validate({"model": {"path": "model"}} | sections)
     (folder / "config.yaml").write_text(config.dump())
     rows = []
-    for iteration, (batch, rollout, train) in enumerate(zip(sizes, rollouts, training, strict=True), 1):
+    for iteration, (batch, row) in enumerate(zip(sizes, measured, strict=True), 1):
         lines = [json.dumps(line(one)) + "\n" for one in batch]
         (folder / "trajectories" / f"iteration-{iteration:05d}.jsonl").write_text("".join(lines))
-        phases = {"seconds/rollout": rollout, "seconds/update": train}
-        rows.append({"iteration": iteration, "seconds": rollout + train} | phases)
+        rows.append({"iteration": iteration, "seconds/rollout": 0.0} | row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

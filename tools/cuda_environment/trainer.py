@@ -49,7 +49,7 @@ def compare(folder: Path, ranks: int, parallel: dict[str, Any]) -> str:
     """
     from megatron_stppo.config import Config
     from megatron_stppo.parallel.layout import Layout
-    from megatron_stppo.plan.world import kinds, standing_at
+    from megatron_stppo.plan.work import kinds, standing_at
     from megatron_stppo.reshard.plan import build_plan
     from megatron_stppo.sharding.hf_names import read_shape
     from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts

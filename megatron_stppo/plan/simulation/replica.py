@@ -1,16 +1,14 @@
-"""A replica in simulated time: its episodes, their calls of tools, and updates of the weights."""
+"""Replicas in simulated time: their episodes, calls of tools, and updates of the weights."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megatron_stppo.plan.simulation.clock import Clock
-from megatron_stppo.plan.simulation.speeds import EngineSpeed
-from megatron_stppo.plan.simulation.steps import Generation, StepEngine
+from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, Generation, StepEngine
 from megatron_stppo.plan.simulation.workload import PlannedEpisode
 
 UpdateKind = Literal["recompute", "drain", "complete"]
@@ -22,13 +20,11 @@ class EpisodeInPlay:
 
     number: int
     plan: PlannedEpisode
-    admitted: int  # version of the trainer at that time
     turn: int = 0  # turns that are complete
     context: int = 0  # tokens so far
     cached: int = 0  # of these, tokens whose keys and values the engine holds
     weights: int = -1  # updates of the replica when they were computed
-    oldest: int | None = field(default=None)  # version of the first generated token
-    complete: bool = False
+    oldest: int | None = None  # version of the first generated token
 
 
 class ReplicaModel:
@@ -66,7 +62,7 @@ class ReplicaModel:
 
     def admit(self, episode: EpisodeInPlay) -> None:
         self.in_flight += 1
-        self._call(episode.plan.start, partial(self._turn, episode))
+        self._turn(episode)
 
     def announce(self, ready: Callable[[], None]) -> None:
         """Prepare for an update. Call `ready` when it may begin: at once, or when running turns are over."""
@@ -128,16 +124,13 @@ class ReplicaModel:
         episode.context += generated
         # the last token is read by the next turn
         episode.cached, episode.weights = episode.context - 1, self._updates
-        seconds = episode.plan.waits[episode.turn]
         episode.turn += 1
-        over = episode.turn == len(episode.plan.sizes.turns)
-        self._call(seconds, partial(self._end if over else self._turn, episode))
+        if episode.turn < len(episode.plan.sizes.turns):
+            self._call(episode.plan.waits[episode.turn - 1], partial(self._turn, episode))
+        else:
+            self.in_flight -= 1
+            self._ended(episode)
         self._look_whether_drained()
-
-    def _end(self, episode: EpisodeInPlay) -> None:
-        self.in_flight -= 1
-        episode.complete = True
-        self._ended(episode)
 
     def _look_whether_drained(self) -> None:
         if self._draining and not self._generating and self._ready is not None:
@@ -167,3 +160,45 @@ class ReplicaModel:
             self.engine.blocked = False
             self.engine.wake()
         answer()
+
+
+class Publication:
+    """Announces a version to all replicas, and sends it to one at a time, in the order in which they are
+    ready. A replica generates until it is its turn."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        replicas: Sequence[ReplicaModel],
+        version: int,
+        transfer: float,
+        published: Callable[[], None],
+    ) -> None:
+        """transfer: seconds per replica. published: called when all replicas have the version."""
+        self._clock, self._version, self._transfer, self._published = clock, version, transfer, published
+        self._left = len(replicas)
+        self._ready: list[ReplicaModel] = []
+        self._sending = False
+        for replica in replicas:
+            replica.announce(partial(self._is_ready, replica))
+
+    def _is_ready(self, replica: ReplicaModel) -> None:
+        self._ready.append(replica)
+        self._send()
+
+    def _send(self) -> None:
+        if self._ready and not self._sending:
+            self._sending = True
+            replica = self._ready.pop(0)
+            replica.pause(partial(self._paused, replica))
+
+    def _paused(self, replica: ReplicaModel) -> None:
+        self._clock.at(self._clock.now + self._transfer, partial(self._sent, replica))
+
+    def _sent(self, replica: ReplicaModel) -> None:
+        replica.go_on(self._version)
+        self._sending, self._left = False, self._left - 1
+        if self._left:
+            self._send()
+        else:
+            self._published()

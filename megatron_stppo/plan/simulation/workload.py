@@ -93,14 +93,9 @@ class RecordedLengths:
 
 @dataclass(frozen=True)
 class ToolTimes:
-    """Seconds of the calls of an environment. None: no time.
-
-    between: after every turn but the last. start: before the first turn. end: after the last turn.
-    """
+    """Seconds of the calls of an environment, after every turn but the last. None: no time."""
 
     between: Spread | None = None
-    start: Spread | None = None
-    end: Spread | None = None
     at_once: int = 64  # calls in progress at a time, per replica (environment.concurrency)
 
 
@@ -109,8 +104,7 @@ class PlannedEpisode:
     """An episode that is going to be played."""
 
     sizes: Sizes
-    start: float  # seconds of the call before the first turn
-    waits: tuple[float, ...]  # seconds of the call after each turn
+    waits: tuple[float, ...]  # seconds of the call after each turn but the last
 
 
 class EpisodeSource(Protocol):
@@ -133,9 +127,9 @@ class Workload:
     def episode(self, number: int) -> PlannedEpisode:
         """Return episode `number`, counted from 0 in order of admission."""
         chance = random.Random(f"{self.seed}/{number}")
-        sizes, tools = self.lengths.draw(chance), self.tools
-        between = [_seconds(tools.between, chance) for _ in sizes.turns[1:]]
-        return PlannedEpisode(sizes, _seconds(tools.start, chance), (*between, _seconds(tools.end, chance)))
+        sizes, between = self.lengths.draw(chance), self.tools.between
+        waits = (0.0 if between is None else between.draw(chance) for _ in sizes.turns[1:])
+        return PlannedEpisode(sizes, tuple(waits))
 
 
 @dataclass(frozen=True)
@@ -147,10 +141,6 @@ class RecordedWork:
 
     def episode(self, number: int) -> PlannedEpisode:
         return self.episodes[number % len(self.episodes)]
-
-
-def _seconds(spread: Spread | None, chance: random.Random) -> float:
-    return 0.0 if spread is None else spread.draw(chance)
 
 
 def _count(spread: Spread, chance: random.Random) -> int:

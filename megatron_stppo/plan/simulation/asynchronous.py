@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from functools import partial
 
 from megatron_stppo.plan.simulation.buffer import BatchRule, EpisodeBuffer
-from megatron_stppo.plan.simulation.clock import Clock
-from megatron_stppo.plan.simulation.forecast import Forecast, shares
-from megatron_stppo.plan.simulation.publication import Publication
-from megatron_stppo.plan.simulation.replica import EpisodeInPlay, ReplicaModel, UpdateKind
-from megatron_stppo.plan.simulation.speeds import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.simulation.replica import EpisodeInPlay, Publication, ReplicaModel, UpdateKind
 from megatron_stppo.plan.simulation.workload import EpisodeSource
 
 
@@ -44,6 +42,36 @@ class Window:
     count: int = 12
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """Means over the measured iterations, in simulated time. Seconds are per iteration.
+
+    The shares of a role do not sum to 1: the rest is work.
+    """
+
+    iteration_seconds: float
+    tokens_per_second: float  # tokens of the trajectories that are trained on, prompts included
+    waiting: float  # seconds that the trainer waits for a complete batch or, with `complete`, all episodes
+    training: float  # seconds of score, advantage and update
+    publishing: float  # the other seconds, from the last update until all replicas have the weights
+    replica_idle: float  # share of time without a sequence to run, mean over replicas
+    replica_paused: float  # share of time that replicas wait for weights, mean over replicas
+    staleness: Mapping[int, float]  # {versions: share of the trajectories}
+    calls_waiting: float  # calls of tools that wait for a place (environment.concurrency), per replica
+    recomputed: float  # tokens per iteration whose keys and values are computed again because of updates
+    running: float  # sequences per engine step
+    durations: tuple[float, ...] = field(repr=False)  # seconds of each measured iteration
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of time that the trainer waits for episodes."""
+        return self.waiting / self.iteration_seconds
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(versions * share for versions, share in self.staleness.items())
+
+
 def simulate(run: AsynchronousRun, window: Window | None = None) -> Forecast:
     """Return the forecast of asynchronous training.
 
@@ -55,7 +83,7 @@ def simulate(run: AsynchronousRun, window: Window | None = None) -> Forecast:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums from the start of the simulation to one moment."""
+    """Sums over the trainer and all replicas, from the start of the simulation to one moment."""
 
     now: float
     waiting: float
@@ -63,11 +91,12 @@ class _Totals:
     stepping: float
     paused: float
     recomputed: float
-    in_flight: float  # episodes times seconds
     calls_waiting: float  # calls of tools times seconds
-    buffered: float  # episodes times seconds
     steps: int
     generated: int
+
+    def since(self, earlier: _Totals) -> _Totals:
+        return _Totals(*(late - early for late, early in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class AsynchronousSimulation:
@@ -83,27 +112,20 @@ class AsynchronousSimulation:
         self._asked_at: float | None = None  # while the trainer waits
         self._trained_at: float | None = None  # while the version waits for episodes before it is published
         self._waiting = self._training = 0.0
-        self._in_flight = self.buffered = self._counted = 0.0
         self.batches: list[tuple[EpisodeInPlay, ...]] = []
-        self._asks: list[float] = []  # when the measured iterations began, and when the last one ended
-        self._first: _Totals | None = None
-        self._last: _Totals | None = None
+        self._measured: list[_Totals] = []  # when the measured iterations began, and when the last one ended
 
     def run(self) -> Forecast:
         self._ask()
-        self._clock.run(lambda: self._last is not None)
+        self._clock.run(lambda: len(self._measured) > self._window.count)
         return self._forecast()
 
     def _ask(self) -> None:
         """Begin the next iteration: admit episodes, and ask for a batch."""
         self._version += 1
-        self._look()
         if self._version >= self._window.skipped:
-            self._asks.append(self._clock.now)
-        if self._version == self._window.skipped:
-            self._first = self._totals()
-        elif self._version == self._window.skipped + self._window.count:
-            self._last = self._totals()
+            self._measured.append(self._totals())
+        if self._version == self._window.skipped + self._window.count:
             return
         self._asked_at = self._clock.now
         self._admit()
@@ -116,13 +138,11 @@ class AsynchronousSimulation:
             if replica.in_flight >= self._run.concurrency:
                 break
             number = self.buffer.admitted
-            episode = EpisodeInPlay(number, self._run.work.episode(number), self._version)
-            self._look()
+            episode = EpisodeInPlay(number, self._run.work.episode(number))
             self.buffer.admit(episode)
             replica.admit(episode)
 
     def _ended(self, episode: EpisodeInPlay) -> None:
-        self._look(ended=1)
         self.buffer.add(episode)
         self._admit()
         self._take()
@@ -130,11 +150,8 @@ class AsynchronousSimulation:
 
     def _take(self) -> None:
         """Train if the trainer waits and its batch is complete."""
-        if self._asked_at is None:
-            return
-        self._look()
-        batch = self.buffer.take()
-        if not batch:
+        batch = self.buffer.take() if self._asked_at is not None else []
+        if self._asked_at is None or not batch:
             return
         self._waiting += self._clock.now - self._asked_at
         self._asked_at = None
@@ -162,17 +179,6 @@ class AsynchronousSimulation:
 
         Publication(clock, self._replicas, self._version + 1, run.transfer, published)
 
-    def _look(self, ended: int = 0) -> None:
-        """Add to the sums over time. Call this before the numbers of episodes change.
-
-        ended: episodes that have already left their replica at this moment.
-        """
-        since = self._clock.now - self._counted
-        if since > 0:
-            self._in_flight += since * (sum(one.in_flight for one in self._replicas) + ended)
-            self.buffered += since * self.buffer.complete
-            self._counted = self._clock.now
-
     def _totals(self) -> _Totals:
         counts = [one.engine.counts for one in self._replicas]
         return _Totals(
@@ -182,40 +188,32 @@ class AsynchronousSimulation:
             stepping=sum(one.engine.seconds for one in self._replicas),
             paused=sum(one.paused for one in self._replicas),
             recomputed=sum(one.recomputed for one in self._replicas),
-            in_flight=self._in_flight,
             calls_waiting=sum(one.waited for one in self._replicas),
-            buffered=self.buffered,
             steps=sum(one.steps for one in counts),
             generated=sum(one.generated for one in counts),
         )
 
     def _forecast(self) -> Forecast:
-        first, last, count = self._first, self._last, self._window.count
-        assert first is not None and last is not None
+        count, spent = self._window.count, self._measured[-1].since(self._measured[0])
         trained = [
             (version - (one.oldest or 0), one.plan.sizes.tokens)
             for version, batch in enumerate(self.batches)
             for one in batch
             if version >= self._window.skipped
         ]
-        seconds, tokens = last.now - first.now, sum(tokens for _, tokens in trained)
-        waiting, training = last.waiting - first.waiting, last.training - first.training
+        versions, seconds = Counter(age for age, _ in trained), spent.now
         all_replicas = seconds * len(self._replicas)
-        paused = (last.paused - first.paused) / all_replicas
         return Forecast(
             iteration_seconds=seconds / count,
-            tokens_per_second=tokens / seconds,
-            batch_tokens=tokens / count,
-            waiting=waiting / count,
-            training=training / count,
-            publishing=(seconds - waiting - training) / count,
-            replica_idle=max(0.0, 1 - (last.stepping - first.stepping) / all_replicas - paused),
-            replica_paused=paused,
-            staleness=shares(Counter(staleness for staleness, _ in trained)),
-            in_flight=(last.in_flight - first.in_flight) / all_replicas,
-            calls_waiting=(last.calls_waiting - first.calls_waiting) / all_replicas,
-            buffered=(last.buffered - first.buffered) / seconds,
-            recomputed=(last.recomputed - first.recomputed) / count,
-            durations=tuple(later - earlier for earlier, later in itertools.pairwise(self._asks)),
-            running=(last.generated - first.generated) / max(1, last.steps - first.steps),
+            tokens_per_second=sum(tokens for _, tokens in trained) / seconds,
+            waiting=spent.waiting / count,
+            training=spent.training / count,
+            publishing=(seconds - spent.waiting - spent.training) / count,
+            replica_idle=max(0.0, 1 - (spent.stepping + spent.paused) / all_replicas),
+            replica_paused=spent.paused / all_replicas,
+            staleness={age: versions[age] / len(trained) for age in sorted(versions)},
+            calls_waiting=spent.calls_waiting / all_replicas,
+            recomputed=spent.recomputed / count,
+            running=spent.generated / max(1, spent.steps),
+            durations=tuple(b.now - a.now for a, b in itertools.pairwise(self._measured)),
         )

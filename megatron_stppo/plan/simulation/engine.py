@@ -1,18 +1,80 @@
-"""An engine in simulated time. It counts many steps as one event if nothing changes between them.
+"""The clock of a simulation, and an engine and its speed in simulated time.
 
-The engine follows vLLM: prompts wait in order of arrival, a step computes all running sequences and as many
-tokens of prompts as fit, and a prompt that is complete gets its first token in the same step.
+The engine counts many steps as one event if nothing changes between them. It follows vLLM: prompts wait in
+order of arrival, a step computes all running sequences and as many tokens of prompts as fit, and a prompt
+that is complete gets its first token in the same step.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_stppo.plan.simulation.clock import Clock
-from megatron_stppo.plan.simulation.speeds import EngineSpeed
+PREFILL = 8192  # most tokens of one step, as rollout/vllm_setup.py sets them
+
+
+class Clock:
+    """Makes calls in order of their times. Calls of the same time are made in the order they were added,
+    those added with `last` after all others."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._calls: list[tuple[float, bool, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def at(self, seconds: float, call: Callable[[], None], *, last: bool = False) -> None:
+        assert seconds >= self.now, (seconds, self.now)
+        heapq.heappush(self._calls, (seconds, last, next(self._count), call))
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Make calls until `done()`. Some call must be left until then."""
+        while not done():
+            assert self._calls, "nothing is left to do: the simulation is stuck"
+            self.now, _, _, call = heapq.heappop(self._calls)
+            call()
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """The time of one engine step, a linear function of what the step computes. All times are in seconds.
+
+    Every running sequence gets one token per step. A step with 10 running sequences of 100 tokens each and no
+    prompt takes step + 10 sequence + 1000 context seconds.
+    """
+
+    step: float  # of every step
+    sequence: float = 0.0  # for every running sequence
+    prefill: float = 0.0  # for every token of a prompt or an observation
+    context: float = 0.0  # for every token before the new one, of every running sequence
+    most_sequences: int = 256  # running sequences; others wait
+    most_tokens: int = PREFILL  # of a step; longer prompts take several steps
+
+    def elapsed(self, steps: int, running: int, context: int, prefill: int) -> float:
+        """Return the seconds of `steps` steps.
+
+        context: tokens of all running sequences before the first step; each step adds one per sequence.
+        prefill: tokens of prompts, all of them in the first step.
+        """
+        each = self.step + self.sequence * running + self.context * context
+        growth = self.context * running * (steps * (steps - 1) / 2)
+        return steps * each + growth + self.prefill * prefill
+
+
+@dataclass(frozen=True)
+class TrainerSpeed:
+    """The time from a complete batch to new weights: scores, advantages and updates.
+
+    Example: TrainerSpeed(0.5, 1e-4) trains on 10,000 tokens in 1.5 s.
+    """
+
+    batch: float  # seconds for every batch
+    token: float = 0.0  # seconds for every token of the batch, prompts and observations included
+
+    def seconds(self, tokens: int) -> float:
+        return self.batch + self.token * tokens
 
 
 @dataclass
@@ -33,8 +95,6 @@ class EngineCounts:
 
     steps: int = 0
     generated: int = 0  # tokens; also the sum of running sequences over steps
-    prefilled: int = 0  # tokens
-    context: float = 0.0  # tokens of context, summed over sequences and steps
     seconds: float = 0.0  # in steps
 
 
@@ -67,10 +127,6 @@ class StepEngine:
         self._kicked = False
         self._stopped: Callable[[], None] | None = None  # a stop is due, or is in force
         self._still = False
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
 
     @property
     def seconds(self) -> float:
@@ -122,7 +178,7 @@ class StepEngine:
 
     def _begin(self) -> None:
         self._kicked = False
-        if self._span is not None or self._still or self.blocked or not self.unfinished:
+        if self._span is not None or self._still or self.blocked or not (self._waiting or self._running):
             return
         prefill = self._enter()
         steps = 1 if prefill or not self._running else self._running[0][0] - self._step
@@ -187,8 +243,6 @@ class StepEngine:
         counts = self.counts
         counts.steps += span.steps
         counts.generated += span.steps * span.running
-        counts.prefilled += span.prefill
-        counts.context += span.steps * span.context + span.running * span.steps * (span.steps - 1) / 2
         counts.seconds += self._speed.elapsed(span.steps, span.running, span.context, span.prefill)
 
     def _stand_still(self) -> None:

@@ -1,0 +1,126 @@
+"""Times of an iteration on GPUs, from FLOP, bytes and the GPU's peak rates. Nothing here was measured.
+
+Bounds divide by the peak rates, and every trajectory has the greatest length that is allowed: a real run
+takes longer. Speeds are those of the simulation; the shares of the peak rates are assumed (assumptions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_stppo.config import Config
+from megatron_stppo.model.flop import forward
+from megatron_stppo.plan.exchange import exchange, layers_to_plan
+from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
+from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.spans import serving_spans
+from megatron_stppo.sharding.transfers import served_adapters, transfers
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds in seconds, and the work of an iteration."""
+
+    rollout: float
+    score: float
+    update: float
+    reshard: float
+    tokens: int  # of all trajectories
+    tokens_per_second: float  # at most
+
+
+def bounds(use: TrainingUse, engine: EngineUse, reshard_seconds: float, gpu: Gpu) -> Bounds:
+    """Return the bounds of a run in which all GPUs train and serve."""
+    config, layout, work = use.config, use.layout, use.work
+    share = work.tokens / use.microbatch_tokens * config.update.minibatches  # of a rank, in micro-batches
+    bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
+    scored, updated = _microbatch_flop(config, use.stages)
+    score, update = scored * share, updated * share * config.update.epochs
+    seconds = (_rollout(use, engine, gpu), score * bubble / gpu.flops, update * bubble / gpu.flops)
+    tokens = _batch(config) * work.longest
+    return Bounds(*seconds, reshard_seconds, tokens, tokens / (sum(seconds) + reshard_seconds))
+
+
+def _batch(config: Config) -> int:
+    return config.rollout.tasks_per_iteration * config.rollout.samples_per_task
+
+
+def _microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, int]:
+    """Return the FLOP of a micro-batch on one GPU of the stage with most of them: (score, update)."""
+    passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
+    scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
+    updated = max(
+        sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
+    )
+    return scored, updated
+
+
+def _rollout(use: TrainingUse, engine: EngineUse, gpu: Gpu) -> float:
+    """Return the seconds of the rollout: the larger of the time to read memory and the time to compute.
+
+    Every step reads all weights. Every token reads the keys and values before it, on average those of half a
+    trajectory.
+    """
+    config, layout, work = use.config, use.layout, use.work
+    whole = sum(one.served_flop for one in {stage.stage: stage for stage in use.stages}.values())
+    played = _batch(config) / (layout.world // config.engine_tensor)
+    room = max(1, engine.cached_tokens // work.longest)  # whole trajectories in the cache
+    together = min(config.rollout.max_sequences, played, room)
+    steps = played / together * work.action_tokens
+    keys = played * work.action_tokens * work.longest / 2 * engine.cache_per_token
+    read = (steps * engine.weights + keys) / gpu.memory_rate
+    per_token = whole * layout.tensor / use.microbatch_tokens
+    return max(read, played * work.longest * per_token / config.engine_tensor / gpu.flops)
+
+
+def engine_speed(
+    config: Config, shape: ModelShape, engine: EngineUse, tokens: float, gpu: Gpu, given: Mapping[str, float]
+) -> EngineSpeed:
+    """Return the speed of an engine on rollout.engine_tensor GPUs.
+
+    A step reads all weights, and the keys and values of all running sequences. Every token takes a forward
+    pass. The three times are added: a lower bound would take the largest of them. tokens: mean tokens of an
+    episode, of which half are the context of an average token.
+    """
+    half = max(1, round(tokens / 2))
+    rate = given["engine_share"] * gpu.flops * config.engine_tensor
+    bandwidth = given["memory_share"] * gpu.memory_rate
+    # a key that a token attends to costs little FLOP; half an episode has the mean number of them
+    trunk = forward(shape, [2 * half]) / (2 * half)
+    head = 2 * shape.hidden * shape.vocab
+    return EngineSpeed(
+        step=given["step_seconds"] + engine.weights / bandwidth,
+        sequence=(trunk + head) / rate,
+        prefill=trunk / rate,
+        context=engine.cache_per_token / bandwidth,
+        most_sequences=max(1, min(config.rollout.max_sequences, int(engine.cached_tokens / tokens))),
+    )
+
+
+def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, given: Mapping[str, float]) -> TrainerSpeed:
+    """Return the speed of score and update on the GPUs of `use`.
+
+    The FLOP per token are those of episodes of the greatest length. tokens: mean tokens of an episode, which
+    give the number of micro-batches and so the bubble of the pipeline.
+    """
+    config, layout = use.config, use.layout
+    own = 1 / (layout.data * layout.context)  # a rank's share of the tokens
+    mine = _batch(config) * tokens * own / config.update.minibatches
+    bubble = 1 + (layout.pipeline - 1) / (layout.virtual * max(1.0, mine / use.microbatch_tokens))
+    score, update = _microbatch_flop(config, use.stages)
+    flop = (score + update * config.update.epochs) / use.microbatch_tokens  # of a rank, for its tokens
+    return TrainerSpeed(0.0, flop * own * bubble / (given["training_share"] * gpu.flops))
+
+
+def transfer_seconds(
+    use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
+) -> float:
+    """Return the seconds to send an update from the trainer to one replica of `tensor` other GPUs."""
+    first = use.layout.world
+    replica = {first + rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
+    update = transfers(shape, use.spans, replica, served_adapters(use.config.model.lora, shape)).each
+    moves = exchange(*update, layers_to_plan(shape, use.layout), use.dtype.itemsize, gpu)
+    return moves.seconds / given["network_share"]

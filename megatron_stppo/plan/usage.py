@@ -1,0 +1,178 @@
+"""What a run uses: the memory of a GPU in each phase, the host memory of a node, the size of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_stppo.config import Config
+from megatron_stppo.model.offload import MAY_LEAVE, NEEDED, Offload, Phase
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.plan.memory import ModelUse
+from megatron_stppo.plan.work import Work
+from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.sharding.tiles import Spans
+
+PREFILL = 8192  # tokens of one step, as rollout/vllm_setup.py sets them
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """An arithmetic estimate of vLLM's memory on one GPU, in bytes. vLLM's modules are not built for a plan.
+
+    The share rollout.gpu_memory_utilization is divided into weights, working and cache.
+    """
+
+    weights: int
+    working: int  # activations of a step and logits of a sample
+    cache: int  # the rest, for keys and values; negative if weights and working exceed the share
+    cache_per_token: int
+
+    @property
+    def cached_tokens(self) -> int:
+        return max(0, self.cache) // self.cache_per_token
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape, weights: int, size: int, gpu: Gpu) -> EngineUse:
+        """Return the estimate. weights: bytes of an engine's shard; size: bytes per element."""
+        tensor, sequences = config.engine_tensor, config.rollout.max_sequences
+        heads = max(1, shape.kv_heads // tensor)
+        # The peak of a step: the residual stream twice, an MLP's input, gate, up and their product.
+        step = max(PREFILL, sequences) * (3 * shape.hidden + 3 * shape.ffn // tensor) * size
+        # The sampler needs whole rows in float32: logits, their softmax and a sorted copy.
+        working = step + 3 * sequences * shape.vocab * 4
+        budget = int(config.rollout.gpu_memory_utilization * gpu.memory)
+        per_token = 2 * shape.layers * heads * shape.head_dim * size
+        return cls(weights, working, budget - weights - working, per_token)
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """The memory of each rank of one pipeline stage, in bytes. All ranks of a stage hold the same."""
+
+    stage: int
+    ranks: int
+    layers: int
+    models: Mapping[str, ModelUse]  # by role
+    scored: tuple[str, ...]  # roles of the models that are scored
+    in_flight: Mapping[str, int]  # by role
+    trunk: int  # frozen weights that all models share; 0 without adapters
+    buffers: int  # of megatron, shared by all models
+    served_flop: int  # of a micro-batch through what the engine serves
+    logits: int  # one chunk of logits on the last stage; already included in the models' numbers
+
+    def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
+        """Return the bytes that stay on the GPU during the whole phase, by item."""
+        away = set(MAY_LEAVE[offload]) - set(NEEDED[phase])
+        models = self.models.values()
+        shared = {"frozen weights": 0 if "trunk" in away else self.trunk} if self.trunk else {}
+        return shared | {
+            "weights": sum(use.weights for role, use in self.models.items() if role not in away),
+            "gradients": 0 if "gradients" in away else sum(use.gradients for use in models),
+            "optimizer": 0 if "optimizer" in away else sum(use.optimizer for use in models),
+            "buffers": self.buffers + sum(use.buffers for use in models),
+        }
+
+    def updating(self, role: str) -> int:
+        """Return the largest number of bytes that an update of a model adds."""
+        use = self.models[role]
+        return max(self.in_flight[role] + use.working + use.set_aside, use.stepping)
+
+    def phases(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, dict[str, int]]:
+        """Return bytes by phase and item. In score and update one model computes at a time.
+
+        staging: bytes of the reshard's buffers; offload: update.offload.
+        """
+        models = self.models
+        updating = {role: self.updating(role) for role in models}
+        busiest = max(updating, key=updating.__getitem__)
+        kept = self.in_flight[busiest]
+        serving = {"engine weights": engine.weights, "engine at work": engine.working}
+        at_work: dict[Phase, dict[str, int]] = {
+            "rollout": serving | {"KV cache": max(0, engine.cache)},
+            "reshard": {"engine weights": engine.weights, "reshard buffers": staging},
+            "score": {"at work": max((models[role].scoring for role in self.scored), default=0)},
+            "update": {"in flight": kept, "at work": updating[busiest] - kept},
+        }
+        return {phase: self.held(phase, offload) | items for phase, items in at_work.items()}
+
+    def totals(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, int]:
+        phases = self.phases(engine, staging, offload)
+        return {phase: sum(items.values()) for phase, items in phases.items()}
+
+    def offloaded(self, offload: Offload) -> int:
+        """Return the bytes of a rank that the host keeps with update.offload. Gradients are not kept."""
+        names = MAY_LEAVE[offload]
+        return (
+            sum(use.optimizer for use in self.models.values() if "optimizer" in names)
+            + sum(use.weights for role, use in self.models.items() if role in names)
+            + (self.trunk if "trunk" in names else 0)
+        )
+
+
+@dataclass(frozen=True)
+class TrainingUse:
+    """What training takes on the GPUs that train. `config` has megatron's settings for the planned device."""
+
+    config: Config
+    layout: Layout
+    layers: str
+    dtype: torch.dtype
+    spans: Mapping[int, Spans]  # by rank
+    work: Work
+    microbatch_tokens: int  # on one rank, of the micro-batch that was measured
+    stages: tuple[StageUse, ...]  # by number
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """Bytes. Memory is that of the node that needs most, without what the programs themselves need."""
+
+    checkpoint: int  # of one step on disk
+    copies: int  # the ranks' copies of what they write, while a checkpoint is saved in the background
+    offloaded: int  # what update.offload keeps on the host
+
+    @classmethod
+    def of(cls, use: TrainingUse, per_node: int) -> HostUse:
+        """Return the use of a run. per_node: GPUs of a node."""
+        config, world = use.config, range(use.layout.world)
+        written = [_written(use, rank) for rank in world]
+        away = [
+            use.stages[use.layout.coordinates(rank).pipeline].offloaded(config.update.offload)
+            for rank in world
+        ]
+        nodes = [slice(first, first + per_node) for first in world[::per_node]]
+        keeps = config.run.async_checkpoints
+        used = [(sum(copy for _, copy in written[node]) if keeps else 0, sum(away[node])) for node in nodes]
+        copies, offloaded = max(used, key=sum)
+        return cls(sum(disk for disk, _ in written), copies, offloaded)
+
+
+def _written(use: TrainingUse, rank: int) -> tuple[int, int]:
+    """Return (bytes of the checkpoint on disk that belong to a rank's states, bytes that the rank copies).
+
+    A rank copies its states, and the first of the ranks with the same weights copies these. What all
+    tensor-parallel ranks hold (norms, and A or B of an adapter) is written by one of them. Tied embeddings of
+    the first and the last pipeline stage are counted twice, but written once.
+    """
+    layout, dtype = use.layout, use.dtype
+    at = layout.coordinates(rank)
+    number = at.context + layout.context * at.data  # among the ranks with the same weights, except experts
+    disk = copied = 0.0
+    for role, model in use.stages[at.pipeline].models.items():
+        if not model.optimizer:
+            continue
+        shares = use.config.update.optimizer(role).distributed
+        own = 1 - model.repeated if at.tensor else 1.0
+        first = own if number == 0 else model.experts if number < layout.expert else 0.0
+        # Adam's moments, and float32 weights where the model has another type. In float32 the distributed
+        # optimizer writes the weights as its own once more.
+        in_float32 = dtype == torch.float32
+        elements = model.optimizer / (8 if in_float32 else 12) * (own if shares else first)
+        states = elements * (8 if in_float32 and not shares else 12)
+        disk += states + elements * dtype.itemsize
+        copied += states + model.weights * first
+    return round(disk), round(copied)
