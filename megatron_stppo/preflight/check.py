@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from megatron_stppo.atomic_replace import replacing
 from megatron_stppo.config import ConfigError
 from megatron_stppo.launch import process, rendezvous
-from megatron_stppo.preflight import gpu, host, network, table
+from megatron_stppo.preflight import gpu, host, network
 from megatron_stppo.preflight.exchange import Board, Measurements
-from megatron_stppo.preflight.judge import judge
+from megatron_stppo.preflight.judge import CheckRow, judge
 from megatron_stppo.preflight.records import Bandwidth, Facts, Together
 
 FAILED = 2  # exit code
+COLOUR = {"pass": "green", "fail": "red", "not checked": "yellow"}
+SHOWN = 4  # failing ranks per row; the JSON file has all
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,19 @@ def _check(settings: Settings, board: Board) -> tuple[int, bool]:
     code = 0
     if board.rank == 0:
         rows = judge(board.world, facts, together, settings.limits)
-        table.show(rows, Console() if sys.stdout.isatty() else Console(width=160))
+        show(rows, Console() if sys.stdout.isatty() else Console(width=160))
+        code = FAILED if any(row.verdict == "fail" for row in rows) else 0
         if settings.output is not None:
-            table.write(settings.output, rows, settings.limits, facts, together)
-        code = 0 if table.passed(rows) else FAILED
+            written: dict[str, list[Any]] = {
+                "rows": rows,
+                "facts": [*facts.values()],
+                "together": [*together.values()],
+            }
+            content: dict[str, Any] = {name: [asdict(x) for x in found] for name, found in written.items()}
+            content["passed"] = code == 0
+            settings.output.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(settings.output) as scratch:
+                scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     # After the table: torchrun kills all ranks as soon as one of them exits with an error.
     code = board.announce("code", code, int, waits=8)
     alone.run("remove", lambda: file.unlink(missing_ok=True))
@@ -104,7 +121,6 @@ def _alone(settings: Settings, rank: int, measure: Measurements, file: Path) -> 
     return Facts(
         rank,
         _node(),
-        local,
         expects_gpu=bool(os.environ.get("SLURM_GPUS_ON_NODE")),
         versions=measure.run("versions", host.versions) or {},
         gpu=found,
@@ -136,6 +152,22 @@ def _together(settings: Settings, board: Board, measure: Measurements, meeting: 
     measure.run("network", network_of_ranks)
     visible, hidden = seen or (None, ())
     return Together(board.rank, visible, hidden, tuple(clock), tuple(speeds), measure.errors)
+
+
+def show(rows: Sequence[CheckRow], console: Console) -> None:
+    """Print the table, then one line with the number of rows per verdict."""
+    table = Table(
+        "check", "value", "limit", "verdict", title="megatron-stppo doctor --cluster", title_justify="left"
+    )
+    table.add_column("who fails, and what to do", ratio=1)
+    for row in rows:
+        more = [f"and {len(row.who) - SHOWN} more"] if len(row.who) > SHOWN else []
+        what = "\n".join([*row.who[:SHOWN], *more, *([row.remedy] if row.remedy else [])])
+        verdict = f"[{COLOUR[row.verdict]}]{row.verdict}[/]"
+        table.add_row(escape(row.name), escape(row.value), escape(row.limit), verdict, escape(what))
+    console.print(table)
+    counts = Counter(row.verdict for row in rows)
+    console.print(f"{counts['pass']} pass, {counts['fail']} fail, {counts['not checked']} not checked")
 
 
 def _node() -> str:

@@ -21,10 +21,6 @@ THROTTLING = {
     pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "too hot (hardware)",
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
 }
-RETIRED = (
-    pynvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
-    pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
-)
 UNCORRECTED = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
 SIDE_CUDA, SIDE_CPU = 8192, 512  # rows and columns of the matrices
 LOAD_SECONDS = 1.0  # the clock is read in the middle of this time
@@ -53,7 +49,6 @@ def examine(index: int) -> GpuFacts:
             driver=pynvml.nvmlSystemGetDriverVersion(),
             memory_used=pynvml.nvmlDeviceGetMemoryInfo(device).used / 2**30,
             uncorrected_errors=_supported(pynvml.nvmlDeviceGetTotalEccErrors, device, *UNCORRECTED),
-            retired_pages=_retired(device),
             remapped_rows=_remapped(device),
         )
 
@@ -115,11 +110,6 @@ def _clock(index: int) -> tuple[float | None, tuple[str, ...]]:
         reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0
     throttled = tuple(text for bit, text in THROTTLING.items() if reasons & bit)
     return (now / highest if now is not None and highest else None), throttled
-
-
-def _retired(device: Any) -> int | None:
-    pages = [_supported(pynvml.nvmlDeviceGetRetiredPages, device, cause) for cause in RETIRED]
-    return sum(len(of_cause) for of_cause in pages) if None not in pages else None
 
 
 def _remapped(device: Any) -> str:

@@ -62,7 +62,7 @@ def groups(nodes: Sequence[str]) -> list[list[tuple[int, ...]]]:
 
 
 def bandwidth(nodes: Sequence[str], cuda: bool) -> Iterator[Bandwidth]:
-    """Yield the bandwidth of every size in every group of which this rank is a member. Collective."""
+    """Yield the bandwidth in every group of which this rank is a member. Collective."""
     rank = dist.get_rank()
     for one in groups(nodes):
         # All ranks create all groups: gloo hangs if ranks have created different numbers of groups.
@@ -70,9 +70,9 @@ def bandwidth(nodes: Sequence[str], cuda: bool) -> Iterator[Bandwidth]:
         for group, process_group in created:
             if rank in group:
                 where = tuple(dict.fromkeys(nodes[member] for member in group))
-                for size in SIZES_CUDA if cuda else SIZES_CPU:
-                    seconds = _all_reduce(size, process_group, cuda)
-                    yield Bandwidth(where, len(group), size, bus_bandwidth(size, seconds, len(group)))
+                sizes = SIZES_CUDA if cuda else SIZES_CPU
+                times = [(size, _all_reduce(size, process_group, cuda)) for size in sizes]
+                yield Bandwidth(where, max(bus_bandwidth(*one, len(group)) for one in times))
         dist.all_reduce(torch.zeros(1))  # the next round begins when no group of this one uses the network
 
 

@@ -21,7 +21,6 @@ class GpuFacts:
     clock: float | None = None  # SM clock in a matrix product / maximum
     throttled: tuple[str, ...] = ()  # reasons during a matrix product that name a defect
     uncorrected_errors: int | None = None  # of memory, since the driver was loaded
-    retired_pages: int | None = None
     remapped_rows: str = ""  # "pending" or "failed"; "" if there is nothing to do
 
 
@@ -40,7 +39,6 @@ class Facts:
 
     rank: int
     node: str
-    local_rank: int
     expects_gpu: bool = False  # Slurm gave this job GPUs
     versions: dict[str, str] = field(default_factory=dict)
     gpu: GpuFacts | None = None
@@ -53,11 +51,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bus bandwidth of an all-reduce: message size / seconds x 2(n-1)/n, for n ranks."""
+    """Bus bandwidth of an all-reduce, of the fastest size. Example: Bandwidth(("a", "b"), 80.0)."""
 
     nodes: tuple[str, ...]
-    ranks: int
-    size: int  # bytes
     speed: float  # GB/s
 
 

@@ -96,6 +96,7 @@ def test_healthy_ranks_pass_with_a_number_for_every_bandwidth_and_leave_no_file(
         assert found.rows[name]["verdict"] == "pass"
     assert not list((tmp_path / "runs").iterdir())
     assert found.printed[0].startswith("megatron-stppo doctor --cluster") and found.printed[1:] == [""] * 3
+    assert found.written["passed"] and [one["rank"] for one in found.written["facts"]] == [0, 1, 2, 3]
     groups = {tuple(one["nodes"]) for one in found.written["together"][3]["bandwidth"]}
     assert groups == {("b",), ("a", "b")}
 
