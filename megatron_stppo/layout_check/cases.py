@@ -67,11 +67,11 @@ def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
         )
         for sequence, expert, stages in others:
             candidate = ParallelConfig(**axes, sequence=sequence, expert=expert, **stages)
-            if fits(shape, world, candidate):
+            if _fits(shape, world, candidate):
                 yield candidate
 
 
-def fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
+def _fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
     """Return whether `world` ranks can train the model under this layout."""
     try:
         check_layout(shape, parallel.tensor)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,12 +147,9 @@ def set_b(model: Sequence[TokenModel], role: str, shape: ModelShape, config: Con
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
         if name.endswith(".b"):
-            values = partial(_random_b, shapes, role)
-            adapters.fill(parameters[name], spans, values)
-
-
-def _random_b(shapes: Mapping[str, tuple[int, int]], role: str, key: str) -> Tensor:
-    return 0.3 * adapters.uniform(shapes[key], f"{role} {key}")
+            adapters.fill(
+                parameters[name], spans, lambda key: 0.3 * adapters.uniform(shapes[key], f"{role} {key}")
+            )
 
 
 def _whole(
@@ -161,32 +157,25 @@ def _whole(
 ) -> dict[str, Tensor]:
     """Return the trained weights by role and Hugging Face name, on the host of rank 0.
 
-    The scalar head of a critic is left out.
+    With adapters these are every A and B. The scalar head of a critic is left out.
     """
-    gathered = _adapters if config.model.lora.rank else _weights
-    return {
-        f"{role} {name}": tensor
-        for role, trainer in trainers.items()
-        for name, tensor in gathered(role, build.named_parameters(trainer.chunks), shape, config, mesh)
-    }
-
-
-def _adapters(
-    role: build.Role, source: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, whole tensor) of every A and B."""
-    lora, ranks = config.model.lora, range(mesh.world)
-    layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in ranks}
-    shapes = adapter_shapes(shape, lora.rank, lora.names)
-    yield from gather(source, layouts, shapes, shapes).items()
-
-
-def _weights(
-    role: build.Role, source: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, whole tensor) of every weight of the model, some at a time."""
-    with_head, spec, ranks = role != "critic", layer_spec(config), range(mesh.world)
-    layouts = {rank: training_spans(shape, mesh.layout, rank, spec=spec, head=with_head) for rank in ranks}
-    for keys in by_file(shape, next(iter(source.values())).itemsize).values():
-        wanted = [key for key in keys if with_head or key != HEAD]
-        yield from gather(source, layouts, hf_shapes(shape), wanted).items()
+    lora, spec, found = config.model.lora, layer_spec(config), dict[str, Tensor]()
+    for role, trainer in trainers.items():
+        source = build.named_parameters(trainer.chunks)
+        shapes: Mapping[str, tuple[int, ...]] = hf_shapes(shape)
+        with_head = role != "critic"
+        at_once = [*by_file(shape, next(iter(source.values())).itemsize).values()]
+        if lora.rank:
+            shapes = adapter_shapes(shape, lora.rank, lora.names)
+            at_once = [[*shapes]]
+        layouts = {
+            rank: build.adapters_of_rank(shape, config, mesh.layout, rank)
+            if lora.rank
+            else training_spans(shape, mesh.layout, rank, spec=spec, head=with_head)
+            for rank in range(mesh.world)
+        }
+        for keys in at_once:
+            wanted = [key for key in keys if with_head or key != HEAD]
+            gathered = gather(source, layouts, shapes, wanted)
+            found |= {f"{role} {name}": tensor for name, tensor in gathered.items()}
+    return found
