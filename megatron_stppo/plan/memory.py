@@ -45,10 +45,6 @@ class ModelUse:
     repeated: float = 0.0  # share of the trained elements that all tensor-parallel ranks hold
     experts: float = 0.0  # share of the trained elements that belong to experts
 
-    @property
-    def resident(self) -> int:
-        return self.weights + self.buffers + self.gradients + self.optimizer
-
     def in_flight(self, layout: Layout, stage: int, microbatches: int) -> int:
         """Return the bytes kept by micro-batches that wait for their backward on this stage."""
         return sum(self.kept[chunk] for chunk in waiting(layout, stage, microbatches)) if self.kept else 0

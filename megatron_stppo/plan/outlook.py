@@ -11,7 +11,7 @@ from megatron_stppo.plan.dry_run import plan_of, planned_dtype, training_use
 from megatron_stppo.plan.exchange import applied_bytes, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import serving_limit, training_limits
-from megatron_stppo.plan.simulation import asynchronous, colocated
+from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import Workload
 from megatron_stppo.plan.times import engine_speed, trainer_speed, transfer_seconds
@@ -30,7 +30,7 @@ class Split:
     trainer: int  # GPUs
     replicas: int
     tensor: int
-    forecast: asynchronous.Forecast
+    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Outlook:
 
     gpus: int
     splits: tuple[Split, ...]  # fewest GPUs for training first
-    together: colocated.ColocatedForecast | None
+    together: Forecast | None
     left_out: tuple[str, ...]  # what is not possible, and why
 
     @property
@@ -101,7 +101,7 @@ class Planner:
         """Return the forecast of asynchronous training."""
         config, use, gpu, given = self.config, self._use(trainer), self.gpu, self.given
         rollout, serving, tensor = config.rollout, config.serving, config.engine_tensor
-        run = asynchronous.AsynchronousRun(
+        run = AsynchronousRun(
             self.work,
             BatchRule(
                 rollout.tasks_per_iteration, serving.max_staleness, serving.order, rollout.samples_per_task
@@ -113,26 +113,27 @@ class Planner:
             serving.update,
             transfer_seconds(use, self.shape, tensor, gpu, given),
         )
-        window = asynchronous.Window(3 + serving.max_staleness, ITERATIONS)
-        return Split(trainer, replicas, tensor, asynchronous.simulate(run, window))
+        window = Window(3 + serving.max_staleness, ITERATIONS)
+        return Split(trainer, replicas, tensor, simulate(run, window))
 
-    def _together(self, gpus: int, left_out: list[str]) -> colocated.ColocatedForecast | None:
+    def _together(self, gpus: int, left_out: list[str]) -> Forecast | None:
         """Return the forecast of colocated training, or None if it does not fit."""
         use, given = self._use(gpus), self.given
         made = plan_of(use, self.shape, self.gpu)
         if made.broken:
             left_out.append(f"colocated: {made.broken[0]}")
             return None
-        run = colocated.ColocatedRun(
+        run = AsynchronousRun(
             self.work,
-            self.batch,
+            BatchRule(self.batch, staleness=0),
             engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, given),
             trainer_speed(use, self.tokens, self.gpu, given),
             gpus // self.config.engine_tensor,
-            made.exchange.seconds / given["network_share"] + given["switch_seconds"],
-            self.config.rollout.overlap_tools,
+            self.batch,
+            publish=made.exchange.seconds / given["network_share"] + given["switch_seconds"],
+            overlap=self.config.rollout.overlap_tools,
         )
-        return colocated.simulate(run, ITERATIONS)
+        return simulate(run, Window(0, ITERATIONS))
 
     @cached_property
     def _replica(self) -> EngineUse:

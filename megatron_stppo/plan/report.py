@@ -14,7 +14,8 @@ from rich.table import Table
 from megatron_stppo.plan.assumptions import ALL, OF_LENGTHS
 from megatron_stppo.plan.dry_run import Plan
 from megatron_stppo.plan.hardware import GIB
-from megatron_stppo.plan.outlook import Outlook, Planner, Split
+from megatron_stppo.plan.outlook import Outlook, Planner
+from megatron_stppo.plan.simulation.asynchronous import Forecast
 from megatron_stppo.plan.usage import StageUse
 
 EVEN = 0.02  # relative difference of speeds that a forecast cannot tell apart
@@ -192,24 +193,20 @@ def _splits(one: Outlook, configured: int | None) -> Table:
     table.add_column("staleness", justify="right")
     table.add_column("")
     if one.together is not None:
-        found = one.together
-        speed, idle = f"{found.tokens_per_second:.0f}", f"{found.rollout_idle:.0%}"
-        table.add_row("colocated", "", _seconds(found.iteration_seconds), speed, "", "", idle, "0", "")
+        table.add_row("colocated", "", *_cells(one.together), "")
         table.add_section()
     for each in one.splits:
         marks = ["best"] * (each is one.best) + ["configured"] * (each.replicas == configured)
-        table.add_row(*_split(each), ", ".join(marks))
+        sizes = (str(each.trainer), f"{each.replicas} x {each.tensor}")
+        table.add_row(*sizes, *_cells(each.forecast), ", ".join(marks))
     return table
 
 
-def _split(one: Split) -> tuple[str, ...]:
-    found = one.forecast
+def _cells(found: Forecast) -> tuple[str, ...]:
     return (
-        str(one.trainer),
-        f"{one.replicas} x {one.tensor}",
         _seconds(found.iteration_seconds),
         f"{found.tokens_per_second:.0f}",
-        f"{found.trainer_idle:.0%}",
+        f"{found.waiting / found.iteration_seconds:.0%}",
         f"{found.publishing / found.iteration_seconds:.0%}",
         f"{found.replica_idle:.0%}",
         f"{found.staleness_mean:.1f} (max {max(found.staleness)})",

@@ -88,9 +88,9 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
                 | {
                     "trunk": stage.trunk,
                     "reference weights": stage.models["reference"].weights,
-                    "actor": stage.trunk + actor.resident,
-                    "critic": critic.resident,
-                    "reference": stage.models["reference"].resident,
+                    "actor": stage.trunk + resident(actor),
+                    "critic": resident(critic),
+                    "reference": resident(stage.models["reference"]),
                     "score": actor.scoring,
                     "actor step": stage.updating("actor"),
                     "critic step": stage.updating("critic"),
@@ -100,6 +100,10 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
             )
         found.append(ranks)
     return found
+
+
+def resident(use: Any) -> int:
+    return int(use.weights + use.buffers + use.gradients + use.optimizer)
 
 
 class _Bytes:

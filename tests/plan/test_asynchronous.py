@@ -9,7 +9,6 @@ from itertools import chain
 
 import pytest
 
-from megatron_stppo.plan.simulation import colocated
 from megatron_stppo.plan.simulation.asynchronous import (
     AsynchronousRun,
     AsynchronousSimulation,
@@ -17,7 +16,6 @@ from megatron_stppo.plan.simulation.asynchronous import (
     simulate,
 )
 from megatron_stppo.plan.simulation.buffer import BatchRule, Order
-from megatron_stppo.plan.simulation.colocated import ColocatedRun
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.replica import UpdateKind
 from megatron_stppo.plan.simulation.workload import (
@@ -70,7 +68,7 @@ def test_a_synchronous_iteration_takes_the_sum_of_rollout_and_training(train: fl
     found = simulate(run(ONE_SECOND, 0, train))
     assert found.iteration_seconds == pytest.approx(1.0 + train)
     assert found.replica_idle == pytest.approx(train / (1.0 + train))
-    assert found.trainer_idle == pytest.approx(1.0 / (1.0 + train))
+    assert found.waiting == pytest.approx(1.0)
     assert found.staleness == {0: 1.0}
 
 
@@ -137,8 +135,6 @@ def test_a_tail_costs_nothing_at_bound_1_and_its_whole_length_at_bound_0() -> No
     without = simulate(run(ONE_SECOND, 1, 3.0, batch=64))
     assert at_1.iteration_seconds < 1.02 * without.iteration_seconds == pytest.approx(3.06)
     at_0 = simulate(run(work, 0, 3.0, batch=64), Window(0, 12))
-    together = colocated.simulate(ColocatedRun(work, 64, STEP, TrainerSpeed(3.0)), 12)
-    assert at_0.iteration_seconds == pytest.approx(together.iteration_seconds)
     assert 5.9 < at_0.iteration_seconds < 6.1
 
 
@@ -150,15 +146,6 @@ def test_a_slow_episode_lengthens_an_iteration_by_its_share_of_the_waits(stalene
     made = run(work, staleness, 1.0, batch=8)
     found = simulate(replace(made, concurrency=100))
     assert found.iteration_seconds == pytest.approx(11 / (staleness + 1))
-
-
-def test_bound_0_with_one_replica_equals_the_colocated_run() -> None:
-    speed, trainer = EngineSpeed(0.01, 1e-3, 1e-5, 1e-6), TrainerSpeed(0.3, 1e-5)
-    apart = simulate(AsynchronousRun(VARIED, BatchRule(32, 0), speed, trainer), Window(0, 6))
-    together = colocated.simulate(ColocatedRun(VARIED, 32, speed, trainer), 6)
-    assert apart.iteration_seconds == pytest.approx(together.iteration_seconds, rel=1e-12)
-    assert apart.tokens_per_second == pytest.approx(together.tokens_per_second)
-    assert apart.waiting == pytest.approx(together.rollout)
 
 
 def test_recomputing_takes_the_tokens_of_what_runs() -> None:
@@ -214,10 +201,10 @@ def test_calls_wait_for_a_place() -> None:
 def test_without_overlap_the_engine_waits_for_all_calls() -> None:
     """Two episodes of 50 + 50 steps and of 60 steps: the call of 1 s after step 50 stops both."""
     work = played([Sizes(((10, 50), (10, 50))), Sizes(((10, 60),))], call=1.0)
-    made = ColocatedRun(work, 2, STEP, TrainerSpeed(0.0))
-    beside, alone = colocated.simulate(made, 1), colocated.simulate(replace(made, overlap=False), 1)
-    assert beside.rollout == alone.rollout == pytest.approx(2.0)
-    assert (beside.rollout_idle, alone.rollout_idle) == pytest.approx((1 - 1.1 / 2, 1 - 1.0 / 2))
+    made = run(work, 0, 0.0, batch=2)
+    beside, alone = (simulate(replace(made, overlap=overlap), Window(0, 1)) for overlap in (True, False))
+    assert beside.waiting == alone.waiting == pytest.approx(2.0)
+    assert (beside.replica_idle, alone.replica_idle) == pytest.approx((1 - 1.1 / 2, 1 - 1.0 / 2))
 
 
 def test_a_forecast_does_not_depend_on_anything_but_its_arguments() -> None:

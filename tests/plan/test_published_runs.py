@@ -16,7 +16,7 @@ from functools import cached_property
 
 import pytest
 
-from megatron_stppo.plan.simulation import asynchronous, colocated
+from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.workload import (
@@ -77,12 +77,13 @@ class Model:
     def rollout(self, gpu: Gpu, gpus: int, tensor: int, overhead: float) -> float:
         """Return the seconds of a synchronous rollout."""
         engine = self.engine(gpu, tensor, overhead)
-        made = colocated.ColocatedRun(self.work, self.batch, engine, TrainerSpeed(0.0), gpus // tensor)
-        return colocated.simulate(made, 2).rollout
+        rule, trainer = BatchRule(self.batch, staleness=0), TrainerSpeed(0.0)
+        run = AsynchronousRun(self.work, rule, engine, trainer, gpus // tensor, concurrency=self.batch)
+        return simulate(run, Window(0, 2)).waiting
 
     def step(self, gpu: Gpu, training: float, replicas: int, tensor: int, overhead: float) -> float:
         """Return the seconds of an asynchronous step. training: seconds on the GPUs of the trainer."""
-        run = asynchronous.AsynchronousRun(
+        run = AsynchronousRun(
             self.work,
             BatchRule(self.batch, 1),
             self.engine(gpu, tensor, overhead),
@@ -91,7 +92,7 @@ class Model:
             concurrency=2 * self.batch,
             transfer=ALL_WEIGHTS / replicas,
         )
-        return asynchronous.simulate(run, asynchronous.Window(4, 4)).iteration_seconds
+        return simulate(run, Window(4, 4)).iteration_seconds
 
 
 QWEN3_30B = Model(61.1e9, 3.3e9, 98_304, mean=3199, longest=4096, batch=2048)

@@ -1,8 +1,11 @@
-"""Simulate asynchronous training: a trainer, and replicas that play episodes while it trains.
+"""Simulate training: a trainer, and replicas that play episodes while it trains.
 
 This follows docs/asynchronous.md. In iteration v the trainer requests batch v and waits until it is complete.
 Then it computes scores, advantages and updates, and publishes version v + 1 to one replica after the other.
 Admitted episodes are given to the replica with the fewest episodes in progress.
+
+Colocated training is the case in which no episode begins before the update: with staleness 0, and with the
+time to move models and engines in and out of GPU memory as `publish`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
-from functools import partial
 
 from megatron_stppo.plan.simulation.buffer import BatchRule, EpisodeBuffer
 from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, TrainerSpeed
@@ -32,6 +34,7 @@ class AsynchronousRun:
     update: UpdateKind = "recompute"
     transfer: float = 0.0  # seconds to send the weights to one replica
     publish: float = 0.0  # further seconds of the trainer for each version, before and after the transfers
+    overlap: bool = True  # rollout.overlap_tools
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,6 @@ class Forecast:
     recomputed: float  # tokens per iteration whose keys and values are computed again because of updates
     running: float  # sequences per engine step
     durations: tuple[float, ...] = field(repr=False)  # seconds of each measured iteration
-
-    @property
-    def trainer_idle(self) -> float:
-        """Share of time that the trainer waits for episodes."""
-        return self.waiting / self.iteration_seconds
 
     @property
     def staleness_mean(self) -> float:
@@ -106,8 +104,8 @@ class AsynchronousSimulation:
         self._run, self._window = run, window
         self._clock = Clock()
         self.buffer = EpisodeBuffer(run.rule)
-        make = partial(ReplicaModel, self._clock, run.engine, run.work.tools.at_once, self._ended, run.update)
-        self._replicas = [make() for _ in range(run.replicas)]
+        given = (run.engine, run.work.tools.at_once, self._ended, run.update, run.overlap)
+        self._replicas = [ReplicaModel(self._clock, *given) for _ in range(run.replicas)]
         self._version = -1
         self._asked_at: float | None = None  # while the trainer waits
         self._trained_at: float | None = None  # while the version waits for episodes before it is published

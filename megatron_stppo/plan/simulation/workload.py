@@ -52,12 +52,6 @@ class Sizes:
         return sum(read + generated for read, generated in self.turns)
 
 
-class EpisodeLengths(Protocol):
-    """A distribution of the sizes of episodes."""
-
-    def draw(self, chance: random.Random) -> Sizes: ...
-
-
 @dataclass(frozen=True)
 class DrawnLengths:
     """Lengths whose parts are drawn independently. An episode ends when its context is full."""
@@ -107,20 +101,11 @@ class PlannedEpisode:
     waits: tuple[float, ...]  # seconds of the call after each turn but the last
 
 
-class EpisodeSource(Protocol):
-    """All episodes of a simulated run, in order of admission."""
-
-    @property
-    def tools(self) -> ToolTimes: ...
-
-    def episode(self, number: int) -> PlannedEpisode: ...
-
-
 @dataclass(frozen=True)
 class Workload:
     """Episodes that are drawn."""
 
-    lengths: EpisodeLengths
+    lengths: DrawnLengths | RecordedLengths
     tools: ToolTimes
     seed: int = 0
 
@@ -141,6 +126,9 @@ class RecordedWork:
 
     def episode(self, number: int) -> PlannedEpisode:
         return self.episodes[number % len(self.episodes)]
+
+
+EpisodeSource = Workload | RecordedWork  # all episodes of a simulated run, in order of admission
 
 
 def _count(spread: Spread, chance: random.Random) -> int:
