@@ -32,7 +32,7 @@ def to_hf(
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 
-    checks.check_checkpoint(settings, checkpoint)
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
     checks.check_absent("output", output)
 
     process.prepare(engine=False)
@@ -61,7 +61,7 @@ def to_peft(
     from megatron_stppo.validation import checks, lora
 
     lora.check_used(settings, "convert to-peft")
-    checks.check_checkpoint(settings, checkpoint)
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
     checks.check_absent("output", output)
 
     process.prepare(engine=False)

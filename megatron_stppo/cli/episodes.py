@@ -70,7 +70,7 @@ def evaluate(
     from megatron_stppo.launch import process
     from megatron_stppo.validation import checks
 
-    checks.check_checkpoint(settings, checkpoint)
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
     if output is not None:
         checks.check_folder("--output", output.parent)
     with importing():

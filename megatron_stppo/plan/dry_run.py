@@ -33,7 +33,7 @@ from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
 from megatron_stppo.reshard.resharder import mismatch
 from megatron_stppo.sharding.hf_names import ModelShape, read_shape
-from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+from megatron_stppo.sharding.spans import row_widths, serving_layouts, serving_spans, training_layouts
 from megatron_stppo.sharding.tiles import Spans
 from megatron_stppo.sharding.transfers import served_adapters, transfers
 
@@ -98,11 +98,7 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     alike = layers_to_plan(shape, use.layout)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
     adapters = served_adapters(config.model.lora, shape)
-    weights = max(
-        shard_bytes(serving[rank], widths, size) + applied_bytes(serving[rank], shape, adapters, size)
-        for rank in range(config.engine_tensor)
-    )
-    engine = EngineUse.of(config, shape, weights, size, gpu)
+    engine = engine_use(config, shape, gpu)
     moves = exchange(use.spans, serving, widths, alike, size, gpu)
     if adapters is not None and adapters.alone:  # an engine that has slept gets all weights again, too
         each = transfers(shape, use.spans, serving, adapters).each
@@ -119,6 +115,15 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
         bounds=bounds(use, engine, moves.seconds, gpu),
         broken=tuple(broken(use, engine, moves.staging, gpu)),
     )
+
+
+def engine_use(config: Config, shape: ModelShape, gpu: Gpu) -> EngineUse:
+    """Return the memory of the GPU of an engine that needs most."""
+    tensor, size, widths = config.engine_tensor, planned_dtype(config).itemsize, row_widths(shape)
+    shards = [serving_spans(shape, tensor, rank) for rank in range(tensor)]
+    adapters = served_adapters(config.model.lora, shape)
+    weights = (shard_bytes(one, widths, size) + applied_bytes(one, shape, adapters, size) for one in shards)
+    return EngineUse.of(config, shape, max(weights), size, gpu)
 
 
 def _of_kind(

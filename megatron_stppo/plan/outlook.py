@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_stppo.config import Config
-from megatron_stppo.plan.dry_run import plan_of, planned_dtype, training_use
-from megatron_stppo.plan.exchange import applied_bytes, shard_bytes
+from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import serving_limit, training_limits
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
@@ -17,8 +16,6 @@ from megatron_stppo.plan.simulation.workload import Workload
 from megatron_stppo.plan.times import engine_speed, trainer_speed, transfer_seconds
 from megatron_stppo.plan.usage import EngineUse, TrainingUse
 from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.spans import row_widths, serving_spans
-from megatron_stppo.sharding.transfers import served_adapters
 
 ITERATIONS = 8  # simulated and measured
 
@@ -138,12 +135,7 @@ class Planner:
     @cached_property
     def _replica(self) -> EngineUse:
         """The memory of a replica's GPU."""
-        size = planned_dtype(self.config).itemsize
-        spans = serving_spans(self.shape, self.config.engine_tensor, 0)
-        adapters = served_adapters(self.config.model.lora, self.shape)
-        weights = shard_bytes(spans, row_widths(self.shape), size)
-        weights += applied_bytes(spans, self.shape, adapters, size)
-        return EngineUse.of(self._serving, self.shape, weights, size, self.gpu)
+        return engine_use(self._serving, self.shape, self.gpu)
 
     def _use(self, gpus: int) -> TrainingUse:
         if gpus not in self._uses:

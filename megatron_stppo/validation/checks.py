@@ -136,17 +136,13 @@ def check_empty(field: str, folder: Path) -> None:
         raise ConfigError(f"{field}={folder}: is not empty; name a new folder")
 
 
-def check_checkpoint(config: Config, checkpoint: str | None) -> None:
-    """Raise ConfigError unless `checkpoint` is None, or "latest" or "step_N" and exists."""
-    if checkpoint is not None:
-        check_step(config.run.folder, "checkpoint", checkpoint)
-
-
-def check_step(run: Path, field: str, checkpoint: str) -> None:
-    """Raise ConfigError unless the run's folder holds `checkpoint`, "latest" or "step_N".
+def check_step(run: Path, field: str, checkpoint: str | None) -> None:
+    """Raise ConfigError unless the run's folder holds `checkpoint`, "latest" or "step_N"; None needs none.
 
     `field`: the field or option that the error names.
     """
+    if checkpoint is None:
+        return
     folder = run / "checkpoints"
     steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
     if checkpoint not in (*steps, "latest") or not steps:

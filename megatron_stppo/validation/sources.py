@@ -77,6 +77,5 @@ def check_source(config: Config, field: str, source: Path, start: str | None) ->
     """
     if not source.is_dir():
         raise ConfigError(f"{field}={source}: no such folder; give a run's, such as runs/NAME")
-    if start is not None:
-        check_step(source, "--start", start)
+    check_step(source, "--start", start)
     check_new(config)

@@ -11,7 +11,7 @@ from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.validation import serving
-from megatron_stppo.validation.checks import check_checkpoint
+from megatron_stppo.validation.checks import check_step
 from megatron_stppo.validation.run_folder import check_new, check_resume, finished
 from megatron_stppo.validation.sources import check_left, check_replay, check_source
 
@@ -21,13 +21,13 @@ BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "len
 
 def test_a_missing_checkpoint_is_refused_with_the_existing_ones(path: Path) -> None:
     config = load(path)
-    check_checkpoint(config, None)
+    check_step(config.run.folder, "checkpoint", None)
     with pytest.raises(ConfigError, match="train first"):
-        check_checkpoint(config, "latest")
+        check_step(config.run.folder, "checkpoint", "latest")
     (config.run.folder / "checkpoints" / "step_4").mkdir(parents=True)
-    check_checkpoint(config, "step_4")
+    check_step(config.run.folder, "checkpoint", "step_4")
     with pytest.raises(ConfigError, match="step_4"):
-        check_checkpoint(config, "step_5")
+        check_step(config.run.folder, "checkpoint", "step_5")
 
 
 @pytest.mark.parametrize(
