@@ -112,19 +112,21 @@ def _check(settings: Settings, board: Board) -> tuple[int, bool]:
 def _alone(settings: Settings, rank: int, measure: Measurements, file: Path) -> Facts:
     """Return what this rank measures without the others."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    found = (
-        measure.run("GPU", lambda: gpu.examine(process.device_index())) if torch.cuda.is_available() else None
-    )
-    load = measure.run("matrix product", lambda: gpu.load(local) if found else gpu.load_cpu())
-    if found and load:
-        found = replace(found, clock=load.clock, throttled=load.throttled)
+    found = compute = None
+    if torch.cuda.is_available():
+        found = measure.run("GPU", lambda: gpu.examine(process.device_index()))
+    if found is None:
+        compute = measure.run("matrix product", gpu.load_cpu)
+    elif load := measure.run("matrix product", lambda: gpu.load(local)):
+        compute, clock, throttled = load
+        found = replace(found, clock=clock, throttled=throttled)
     return Facts(
         rank,
         _node(),
         expects_gpu=bool(os.environ.get("SLURM_GPUS_ON_NODE")),
         versions=measure.run("versions", host.versions) or {},
         gpu=found,
-        compute=load.compute if load else None,
+        compute=compute,
         open_files=host.open_files(),
         shared_memory=measure.run("/dev/shm", host.shared_memory),
         folder=None if local else measure.run("run folder", lambda: host.folder_speed(file, settings.size)),

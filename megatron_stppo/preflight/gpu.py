@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -26,15 +25,6 @@ SIDE_CUDA, SIDE_CPU = 8192, 512  # rows and columns of the matrices
 LOAD_SECONDS = 1.0  # the clock is read in the middle of this time
 
 
-@dataclass(frozen=True)
-class Load:
-    """A matrix product, and what NVML reports while a GPU computes it. Example: Load(650.0, 0.93, ())."""
-
-    compute: float  # TFLOP/s
-    clock: float | None = None
-    throttled: tuple[str, ...] = ()
-
-
 def examine(index: int) -> GpuFacts:
     """Return identity and state of the GPU that this process sees as `index`, without loading it."""
     properties = torch.cuda.get_device_properties(index)
@@ -53,8 +43,11 @@ def examine(index: int) -> GpuFacts:
         )
 
 
-def load(index: int) -> Load:
-    """Multiply matrices in bfloat16 for about a second, and read clock and throttling meanwhile."""
+def load(index: int) -> tuple[float, float | None, tuple[str, ...]]:
+    """Multiply matrices in bfloat16 for about a second.
+
+    Return (TFLOP/s, SM clock meanwhile / maximum, reasons of THROTTLING). Example: (650.0, 0.93, ()).
+    """
     torch.cuda.set_device(index)
     matrix = torch.zeros(SIDE_CUDA, SIDE_CUDA, dtype=torch.bfloat16, device="cuda").normal_()
     out = torch.empty_like(matrix)
@@ -68,18 +61,18 @@ def load(index: int) -> Load:
     time.sleep(LOAD_SECONDS / 2)
     clock, throttled = _clock(index)
     end.synchronize()
-    return Load(2 * SIDE_CUDA**3 * count / (start.elapsed_time(end) / 1000) / 1e12, clock, throttled)
+    return 2 * SIDE_CUDA**3 * count / (start.elapsed_time(end) / 1000) / 1e12, clock, throttled
 
 
-def load_cpu() -> Load:
-    """Multiply small matrices in float32 on this rank's threads; the fastest of 20."""
+def load_cpu() -> float:
+    """Multiply small matrices in float32 on this rank's threads. Return TFLOP/s of the fastest of 20."""
     matrix = torch.ones(SIDE_CPU, SIDE_CPU)
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
         matrix @ matrix
         seconds.append(time.perf_counter() - start)
-    return Load(2 * SIDE_CPU**3 / min(seconds) / 1e12)
+    return 2 * SIDE_CPU**3 / min(seconds) / 1e12
 
 
 def _seconds(matrix: torch.Tensor, out: torch.Tensor, count: int = 10) -> float:

@@ -29,15 +29,13 @@ def test_every_name_of_nvml_exists_in_the_installed_package() -> None:
     assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []
 
 
-def test_a_matrix_product_on_the_cpu_has_a_speed_and_no_clock() -> None:
-    load = gpu.load_cpu()
-    assert load.compute > 0
-    assert (load.clock, load.throttled) == (None, ())
+def test_a_matrix_product_on_the_cpu_has_a_speed() -> None:
+    assert gpu.load_cpu() > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_has_a_uuid_a_driver_and_a_clock_under_load() -> None:
-    facts, load = gpu.examine(0), gpu.load(0)
+    facts, (compute, clock, _throttled) = gpu.examine(0), gpu.load(0)
     assert facts.uuid.startswith("GPU-") and facts.driver and facts.memory_used is not None
-    assert load.compute > 1
-    assert load.clock is None or 0.1 < load.clock <= 1
+    assert compute > 1
+    assert clock is None or 0.1 < clock <= 1
