@@ -47,7 +47,6 @@ class Meeting:
     """What all ranks need for the measurements that they make together."""
 
     nodes: tuple[str, ...]  # of every rank; empty if a rank is missing, so that there is nothing to measure
-    name: str  # of this check, part of its files' names
     has_gpus: bool  # every rank has its own
 
 
@@ -81,11 +80,11 @@ def _check(settings: Settings, board: Board) -> tuple[int, bool]:
     facts = board.collect("facts", _alone(settings, board.rank, alone, file), Facts)
     nodes = tuple(facts[rank].node for rank in facts) if len(facts) == board.world else ()
     meeting = board.announce(
-        "meeting", Meeting(nodes, name, all(one.gpu for one in facts.values())), Meeting, waits=8
+        "meeting", Meeting(nodes, all(one.gpu for one in facts.values())), Meeting, waits=8
     )
     together: dict[int, Together] = {}
     if meeting.nodes:
-        together = board.collect("together", _together(settings, board, met, meeting), Together)
+        together = board.collect("together", _together(settings, board, met, meeting, name), Together)
     code = 0
     if board.rank == 0:
         rows = judge(board.world, facts, together, settings.limits)
@@ -134,10 +133,12 @@ def _alone(settings: Settings, rank: int, measure: Measurements, file: Path) -> 
     )
 
 
-def _together(settings: Settings, board: Board, measure: Measurements, meeting: Meeting) -> Together:
-    """Return what this rank measures with the others."""
+def _together(
+    settings: Settings, board: Board, measure: Measurements, meeting: Meeting, name: str
+) -> Together:
+    """Return what this rank measures with the others. name: of this check, part of its files' names."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    files = {node: host.file_of(settings.folder, meeting.name, node) for node in dict.fromkeys(meeting.nodes)}
+    files = {node: host.file_of(settings.folder, name, node) for node in dict.fromkeys(meeting.nodes)}
     wait = settings.limits["max_visible"]
     seen = None if local else measure.run("files of other nodes", lambda: host.wait_for_files(files, wait))
     clock: list[float] = []

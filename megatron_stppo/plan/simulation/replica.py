@@ -177,28 +177,23 @@ class Publication:
         """transfer: seconds per replica. published: called when all replicas have the version."""
         self._clock, self._version, self._transfer, self._published = clock, version, transfer, published
         self._left = len(replicas)
-        self._ready: list[ReplicaModel] = []
-        self._sending = False
+        self._ready: list[ReplicaModel] = []  # the first of them is being sent the weights
         for replica in replicas:
             replica.announce(partial(self._is_ready, replica))
 
     def _is_ready(self, replica: ReplicaModel) -> None:
         self._ready.append(replica)
-        self._send()
+        if len(self._ready) == 1:
+            self._send()
 
     def _send(self) -> None:
-        if self._ready and not self._sending:
-            self._sending = True
-            replica = self._ready.pop(0)
-            replica.pause(partial(self._paused, replica))
+        self._ready[0].pause(lambda: self._clock.at(self._clock.now + self._transfer, self._sent))
 
-    def _paused(self, replica: ReplicaModel) -> None:
-        self._clock.at(self._clock.now + self._transfer, partial(self._sent, replica))
-
-    def _sent(self, replica: ReplicaModel) -> None:
-        replica.go_on(self._version)
-        self._sending, self._left = False, self._left - 1
-        if self._left:
+    def _sent(self) -> None:
+        self._ready[0].go_on(self._version)
+        self._left -= 1
+        del self._ready[0]
+        if self._ready:
             self._send()
-        else:
+        elif not self._left:
             self._published()
