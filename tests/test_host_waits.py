@@ -1,4 +1,4 @@
-"""The host waits for the GPU only where docs/performance.md says so, on a stand-in for a GPU."""
+"""The host waits for the GPU only where docs/notes/performance.md says so, on a stand-in for a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _split(found: dict[str, Any]) -> tuple[Waits, Waits]:
 def _documented(layout: str | None) -> Waits:
     """Return the rows of the table of our code, or those of a layout in the table of megatron's."""
     found = {}
-    for cells in rows("performance.md"):
+    for cells in rows("notes/performance.md"):
         if layout is None and len(cells) == 5 and cells[0] in STAGES:
             found[cells[0], cells[1], cells[2].strip("`")] = int(cells[3])
         elif cells[0] == layout:
