@@ -4,8 +4,8 @@
 
 Replicas are simulated: two other processes hold a real Dialer for each replica. They answer every Play (a
 message with one episode to play) at once with a Done (a message with the played episode). The first rank is
-this process, with a real Listener. For every episode it decrypts and decodes the Done, checks it
-(trajectory_check.fault), and encodes and encrypts the Play of the next one.
+this process, with a real Listener. For every episode it decodes the Done, checks it
+(trajectory_check.fault), and encodes the Play of the next one.
 
 The number of episodes per second that a run needs is not measured. It follows from assumptions:
 
@@ -16,8 +16,8 @@ The number of episodes per second that a run needs is not measured. It follows f
 
 The first table has the requirement: 10 times that number. The second table has the measurements, made while
 the simulated replicas used the same processors. Its columns of milliseconds are processor time of this
-process per episode: of the thread that decodes, checks and assigns, and of all threads, which also receive
-and decrypt. A thread with a processor of its own could process 1000 divided by the first number per second.
+process per episode: of the thread that decodes, checks and assigns, and of all threads, which also receive.
+A thread with a processor of its own could process 1000 divided by the first number per second.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from megatron_stppo.serving import keys
+from megatron_stppo.serving.dialer import Dialer
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.messages import Alive, Assignment, Done, Hello, Play
 from megatron_stppo.serving.payloads import message_limit, pack
 from megatron_stppo.serving.trajectory_check import fault
-from megatron_stppo.serving.transport import Dialer, Listener
 from megatron_stppo.types import Message, Task, Trajectory, Turn
 
 VOCABULARY = 151_936
@@ -157,7 +158,7 @@ def simulated(folder: Path, replicas: int, given: argparse.Namespace) -> Iterato
 
 def serve(folder: Path, replicas: int, played: Trajectory) -> None:
     """Hold simulated replicas, each of which answers every episode at once. Ends when it is killed."""
-    connection, limit = keys.read(folder, 60.0), message_limit(len(played.token_ids))
+    connection, limit = keys.find(folder, 60.0), message_limit(len(played.token_ids))
     dialers = [Dialer(connection, limit) for _ in range(replicas)]
     for number, dialer in enumerate(dialers):
         dialer.send(

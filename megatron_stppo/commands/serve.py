@@ -28,6 +28,7 @@ from megatron_stppo.rollouts import rollout_settings
 from megatron_stppo.serving import journal
 from megatron_stppo.serving.activity import Activity
 from megatron_stppo.serving.address import is_loopback
+from megatron_stppo.serving.dialer import Dialer
 from megatron_stppo.serving.digest import model_digest
 from megatron_stppo.serving.ending import play_to_the_end, raise_failure
 from megatron_stppo.serving.inbox import Inbox
@@ -38,7 +39,6 @@ from megatron_stppo.serving.news import NewsSource, Send
 from megatron_stppo.serving.payloads import limit_of
 from megatron_stppo.serving.replayed import Replayed
 from megatron_stppo.serving.replica import FirstRank, Replica
-from megatron_stppo.serving.transport import Dialer
 from megatron_stppo.serving.weights import Link
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.transfers import served_adapters

@@ -12,6 +12,7 @@ from megatron_stppo.launch import slurm
 from megatron_stppo.launch.slurm import LOOPBACK
 from megatron_stppo.messages import one_line
 
+BACKLOG = 1024  # connections that the system holds until they are accepted: all replicas may start at once
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -43,17 +44,29 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
 
 def check(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
     """Raise ConfigError if find() does, or if this is the first rank and cannot listen at the address."""
-    name = find(given, starts_replicas, environment)
-    ip = interface(name)
+    ip = _interface(find(given, starts_replicas, environment))
     if environment.get("RANK", "0") == "0":
-        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        try:
-            socket.create_server((str(ip), 0), family=family).close()
-        except OSError as error:
-            raise cannot_listen(given or name, ip, error.errno or 0) from None
+        listen(str(ip), given).close()
 
 
-def interface(address: str) -> IPAddress:
+def listen(address: str, given: str | None = None) -> socket.socket:
+    """Return a socket that listens on one interface of this machine, at a port that the system chooses.
+
+    given: how the user wrote the address, for messages. Raises ConfigError if it is not one of this
+    machine's, or stands for all interfaces.
+    """
+    ip = _interface(address)
+    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+    try:
+        return socket.create_server((str(ip), 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"serving.address={one_line(given or address)}: cannot listen on {ip} "
+            f"({os.strerror(error.errno or 0)}); give the address of a network interface of this machine"
+        ) from None
+
+
+def _interface(address: str) -> IPAddress:
     """Return the address of one interface. Raises ConfigError if `address` is not one, or stands for all."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -68,14 +81,6 @@ def interface(address: str) -> IPAddress:
             "of the one that replicas connect to"
         )
     return found
-
-
-def cannot_listen(address: str, ip: IPAddress, number: int) -> ConfigError:
-    """Return the error for an `ip` of `address` at which listening failed with this errno."""
-    return ConfigError(
-        f"serving.address={one_line(address)}: cannot listen on {ip} ({os.strerror(number)}); "
-        "give the address of a network interface of this machine"
-    )
 
 
 def is_loopback(address: str) -> bool:

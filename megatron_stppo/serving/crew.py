@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from megatron_stppo.parallel.collectives import encode
 from megatron_stppo.serving.dispatch import parts, shares
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.messages import MOST_BYTES, Assignment, Counters, Hello, Play
-from megatron_stppo.serving.transport import Listener
 
 
 @dataclass

@@ -21,11 +21,11 @@ from megatron_stppo.serving.crew import Crew
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.groups import Taken
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.losses import LossNotices
 from megatron_stppo.serving.messages import Announce, Assignment, Counters, Done, Go, Offer, Stop
 from megatron_stppo.serving.reception import Reception
-from megatron_stppo.serving.transport import Listener
 from megatron_stppo.telemetry.console import say
 from megatron_stppo.types import Summary, Trajectory
 

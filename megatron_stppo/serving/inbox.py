@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
+from megatron_stppo.serving.dialer import Dialer
 from megatron_stppo.serving.messages import (
     Announce,
     Assignment,
@@ -17,7 +18,6 @@ from megatron_stppo.serving.messages import (
 )
 from megatron_stppo.serving.news import End
 from megatron_stppo.serving.parent import has_ended
-from megatron_stppo.serving.transport import Dialer
 
 
 class Inbox:

@@ -1,8 +1,8 @@
-"""The connection file of a run: where the trainer listens, and the CURVE keys.
+"""The connection file of a run: where the trainer listens, and the key of its replicas.
 
-It is RUN_DIR/serving/connection.json. Every attempt of the trainer makes new keys. The server's secret key
-stays in the trainer's memory. Everyone who can read the file can connect as a replica, so only its owner can
-read it (0600 in a folder 0700). A replica on another machine reads it over the shared file system.
+It is RUN_DIR/serving/connection.json. Every attempt (start or resume) of the trainer makes a new key.
+Everyone who can read the file can connect as a replica, so only its owner can read it (0600, in a folder
+0700). A replica on another machine reads it over the shared file system.
 """
 
 from __future__ import annotations
@@ -29,30 +29,23 @@ MODULES = "modules"  # in the same folder: the path of the folder with the modul
 MOST_BYTES = 4096
 LOOK = 0.2  # seconds between two attempts to read the file
 CONNECT = 10.0  # seconds until a connection must be open
-Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # 32 bytes in Z85
 
 
 @dataclass(frozen=True)
 class Connection:
     """What a replica needs to connect to the trainer.
 
-    Example: Connection("tcp://127.0.0.1:41234", key, key, key, "5f0c9a..") with keys of 40 characters.
+    Example: Connection("127.0.0.1", 41234, "5f0c9a..") with a key of 64 hexadecimal digits.
     """
 
-    address: Annotated[str, Meta(pattern=r"\Atcp://[0-9A-Za-z.:\[\]%_-]{1,200}:[0-9]{1,5}\Z")]
-    server_key: Key  # public
-    client_key: Key  # public
-    client_secret: Key = field(repr=False)
-    attempt: Annotated[str, Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]  # of the trainer; never used twice
+    host: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.:%_-]{1,200}\Z")]  # an IP address
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+    key: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")] = field(repr=False)  # of this attempt only
 
     @property
-    def host(self) -> str:
-        """The IP address. Example: "127.0.0.1"."""
-        return self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
+    def address(self) -> str:
+        """Example: "127.0.0.1:41234"."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def path_of(folder: Path) -> Path:
@@ -92,40 +85,29 @@ def remove(folder: Path) -> None:
     path_of(folder).unlink(missing_ok=True)
 
 
-def read(folder: Path, deadline_seconds: float, other_than: str = "") -> Connection:
-    """Return the connection of a run, as soon as its file exists.
-
-    other_than: the id of an attempt whose file is ignored: one that this replica could not reach, because it
-    was killed before it could remove its file. Raises ConfigError if there is no file after
-    `deadline_seconds`, and if others can read the file, another user owns it, or it is damaged.
-    """
-    ends = time.monotonic() + deadline_seconds
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            found = _parse(path_of(folder))
-            if found.attempt != other_than:
-                return found
-        left = ends - time.monotonic()
-        if left <= 0:
-            raise ConfigError(_missing(folder, deadline_seconds, other_than))
-        time.sleep(min(LOOK, left))
-
-
 def find(folder: Path, deadline_seconds: float, waits: Callable[[], object] = lambda: None) -> Connection:
     """Return the connection of a run, as soon as its trainer listens there.
 
-    A trainer that was killed leaves its file, which is ignored. waits: called if the trainer does not listen
-    yet. Raises ConfigError as `read`.
+    A trainer that was killed leaves its file, which is ignored. waits: called once if the trainer does not
+    listen yet. Raises ConfigError if it does not within `deadline_seconds`, and if others can read the file,
+    another user owns it, or it is damaged.
     """
-    ends, killed = time.monotonic() + deadline_seconds, ""
-    with contextlib.suppress(FileNotFoundError):
-        if _listens(found := _parse(path_of(folder))):
-            return found
-        killed = found.attempt
-    waits()
-    while not _listens(found := read(folder, max(0.0, round(ends - time.monotonic(), 1)), killed)):
-        killed = found.attempt
-    return found
+    ends, waited = time.monotonic() + deadline_seconds, False
+    while True:
+        what = "does not exist"
+        with contextlib.suppress(FileNotFoundError):
+            if _listens(found := _parse(path_of(folder))):
+                return found
+            what = "is of a trainer that has ended, and no other one has started,"
+        if not waited:
+            waits()
+            waited = True
+        if (left := ends - time.monotonic()) <= 0:
+            raise ConfigError(
+                f"{path_of(folder)}: {what} after {deadline_seconds:.3g} s; start `megatron-stppo train` "
+                "with serving.replicas for this run, or give the folder of another run"
+            )
+        time.sleep(min(LOOK, left))
 
 
 def _listens(connection: Connection) -> bool:
@@ -174,13 +156,3 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
             f"{path}: has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can use its keys; run "
             f"`chmod 600 {path}`, and start the trainer again if you do not trust them"
         )
-
-
-def _missing(folder: Path, seconds: float, other_than: str) -> str:
-    what = "does not exist"
-    if other_than and path_of(folder).exists():
-        what = "is of a trainer that has ended, and no other one has started,"
-    return (
-        f"{path_of(folder)}: {what} after {seconds:.3g} s; start `megatron-stppo train` with "
-        "serving.replicas for this run, or give the folder of another run"
-    )

@@ -1,4 +1,4 @@
-"""The form in which a Done is sent: token ids and log-probs as arrays of bytes.
+"""The form in which a Done is sent and kept in a checkpoint: token ids and log-probs as arrays of bytes.
 
 The trainer's first rank decodes the trajectories of all replicas in one thread, which shares Python's
 interpreter lock with its training. As msgpack integers and floats, decoding and checking take twice as long
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from megatron_stppo.serving.messages import Done
 from megatron_stppo.types import Branch, Outcome, Task, Trajectory, Turn, Versions
@@ -30,17 +31,17 @@ class _PackedTurn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     reward: float
     versions: Versions
 
+    @classmethod
+    def of(cls, turn: Turn) -> _PackedTurn:
+        logprob = struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob)
+        return cls(_bytes(turn.token_ids), logprob, _bytes(turn.observation_ids), turn.reward, turn.versions)
+
     def unpack(self) -> Turn:
         logprob = np.frombuffer(self.rollout_logprob, LOGPROB)
         if (logprob > LARGEST_LOGPROB).any():  # False for NaN
             raise ValueError("a log-prob above 0")
-        return Turn(
-            _ids(self.token_ids),
-            tuple(logprob.tolist()),
-            _ids(self.observation_ids),
-            self.reward,
-            self.versions,
-        )
+        values = tuple(logprob.tolist())
+        return Turn(_ids(self.token_ids), values, _ids(self.observation_ids), self.reward, self.versions)
 
 
 class _PackedBranch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,12 +49,16 @@ class _PackedBranch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     turns: tuple[_PackedTurn, ...]
     routes: bytes
 
+    @classmethod
+    def of(cls, branch: Branch) -> _PackedBranch:
+        return cls(_bytes(branch.prompt_ids), tuple(map(_PackedTurn.of, branch.turns)), branch.routes)
+
     def unpack(self) -> Branch:
         return Branch(_ids(self.prompt_ids), tuple(turn.unpack() for turn in self.turns), self.routes)
 
 
 class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=True):
-    """A Done with the fields of its trajectory, in the order of Trajectory."""
+    """A Done with the fields of its trajectory, except `branch`, which is 0 for a whole episode."""
 
     number: int
     task: Task
@@ -71,62 +76,40 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
 
     def unpack(self) -> Done:
         """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
-        return Done(
-            self.number,
-            Trajectory(
-                self.task,
-                _ids(self.prompt_ids),
-                tuple(turn.unpack() for turn in self.turns),
-                self.outcome,
-                self.group,
-                self.tool_calls,
-                self.valid_actions,
-                self.detail,
-                self.overlong_prompt,
-                self.routes,
-                tuple(branch.unpack() for branch in self.branches),
-                metrics=self.metrics,
-            ),
-        )
+        fields = asdict(self) | {
+            "prompt_ids": _ids(self.prompt_ids),
+            "turns": tuple(turn.unpack() for turn in self.turns),
+            "branches": tuple(branch.unpack() for branch in self.branches),
+        }
+        return Done(fields.pop("number"), Trajectory(**fields))
 
 
 def packed(done: Done) -> PackedDone:
     """Return the form in which a Done is sent. Raises struct.error for a negative token id."""
-    played = done.trajectory
-    return PackedDone(
-        done.number,
-        played.task,
-        _id_bytes(played.prompt_ids),
-        _packed_turns(played.turns),
-        played.outcome,
-        played.group,
-        played.tool_calls,
-        played.valid_actions,
-        played.detail,
-        played.overlong_prompt,
-        played.routes,
-        tuple(
-            _PackedBranch(_id_bytes(branch.prompt_ids), _packed_turns(branch.turns), branch.routes)
-            for branch in played.branches
-        ),
-        played.metrics,
-    )
+    fields = vars(done.trajectory) | {
+        "prompt_ids": _bytes(done.trajectory.prompt_ids),
+        "turns": tuple(map(_PackedTurn.of, done.trajectory.turns)),
+        "branches": tuple(map(_PackedBranch.of, done.trajectory.branches)),
+    }
+    del fields["branch"]
+    return PackedDone(done.number, **fields)
 
 
-def _packed_turns(turns: Sequence[Turn]) -> tuple[_PackedTurn, ...]:
-    return tuple(
-        _PackedTurn(
-            _id_bytes(turn.token_ids),
-            struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob),
-            _id_bytes(turn.observation_ids),
-            turn.reward,
-            turn.versions,
-        )
-        for turn in turns
-    )
+def encode_episodes(episodes: Sequence[Done]) -> bytes:
+    """Return the file of a checkpoint with finished episodes that are not trained on; b"" if there are none.
+
+    It may be large: 12 bytes per token, and with algorithm.routing_replay=rollout the experts of every token.
+    """
+    return msgspec.msgpack.encode([packed(done) for done in episodes]) if episodes else b""
 
 
-def _id_bytes(ids: Sequence[int]) -> bytes:
+def decode_episodes(content: bytes) -> list[Done]:
+    """Return the episodes. Raises msgspec.MsgspecError or ValueError if another version wrote them."""
+    decoded = msgspec.msgpack.decode(content, type=list[PackedDone]) if content else []
+    return [done.unpack() for done in decoded]
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 

@@ -26,11 +26,6 @@ from megatron_stppo.serving.messages import (
 from megatron_stppo.serving.packed_done import PackedDone, packed
 from megatron_stppo.sharding.hf_names import ModelShape
 
-BEAT = 2.0  # seconds between signs of life
-INBOX = 256 * 2**20  # bytes that were received and not taken; then the socket is not read, and senders wait
-TAKEN = 2**20  # bytes that one call of `take` decodes, or one message. Objects take up to 60 times more
-CURVE_OVERHEAD = 64  # bytes; encryption adds 33 to a message
-
 # What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
 _FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError
 _encoder = msgspec.msgpack.Encoder()
@@ -39,14 +34,12 @@ _from_replica = msgspec.msgpack.Decoder(
 )
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer, strict=True)
 
-EXPELLED = b""  # the last payload that a peer gets, if it is expelled
-
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Listener.take returns it in place of a peer's first message that is too long or cannot be decoded.
+    """Listener.take returns it in place of a message that cannot be decoded.
 
-    The peer runs another version, or is hostile: expel it.
+    The peer runs another version, or is hostile.
     Example: Unreadable("Invalid value 'Stop' - at `$.type`").
     """
 
@@ -84,10 +77,8 @@ def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
     return payload
 
 
-def unpack_from_replica(payload: bytes, max_bytes: int) -> FromReplica | Unreadable:
+def unpack_from_replica(payload: bytes) -> FromReplica | Unreadable:
     """Return the message of a replica. Never raises: the payload may be anything."""
-    if len(payload) > max_bytes:
-        return Unreadable(f"{len(payload)} bytes exceed the limit of {max_bytes}")
     try:
         found = _from_replica.decode(payload)
         return found.unpack() if isinstance(found, PackedDone) else found

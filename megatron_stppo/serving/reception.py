@@ -17,6 +17,7 @@ from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from megatron_stppo.serving.crew import Crew, Member
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.messages import (
     Alive,
@@ -28,7 +29,7 @@ from megatron_stppo.serving.messages import (
     Ready,
     ReplicaFailed,
 )
-from megatron_stppo.serving.transport import Listener, Unreadable
+from megatron_stppo.serving.payloads import Unreadable
 from megatron_stppo.types import Trajectory
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none

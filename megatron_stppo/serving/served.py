@@ -28,12 +28,13 @@ from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway, TooManyFailures
 from megatron_stppo.rollout.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.failures import FailureLimit
-from megatron_stppo.serving import kept_episodes, keys, recorded
+from megatron_stppo.serving import keys, recorded
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.link_errors import ReplicaLost
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.messages import Assignment, Offer
+from megatron_stppo.serving.packed_done import decode_episodes, encode_episodes
 from megatron_stppo.serving.weights import Link
 from megatron_stppo.sharding.hf_load import load_tokenizer
 from megatron_stppo.telemetry.metrics import counting
@@ -161,7 +162,7 @@ class Served:
         return self._hub.state() if self._hub is not None else {}
 
     def episodes(self) -> bytes:
-        return kept_episodes.encode(self._hub.kept()) if self._hub is not None else b""
+        return encode_episodes(self._hub.kept()) if self._hub is not None else b""
 
     def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
         """Restore the ledger on the first rank. Raises ConfigError on all ranks, also for episodes that
@@ -169,7 +170,7 @@ class Served:
         misuse: str | None = None
         if self._ledger is not None:
             try:
-                self._ledger.restore(state, kept_episodes.decode(episodes()))
+                self._ledger.restore(state, decode_episodes(episodes()))
             except ConfigError as error:
                 misuse = str(error)
             except (OSError, ValueError, msgspec.MsgspecError) as error:

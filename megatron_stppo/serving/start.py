@@ -27,13 +27,13 @@ from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.groups import Terms
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.local import LocalReplicas, Serving, check_gpus
 from megatron_stppo.serving.losses import tell_lost
 from megatron_stppo.serving.measure import ServingMeter
 from megatron_stppo.serving.payloads import limit_of
 from megatron_stppo.serving.recorded import Recorded
 from megatron_stppo.serving.served import Served
-from megatron_stppo.serving.transport import Listener
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.telemetry.console import say, timed
 from megatron_stppo.validation import model_layout

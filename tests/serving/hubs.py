@@ -11,13 +11,14 @@ import msgspec
 
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.serving.dialer import Dialer
 from megatron_stppo.serving.expected import Expected
 from megatron_stppo.serving.groups import Order, Terms
 from megatron_stppo.serving.hub import Hub
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.local import LocalReplicas
 from megatron_stppo.serving.messages import Done, FromTrainer, Hello, Offer, Play
-from megatron_stppo.serving.transport import Dialer, Listener
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -10,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
 
-from megatron_stppo.serving import dialer as dialer_file
-from megatron_stppo.serving import listener as listener_file
+from megatron_stppo.serving import channel as channel_file
+from megatron_stppo.serving.channel import LENGTH, authenticate
+from megatron_stppo.serving.dialer import Dialer
 from megatron_stppo.serving.keys import Connection
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.messages import Counters, Ready
 from megatron_stppo.serving.payloads import pack
-from megatron_stppo.serving.transport import Dialer, Listener
 
 MAX = 2**20  # bytes of a message
 READY = pack(Ready(1), MAX)
@@ -53,21 +54,19 @@ def connected(counters: Counters | None = None) -> Iterator[tuple[Listener, Dial
 def replica_process(
     to: Connection, payload: bytes = READY, then: str = "time.sleep(60)"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that connects with the keys of `to`, sends a payload, runs `then` and reads nothing.
-
-    It imports only zmq, which is quick.
-    """
+    """Start a process that connects with the key of `to`, sends a payload, runs `then` and reads nothing."""
     code = (
-        "import sys, time, zmq\n"
-        "address, server, client, secret = sys.argv[1:]\n"
-        "socket, payload = zmq.Context().socket(zmq.DEALER), sys.stdin.buffer.read()\n"
-        "socket.curve_serverkey, socket.curve_publickey = server.encode(), client.encode()\n"
-        "socket.curve_secretkey = secret.encode()\n"
-        "socket.connect(address)\n"
-        f"socket.send(payload)\n{then}\n"
+        "import socket, sys, time\n"
+        "from megatron_stppo.serving.channel import LENGTH, authenticate\n"
+        "host, port, key = sys.argv[1:]\n"
+        "client, payload = socket.create_connection((host, int(port))), sys.stdin.buffer.read()\n"
+        "own, _ = authenticate(client, bytes.fromhex(key), is_trainer=False)\n"
+        "def send(payload):\n"
+        "    client.sendall(LENGTH.pack(len(payload)) + own.next(payload) + payload)\n"
+        f"send(payload)\n{then}\n"
     )
-    arguments = (to.address, to.server_key, to.client_key, to.client_secret)
-    process = subprocess.Popen((sys.executable, "-c", code, *arguments), stdin=subprocess.PIPE)
+    arguments = (sys.executable, "-c", code, to.host, str(to.port), to.key)
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin as stdin:
         stdin.write(payload)
@@ -79,20 +78,11 @@ def replica_process(
 
 
 @contextmanager
-def raw_client(to: Connection, curve: bool = True, routing_id: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
-    """Yield a connected zmq socket, with the keys of `to` or without encryption, which can send anything."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    if curve:
-        socket.curve_serverkey, socket.curve_publickey = to.server_key.encode(), to.client_key.encode()
-        socket.curve_secretkey = to.client_secret.encode()
-    if routing_id:
-        socket.routing_id = routing_id
-    socket.connect(to.address)
-    try:
-        yield socket
-    finally:
-        context.destroy(linger=0)
+def raw_client(to: Connection) -> Iterator[Callable[[bytes], None]]:
+    """Connect with the key of `to`, and yield a function that sends any payload."""
+    with socket.create_connection((to.host, to.port)) as client:
+        own, _ = authenticate(client, bytes.fromhex(to.key), is_trainer=False)
+        yield lambda payload: client.sendall(LENGTH.pack(len(payload)) + own.next(payload) + payload)
 
 
 def taken(side: Any, count: int) -> list[Any]:
@@ -123,5 +113,4 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_file, "BEAT", 0.1)
-    monkeypatch.setattr(dialer_file, "BEAT", 0.1)
+    monkeypatch.setattr(channel_file, "BEAT", 0.1)

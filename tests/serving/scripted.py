@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megatron_stppo.launch.rendezvous import host_store
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.serving import keys
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.messages import (
     MOST_BYTES,
     Announce,
@@ -26,7 +27,6 @@ from megatron_stppo.serving.messages import (
     Ready,
     Stop,
 )
-from megatron_stppo.serving.transport import Listener
 from megatron_stppo.serving.weights import Link
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.spans import row_widths, training_layouts

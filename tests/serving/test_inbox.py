@@ -14,9 +14,9 @@ from megatron_stppo.resilience.faults import ToolsStayAway
 from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.serving.inbox import Inbox
+from megatron_stppo.serving.listener import Listener
 from megatron_stppo.serving.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
 from megatron_stppo.serving.news import End
-from megatron_stppo.serving.transport import Listener
 from tests.rollout.tiny import Game, task
 from tests.serving.peers import connected, until
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.serving import kept_episodes
 from megatron_stppo.serving.groups import Order, Taken, Terms
 from megatron_stppo.serving.ledger import Ledger
+from megatron_stppo.serving.packed_done import decode_episodes, encode_episodes
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
@@ -200,7 +200,7 @@ def test_a_checkpoint_restores_what_is_open_and_the_next_batches(terms, cut: int
     before = [number for batch in run(book, terms, 0, cut) for number in batch]
     state = json.loads(json.dumps(book.state() | {"iteration": cut}))
     again = ledger(tasks, samples, staleness, order)
-    again.restore(state, kept_episodes.decode(kept_episodes.encode(book.kept())))
+    again.restore(state, decode_episodes(encode_episodes(book.kept())))
     assert again.unfinished() == book.unfinished() and again.ready == book.ready
     after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
     assert after == [number for batch in run(book, terms, cut, cut + 4) for number in batch]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.serving import kept_episodes
 from megatron_stppo.serving.groups import Order, Taken, Terms
 from megatron_stppo.serving.ledger import Ledger
 from megatron_stppo.serving.messages import Assignment
+from megatron_stppo.serving.packed_done import decode_episodes, encode_episodes
 from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(40))
@@ -68,7 +68,7 @@ class Run:
         """Return a run that continues from a checkpoint."""
         again = Run(self.terms, self.flat, self.picks)
         state = json.loads(json.dumps(self.book.state() | {"iteration": iteration}))
-        again.book.restore(state, kept_episodes.decode(kept_episodes.encode(self.book.kept())))
+        again.book.restore(state, decode_episodes(encode_episodes(self.book.kept())))
         return again
 
 
@@ -205,7 +205,7 @@ def test_a_dropped_group_that_is_not_admitted_now_is_admitted_again() -> None:
     assert [a.number // SAMPLES for a in run.book.resample()] == [8, 8, 9, 9], "in the places of 6 and 7"
     state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
     again = Run(Terms(2, SAMPLES, 0, resample=0))
-    again.book.restore(state, kept_episodes.decode(kept_episodes.encode(run.book.kept())))
+    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept())))
     assert {a.number // SAMPLES for a in again.book.unfinished()} == {0, 1}
     batches = list(again.batches(0, 5))
     assert [groups(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

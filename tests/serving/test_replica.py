@@ -102,7 +102,7 @@ def once(
     from megatron_stppo.serving.weights import Link
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
-    connection, notice = keys.read(given.run.folder, 60), SimpleNamespace(reason="")
+    connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
     started: Any = stage.Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
     with stage.first_rank(given, started, name, engine, environment) as first:
         replica = Replica(
@@ -213,7 +213,7 @@ def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
     )
     assert ends["misuse"] == f"ConfigError: {told['misuse'].text}"
     assert ends["refuse"].startswith("refused: dtype=float32: the trainer has bfloat16")
-    assert ends["alone"].startswith("lost: tcp://127.0.0.1:")
+    assert ends["alone"].startswith("lost: 127.0.0.1:")
 
 
 def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:

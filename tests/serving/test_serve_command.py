@@ -41,7 +41,7 @@ def _without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(model: Path, tmp_path: Path) -> Iterator[Path]:
     """The folder of a run whose trainer listens."""
     with socket.create_server(("127.0.0.1", 0)) as trainer:
-        keys.write(tmp_path, replace(CONNECTION, address=f"tcp://127.0.0.1:{trainer.getsockname()[1]}"))
+        keys.write(tmp_path, replace(CONNECTION, port=trainer.getsockname()[1]))
         configure(tmp_path, model, replicas=1)
         yield tmp_path
 
@@ -100,7 +100,7 @@ def test_the_file_of_a_trainer_that_does_not_answer_is_waited_on_and_then_named(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        keys.write(run, replace(CONNECTION, address=f"tcp://127.0.0.1:{closed.getsockname()[1]}"))
+        keys.write(run, replace(CONNECTION, port=closed.getsockname()[1]))
     assert refused(run, wait=0.0) == (
         f"{run}/serving/connection.json: is of a trainer that has ended, and no other one has started, after "
         "0 s; start `megatron-stppo train` with serving.replicas for this run, or give the folder of another "

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_stppo.serving.messages import Done
-from megatron_stppo.serving.payloads import pack, unpack_from_replica
+from megatron_stppo.serving.payloads import Unreadable, pack, unpack_from_replica
 from megatron_stppo.serving.trajectory_check import fault
-from megatron_stppo.serving.transport import Unreadable
 from megatron_stppo.types import Task, Trajectory, Turn
 
 MAX = 2**20
@@ -64,7 +63,7 @@ def test_a_message_arrives_unchanged_to_the_last_bit() -> None:
     turn = Turn((2**32 - 1, 0, 1, 2, 3), special, (4,), -0.0, ((4, 5),))
     played = replace(TRUE, turns=(FIRST, turn), routes=b"\x00\xff", group=3, detail="é", tool_calls=5)
     done = Done(-7, replace(played, metrics=metrics))
-    found = unpack_from_replica(pack(done, MAX), MAX)
+    found = unpack_from_replica(pack(done, MAX))
     assert found == done and repr(found) == repr(done)  # -0.0 == 0.0
 
 
@@ -157,7 +156,7 @@ def sent(change: dict[str, Any]) -> object:
     message = msgspec.msgpack.decode(pack(Done(7, TRUE), MAX))
     turn = dict(zip(fields, message["turns"][-1], strict=True))
     message["turns"][-1] = list({**turn, **change}.values())
-    return unpack_from_replica(msgspec.msgpack.encode(message), MAX)
+    return unpack_from_replica(msgspec.msgpack.encode(message))
 
 
 def found(trajectory: Trajectory, **given: Any) -> str:

@@ -1,0 +1,219 @@
+"""An authenticated connection between the trainer and a replica; both sides use the same class.
+
+Each side first proves that it has the key of the attempt, without sending it:
+
+    trainer -> replica: 32 random bytes T
+    replica -> trainer: 32 random bytes R, HMAC-SHA256(key, "replica" T R)
+    trainer -> replica: HMAC-SHA256(key, "trainer" T R)
+
+Every message is then sent as its length, a code and its bytes. The code is a keyed hash of these bytes and of
+the message's number, so that nobody without the key can add, change, repeat or leave out a message. Nothing
+is encrypted. This file imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+HANDSHAKE = 10.0  # seconds in which the other side must prove that it has the key
+BEAT = 2.0  # seconds between signs of life
+LINGER = 2.0  # seconds that closing waits for messages to be sent
+UNSENT = 256 * 2**20  # bytes that are queued, of a side that does not read
+NONCE = PROOF = 32  # bytes
+CODE = 16
+LENGTH = struct.Struct("!I")
+
+
+class NotAuthentic(Exception):
+    """The other side does not have the key."""
+
+
+class Codes:
+    """The codes of the messages in one direction.
+
+    Example: Codes(key, b"trainer", nonces).next(b"payload") is the code of the first message, 16 bytes.
+    """
+
+    def __init__(self, key: bytes, sender: bytes, nonces: bytes) -> None:
+        self._key, self._number = hmac.digest(key, b"messages of " + sender + nonces, "sha256"), 0
+
+    def next(self, payload: bytes) -> bytes:
+        self._number += 1
+        code = hashlib.blake2b(self._number.to_bytes(8, "big"), key=self._key, digest_size=CODE)
+        code.update(payload)
+        return code.digest()
+
+
+def authenticate(sock: socket.socket, key: bytes, is_trainer: bool) -> tuple[Codes, Codes]:
+    """Return the codes of this side's and of the other side's messages.
+
+    Takes at most HANDSHAKE seconds. Raises NotAuthentic if the other side does not have the key, and OSError
+    if it does not answer in time or the connection ends.
+    """
+    ends, own = time.monotonic() + HANDSHAKE, secrets.token_bytes(NONCE)
+    if is_trainer:
+        sock.sendall(own)
+        nonces = own + _read(sock, NONCE, ends)
+        _check(_read(sock, PROOF, ends), key, b"replica", nonces)
+        sock.sendall(hmac.digest(key, b"trainer" + nonces, "sha256"))
+    else:
+        nonces = _read(sock, NONCE, ends) + own
+        sock.sendall(own + hmac.digest(key, b"replica" + nonces, "sha256"))
+        _check(_read(sock, PROOF, ends), key, b"trainer", nonces)
+    sock.settimeout(None)
+    sides = (b"trainer", b"replica") if is_trainer else (b"replica", b"trainer")
+    return Codes(key, sides[0], nonces), Codes(key, sides[1], nonces)
+
+
+class Channel:
+    """Sends and receives payloads in two threads, until a side closes the connection.
+
+    Between them it sends signs of life, so that a long computation in the caller's thread does not look like
+    a crash, unless it holds Python's interpreter lock all that time.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        codes: tuple[Codes, Codes],
+        max_bytes: int,
+        beat: Callable[[], bytes | None],
+        received: Callable[[Channel, bytes], None],
+        ended: Callable[[Channel], None],
+        peer: bytes = b"",
+    ) -> None:
+        """codes: see authenticate. max_bytes: of a payload; a longer one ends the connection. beat: returns a
+        sign of life, or None. received: called with each payload; the next is read when it returns. ended:
+        called after the last of them. peer: the name of the other side."""
+        self.peer, self.is_expelled = peer, False  # expelled: its messages are ignored
+        self._socket, self._max_bytes, self._beat = sock, max_bytes, beat
+        (self._own, self._theirs), self._received, self._on_end = codes, received, ended
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a short message is sent at once
+        self._queue: deque[bytes] = deque()
+        self._queued = 0  # bytes, with those that are sent now
+        self._closing = self._over = False
+        self._changed = threading.Condition()  # guards the four above
+        self._heard: float | None = time.monotonic()  # when the last payload arrived; None: see silence
+        self._writer = threading.Thread(target=self._write, name="wire writer", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="wire reader", daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    @property
+    def silence(self) -> float:
+        """The seconds since the last payload arrived; infinite if the connection has ended.
+
+        0 while `received` waits, because nothing is read then.
+        """
+        if self._over:
+            return math.inf
+        return 0.0 if (heard := self._heard) is None else time.monotonic() - heard
+
+    def send(self, payload: bytes, waits: bool) -> bool:
+        """Queue a payload. Return False, and send nothing, if the connection has ended.
+
+        waits: while UNSENT bytes are queued, wait; otherwise return False.
+        """
+        with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: self._queued < UNSENT or self._closing or self._over)
+            if self._closing or self._over or self._queued >= UNSENT:
+                return False
+            self._queue.append(payload)
+            self._queued += len(payload)
+            self._changed.notify_all()
+            return True
+
+    def finish(self) -> None:
+        """Begin to close: send what is queued, and then that there will be no more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def close(self, seconds: float = LINGER) -> None:
+        """Send what is queued, and close. Takes at most about `seconds`. May be called twice."""
+        self.finish()
+        self._reader.join(max(0.0, seconds))  # it ends when the other side has closed, too
+        self._shut(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        try:
+            while (payload := self._next()) is not None:
+                self._socket.sendall(LENGTH.pack(len(payload)) + self._own.next(payload) + payload)
+                with self._changed:
+                    self._queued -= len(payload)
+                    self._changed.notify_all()
+        except OSError:
+            pass  # the connection has ended: the other thread reads what has arrived, and then its end
+        finally:
+            self._shut(socket.SHUT_WR)
+
+    def _next(self) -> bytes | None:
+        """Wait for the next payload to send, and return it; None when no more will follow."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing or self._over, BEAT)
+                if self._over or (self._closing and not self._queue):
+                    return None
+                if self._queue:
+                    return self._queue.popleft()
+            if (payload := self._beat()) is not None:  # a queued message is a sign of life, too
+                with self._changed:
+                    self._queued += len(payload)
+                return payload
+
+    def _read(self) -> None:
+        try:
+            while True:
+                (length,) = LENGTH.unpack(_read(self._socket, LENGTH.size))
+                if length > self._max_bytes:
+                    return
+                code, payload = _read(self._socket, CODE), _read(self._socket, length)
+                if not hmac.compare_digest(code, self._theirs.next(payload)):
+                    return
+                self._heard = None
+                self._received(self, payload)
+                self._heard = time.monotonic()
+        except OSError:
+            pass  # it has ended
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            self._shut(socket.SHUT_RDWR)  # ends the writer
+            self._writer.join()
+            self._socket.close()
+            self._on_end(self)
+
+    def _shut(self, how: int) -> None:
+        try:
+            self._socket.shutdown(how)
+        except OSError:
+            pass  # it has ended already
+
+
+def _read(sock: socket.socket, count: int, ends: float | None = None) -> bytes:
+    """Return the next `count` bytes. ends: at which time.monotonic() a TimeoutError is raised."""
+    found = bytearray(count)
+    rest = memoryview(found)
+    while rest:
+        if ends is not None:
+            sock.settimeout(max(0.001, ends - time.monotonic()))
+        if not (arrived := sock.recv_into(rest)):
+            raise ConnectionResetError("the other side has closed the connection")
+        rest = rest[arrived:]
+    return bytes(found)
+
+
+def _check(proof: bytes, key: bytes, sender: bytes, nonces: bytes) -> None:
+    if not hmac.compare_digest(proof, hmac.digest(key, sender + nonces, "sha256")):
+        raise NotAuthentic("the other side does not have the key of this attempt")
