@@ -1,8 +1,8 @@
 """Dynamic sampling on the trainer's own ranks (DAPO, arXiv 2503.14476, section 3.2).
 
 A group of episodes without variance gives a group-relative advantage of 0. Such groups are dropped, and
-groups of the next tasks are played in their place. serving/ledger.py makes the same decisions in asynchronous
-training.
+groups of the next tasks are played in their place. replicas/trainer/ledger.py makes the same decisions in
+asynchronous training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the trajectories come from: the interface that the training loop uses.
 
-worker.Worker plays them on the trainer's own ranks; serving.served.Served gets them from replicas.
+worker.Worker plays them on the trainer's own ranks; replicas.trainer.served.Served gets them from replicas.
 """
 
 from __future__ import annotations

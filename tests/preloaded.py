@@ -29,8 +29,8 @@ import megatron_stppo.commands.replay  # noqa: E402
 import megatron_stppo.commands.rollout  # noqa: E402
 import megatron_stppo.commands.serve  # noqa: E402
 import megatron_stppo.loop  # noqa: E402
+import megatron_stppo.replicas.trainer.start  # noqa: E402
 import megatron_stppo.report.page  # noqa: E402
-import megatron_stppo.serving.start  # noqa: E402
 import megatron_stppo.worker  # noqa: E402
 
 VARIABLES = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}

@@ -14,15 +14,15 @@ from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.environments.base import Request, StepResult
 from megatron_stppo.parallel.collectives import decode, encode
+from megatron_stppo.replicas.trainer.lengths import Lengths
+from megatron_stppo.replicas.trainer.trajectory_check import fault
+from megatron_stppo.replicas.wire.messages import Done
+from megatron_stppo.replicas.wire.packed_done import PackedDone, packed
 from megatron_stppo.resilience.faults import TooManyFailures
 from megatron_stppo.rollout.environment_host import Answer
 from megatron_stppo.rollout.episode import Episode, Limits
 from megatron_stppo.rollout.failures import FailureLimit
 from megatron_stppo.rollout.generation import Finished
-from megatron_stppo.serving.lengths import Lengths
-from megatron_stppo.serving.messages import Done
-from megatron_stppo.serving.packed_done import PackedDone, packed
-from megatron_stppo.serving.trajectory_check import fault
 from megatron_stppo.types import Branch, Task, Trajectory, Turn
 from megatron_stppo.update.minibatches import minibatches
 

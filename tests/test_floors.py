@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("describe", "learner", "plan", "preflight", "report", "validation"),
     ("resampling", "rollouts"),
     ("endpoint",),
-    ("held_out", "serving"),
+    ("held_out", "replicas"),
     ("exits", "stages", "worker"),
     ("commands",),
     ("compare", "interface", "layout_check", "loop"),
@@ -54,6 +54,14 @@ def test_modules_import_only_from_lower_floors() -> None:
         if target != unit_of(path) and FLOOR[target] >= FLOOR[unit_of(path)]
     ]
     assert not wrong
+
+
+def test_the_two_sides_of_replicas_meet_only_on_the_wire() -> None:
+    folders = {"wire": {"wire"}, "trainer": {"trainer", "wire"}, "replica": {"replica", "wire"}}
+    for folder, allowed in folders.items():
+        for path in (ROOT / "replicas" / folder).glob("*.py"):
+            of_replicas = [name.split(".")[1:] for name in modules(parse(path.relative_to(ROOT)))]
+            assert {parts[1] for parts in of_replicas if parts[0] == "replicas"} <= allowed, path
 
 
 def test_every_file_belongs_to_a_floor() -> None:

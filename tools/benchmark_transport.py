@@ -35,12 +35,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
-from megatron_stppo.serving import keys
-from megatron_stppo.serving.dialer import Dialer
-from megatron_stppo.serving.listener import Listener
-from megatron_stppo.serving.messages import Alive, Assignment, Done, Hello, Play
-from megatron_stppo.serving.payloads import message_limit, pack
-from megatron_stppo.serving.trajectory_check import fault
+from megatron_stppo.replicas.trainer.trajectory_check import fault
+from megatron_stppo.replicas.wire import keys
+from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.messages import Alive, Assignment, Done, Hello, Play
+from megatron_stppo.replicas.wire.payloads import message_limit, pack
 from megatron_stppo.types import Message, Task, Trajectory, Turn
 
 VOCABULARY = 151_936

@@ -134,7 +134,7 @@ def parts(
 
     import megatron_stppo.commands.serve  # the ranks and replicas are forked with these
     import megatron_stppo.loop
-    import megatron_stppo.serving.start
+    import megatron_stppo.replicas.trainer.start
     import megatron_stppo.worker  # noqa: F401
     from tests.chaos import corruption, killed_saves, one_rank
 

@@ -66,7 +66,8 @@ def replay(
 def _repeat(run: Path, overrides: list[str] | None, config: Path | None, start: str | None) -> None:
     """Repeat an asynchronous run from its journal. config: default: that of the run."""
     from megatron_stppo.config import ConfigError
-    from megatron_stppo.serving import keys, recorded
+    from megatron_stppo.replicas.trainer import recorded
+    from megatron_stppo.replicas.wire import keys
     from megatron_stppo.validation import sources
 
     if start is not None:

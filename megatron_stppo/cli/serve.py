@@ -61,9 +61,9 @@ def serve(
     from megatron_stppo.config import ConfigError
     from megatron_stppo.config.run import NAME
     from megatron_stppo.launch import process
+    from megatron_stppo.replicas.replica.parent import end_normally, has_ended, watch
+    from megatron_stppo.replicas.wire import keys
     from megatron_stppo.resilience.faults import CannotServe
-    from megatron_stppo.serving import keys
-    from megatron_stppo.serving.parent import end_normally, has_ended, watch
     from megatron_stppo.telemetry.console import say
 
     if parent is not None:
@@ -92,7 +92,7 @@ def serve(
     with importing():
         process.prepare()
         from megatron_stppo.commands import serve as stage
-        from megatron_stppo.serving import journal
+        from megatron_stppo.replicas.wire import journal
     end_normally()
     repeats = None if replay_from is None else journal.read(replay_from, name)
     stage.serve(settings, stage.Started(run, connection, notice, name, parent, repeats))
@@ -102,7 +102,7 @@ def _open(run: Path, overrides: list[str] | None) -> Config:
     """Return the configuration of the run's newest attempt, after the checks that need no torch."""
     from megatron_stppo.config_file import load
     from megatron_stppo.environments import choose
-    from megatron_stppo.serving import keys
+    from megatron_stppo.replicas.wire import keys
     from megatron_stppo.validation import checks
 
     config = load(run / keys.FOLDER / keys.CONFIG, overrides).beside(keys.modules(run) or run)

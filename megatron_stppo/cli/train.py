@@ -14,7 +14,7 @@ from megatron_stppo.exits import is_first_rank, noting_the_end
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
-    from megatron_stppo.serving.recorded import Recorded
+    from megatron_stppo.replicas.trainer.recorded import Recorded
 
 commands = command_group()
 
@@ -41,7 +41,7 @@ def train(
 def start(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
     """Train with a checked configuration. recorded: the asynchronous run to repeat."""
     if settings.serving.replicas is not None:
-        from megatron_stppo.serving import address
+        from megatron_stppo.replicas.wire import address
 
         address.check(settings.serving.address, settings.serving.start, os.environ)
     lock(settings)
@@ -53,7 +53,7 @@ def start(settings: Config, resume: bool = False, recorded: Recorded | None = No
     if resume and is_first_rank():
         attempts.say_changes(settings)
     if resume and (step := run_folder.finished(settings)) is not None:
-        from megatron_stppo.serving import keys
+        from megatron_stppo.replicas.wire import keys
 
         if is_first_rank():  # left by a trainer that was killed after its last checkpoint
             keys.remove(settings.run.folder)
@@ -75,7 +75,7 @@ def start(settings: Config, resume: bool = False, recorded: Recorded | None = No
 
             assemble = colocated
         else:
-            from megatron_stppo.serving.start import assemble as served
+            from megatron_stppo.replicas.trainer.start import assemble as served
 
             assemble = partial(served, recorded=recorded, notice=lambda: notice.reason)
     from megatron_stppo.resilience.deadlines import Watchdog

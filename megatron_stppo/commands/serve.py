@@ -19,27 +19,27 @@ from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.launch import process
 from megatron_stppo.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.replicas.replica.activity import Activity
+from megatron_stppo.replicas.replica.ending import play_to_the_end, raise_failure
+from megatron_stppo.replicas.replica.inbox import Inbox
+from megatron_stppo.replicas.replica.live import Live
+from megatron_stppo.replicas.replica.news import NewsSource, Send
+from megatron_stppo.replicas.replica.replayed import Replayed
+from megatron_stppo.replicas.replica.replica import FirstRank, Replica
+from megatron_stppo.replicas.wire import journal
+from megatron_stppo.replicas.wire.address import is_loopback
+from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.digest import model_digest
+from megatron_stppo.replicas.wire.keys import FOLDER, Connection
+from megatron_stppo.replicas.wire.messages import Alive, FromReplica, Hello, process_name
+from megatron_stppo.replicas.wire.payloads import limit_of
+from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.resilience.deadlines import Watchdog
 from megatron_stppo.resilience.preemption import PreemptionNotice
 from megatron_stppo.rollout.engine import Engine
 from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.rollout.tool_wait import ToolWait
 from megatron_stppo.rollouts import rollout_settings
-from megatron_stppo.serving import journal
-from megatron_stppo.serving.activity import Activity
-from megatron_stppo.serving.address import is_loopback
-from megatron_stppo.serving.dialer import Dialer
-from megatron_stppo.serving.digest import model_digest
-from megatron_stppo.serving.ending import play_to_the_end, raise_failure
-from megatron_stppo.serving.inbox import Inbox
-from megatron_stppo.serving.keys import FOLDER, Connection
-from megatron_stppo.serving.live import Live
-from megatron_stppo.serving.messages import Alive, FromReplica, Hello, process_name
-from megatron_stppo.serving.news import NewsSource, Send
-from megatron_stppo.serving.payloads import limit_of
-from megatron_stppo.serving.replayed import Replayed
-from megatron_stppo.serving.replica import FirstRank, Replica
-from megatron_stppo.serving.weights import Link
 from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.sharding.transfers import served_adapters
 from megatron_stppo.telemetry.console import say, timed

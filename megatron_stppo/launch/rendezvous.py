@@ -106,7 +106,7 @@ def files_needed(world: int, replicas: int = 0, tensor: int = 1) -> int:
     """Return how many files a rank of `world` may have open, with `replicas` of `tensor` ranks each.
 
     A gloo group of n ranks has up to n - 1 connections on every rank, and several of megatron's groups may
-    contain most ranks. The link to a replica (serving/weights.py) has world + tensor - 1 connections, 5 files
+    contain most ranks. The link to a replica (replicas/wire/) has world + tensor - 1 connections, 5 files
     of gloo's device and of a connection to the store, and on the first rank world + 2 * tensor of the store's
     server. NCCL's own files are not counted.
     """

@@ -60,7 +60,7 @@ def finished(config: Config) -> int | None:
 
 
 class _WrittenLedger(msgspec.Struct):
-    """The part of serving/ledger.py's state that is checked."""
+    """The part of replicas/trainer/ledger.py's state that is checked."""
 
     tasks: int
     samples: int

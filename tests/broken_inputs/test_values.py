@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo import __main__ as command_line
-from megatron_stppo.serving import keys
+from megatron_stppo.replicas.wire import keys
 from tests.broken_inputs.inputs import Said
 from tests.validation.test_run_folder import write_step
 

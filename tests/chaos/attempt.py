@@ -16,7 +16,7 @@ import psutil
 
 from megatron_stppo.config import Config
 from megatron_stppo.launch.process import free_port
-from megatron_stppo.serving import local
+from megatron_stppo.replicas.trainer import local
 from tests.chaos import spares
 from tests.chaos.moments import Orders
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config_file import load
-from megatron_stppo.serving import keys
+from megatron_stppo.replicas.wire import keys
 from tests.chaos import drawn_tasks
 from tests.chaos.attempt import ANY_TIME, Attempt, is_started
 from tests.chaos.moments import CHECKPOINT, LEDGER, WEIGHTS
@@ -39,7 +39,7 @@ OVERRIDES = (
     "run.keep_checkpoints=3",
     "run.evaluate_every=3",
     "evaluate.tasks=2",
-    "environment.kind=tests.serving.late_tools:factory",
+    "environment.kind=tests.replicas.late_tools:factory",
     f"parallel.tensor={RANKS}",
     f"serving.replicas={REPLICAS}",
     "serving.max_staleness=2",

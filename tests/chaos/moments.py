@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.checkpoint.writer import Save
-from megatron_stppo.serving.weights import Link
+from megatron_stppo.replicas.wire.weights import Link
 
 WEIGHTS = "while weights moved"  # also while a link was made
 CHECKPOINT = "while a checkpoint was written"

@@ -46,7 +46,7 @@ class Spares:
 
     @property
     def subprocess(self) -> SimpleNamespace:
-        """What serving/local.py uses of the module subprocess."""
+        """What replicas/trainer/local.py uses of the module subprocess."""
         names = ("DEVNULL", "TimeoutExpired")
         return SimpleNamespace(Popen=self.popen, **{name: getattr(subprocess, name) for name in names})
 
@@ -59,7 +59,7 @@ class Spares:
 
 
 class Fork:
-    """A child, with what serving/local.py uses of a Popen."""
+    """A child, with what replicas/trainer/local.py uses of a Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None

@@ -28,7 +28,7 @@ def disturbed(root: Path, hold: Path) -> dict[str, Any]:
 
     import megatron_stppo.commands.serve
     import megatron_stppo.loop
-    import megatron_stppo.serving.start  # noqa: F401
+    import megatron_stppo.replicas.trainer.start  # noqa: F401
     from tests.chaos import drawn_tasks, killed_serving
     from tests.chaos.attempt import Attempt
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from megatron_stppo.commands import audit_records
 from megatron_stppo.config_file import load
 from tests.loop import small_run
+from tests.replicas.test_promises import start
 from tests.rollout.tiny import VOCABULARY
-from tests.serving.test_promises import start
 
 GIVEN = (
     "parallel.tensor=1",

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_stppo import read_run
 from tests.loop import small_run
-from tests.serving.test_promises import rows, start, weights
+from tests.replicas.test_promises import rows, start, weights
 
 AGENT = (
     "parallel.tensor=1",

@@ -17,8 +17,8 @@ from transformers import Qwen3ForCausalLM
 
 from tests.loop import small_run
 from tests.loop.test_resume import rows
+from tests.replicas import test_promises as promises
 from tests.rollout.tiny import reference_logprobs
-from tests.serving import test_promises as promises
 
 LORA = (
     "model.lora.rank=4",
@@ -215,7 +215,7 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = small_run.write(tmp_path_factory.mktemp("served"))
-    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
     given += (f"model.lora.sync={sync}",)
     for name, more in (
         ("colocated", ()),
@@ -238,7 +238,7 @@ def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_nam
     sync: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = small_run.write(tmp_path_factory.mktemp("busy"))
-    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
     given += (f"model.lora.sync={sync}",)
     more = (*promises.SERVED, *promises.BUSY)
     promises.start(["train", str(config), "run.name=busy", *given, *more], LATE="0.05")

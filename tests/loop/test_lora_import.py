@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 from tests.loop import small_run
 from tests.loop.test_lora import ROUNDING, logprobs, scored
 from tests.loop.test_resume import rows
-from tests.serving import test_promises as promises
+from tests.replicas import test_promises as promises
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LORA = ("model.lora.rank=4", "model.lora.targets=[q_proj, v_proj, up_proj, down_proj]")
@@ -177,7 +177,7 @@ def test_what_reads_a_checkpoint_does_not_need_the_folder_of_the_adapter(run: Pa
 
 def test_replicas_at_bound_0_begin_with_the_adapter_as_the_colocated_run(run: Path) -> None:
     config, runs = run.parents[1] / "config.yaml", run.parent
-    given = (*RUN, "parallel.tensor=1", "environment.kind=tests.serving.late_tools:factory")
+    given = (*RUN, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
     for name, more in (("colocated", ()), ("served", (*promises.SERVED, "serving.max_staleness=0"))):
         begun = f"model.lora.path={run.parents[1]}/adapters"
         promises.start(["train", str(config), f"run.name={name}", begun, *given, *more])

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.loop import small_run
-from tests.serving.test_promises import start
+from tests.replicas.test_promises import start
 
 MESSAGES = [
     {"role": "user", "content": "Which?"},

@@ -1,0 +1,212 @@
+"""Starts the replicas of a run on this machine, and restarts those that end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.launch import process
+from megatron_stppo.replicas.wire.messages import process_name
+
+# A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
+INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
+GRACE = 20.0  # seconds that a replica has to end after a Stop
+DYING = 5.0  # seconds that a killed process has to end
+LAST = 65_536  # bytes at the end of a log in which the last line is
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a replica is started.
+
+    Example: Serving(Path("runs/first"), tensor=1, arguments=("--replay-from", "runs/zero"), threads=2,
+    first_gpu=None).
+    """
+
+    run: Path  # the run's folder
+    tensor: int  # ranks
+    arguments: tuple[str, ...]  # of `serve`, besides the run's folder and the name
+    threads: int  # of each rank, on a CPU
+    first_gpu: int | None  # the GPU of the first rank of the first replica; None without GPUs
+
+
+class LocalReplica:
+    """The processes of one replica, a rank each. Only `wait` waits."""
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._ranks = ranks
+        self._code: int | None = None  # of the first rank that has ended
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first rank."""
+        return self._ranks[0].pid
+
+    def ended(self) -> int | None:
+        """Return the exit code of the rank that ended first, as soon as all have ended, else None.
+
+        If one has ended, the others are killed. A killed process that is in a call of the system ends later.
+        """
+        codes = [rank.poll() for rank in self._ranks]
+        if self._code is None:
+            self._code = next((code for code in codes if code is not None), None)
+        if self._code is None or None not in codes:
+            return self._code
+        self.kill()
+        return None
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def wait(self, deadline: float) -> bool:
+        """Return whether all ranks have ended before the deadline, which is a time.monotonic()."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for rank in self._ranks:
+                rank.wait(max(0.0, deadline - time.monotonic()))
+        return not self.left()
+
+    def left(self) -> list[int]:
+        """Return the process ids of the ranks that have not ended."""
+        return [rank.pid for rank in self._ranks if rank.poll() is None]
+
+
+class LocalReplicas:
+    """The replicas of this machine, each a process per tensor-parallel rank.
+
+    The output of a replica is in RUN_DIR/logs/NAME.log.
+    """
+
+    def __init__(self, serving: Serving, names: Sequence[str], budget: int) -> None:
+        """Start the replicas. budget: how many are started again, over the whole run."""
+        self._serving, self._names, self._budget = serving, names, budget
+        self.gave_up = ""  # why no further replica is started; empty if none is needed
+        (serving.run / "logs").mkdir(parents=True, exist_ok=True)
+        self._processes = {name: self._start(name) for name in names}
+
+    def ended(self, start_again: bool = True) -> list[tuple[str, str]]:
+        """Return (name, why) of the replicas that have ended since the last call, and start them again.
+
+        start_again: False if the run ends soon, so that none is needed.
+        Raises ConfigError if a replica ended because of its configuration: a new one would end too.
+        """
+        found = []
+        for name, ranks in list(self._processes.items()):
+            if (code := ranks.ended()) is None:
+                continue
+            last = self._last_line(name)
+            if code == 2:
+                raise ConfigError(
+                    last.removeprefix("megatron-stppo: ") or f"{name} refused its configuration"
+                )
+            found.append((name, f"its process ended with {code}: {last}"))
+            if not start_again:
+                del self._processes[name]
+            elif self._budget:
+                self._budget -= 1
+                self._processes[name] = self._start(name)
+            else:
+                del self._processes[name]
+                self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
+        return found
+
+    def expects(self, name: str, process: str) -> bool:
+        """Return False if a replica of this machine has the name, and the process is another one.
+
+        process: see Hello. So a replica that was started elsewhere cannot take the name of one that is still
+        starting.
+        """
+        ranks = self._processes.get(name)
+        return ranks is None or process == process_name(ranks.pid)
+
+    def kill(self, name: str) -> None:
+        """Kill a replica, which `ended` then starts again. Nothing happens if the name is unknown."""
+        if name in self._processes:
+            self._processes[name].kill()
+
+    def close(self, asked: AbstractSet[str]) -> None:
+        """Wait until the replicas that were `asked` to end have ended. Kill the others, and those that do not
+        end: one that is still starting cannot be asked."""
+        deadline = time.monotonic() + GRACE
+        for name in asked & self._processes.keys():
+            if not self._processes[name].wait(deadline):
+                log.warning("%s did not end within %g s and is killed", name, GRACE)
+        for ranks in self._processes.values():
+            ranks.kill()
+        deadline = time.monotonic() + DYING
+        for name, ranks in self._processes.items():
+            if not ranks.wait(deadline):
+                log.warning("%s was killed and does not end: %s", name, ranks.left())
+
+    def _start(self, name: str) -> LocalReplica:
+        serving, port = self._serving, process.free_port()
+        command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
+        command += ["--parent", str(os.getpid()), *serving.arguments]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
+        ranks = []
+        with (serving.run / "logs" / f"{name}.log").open("ab") as output:
+            for rank in range(serving.tensor):
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(serving.tensor),
+                    "LOCAL_WORLD_SIZE": str(serving.tensor),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "OMP_NUM_THREADS": str(serving.threads),
+                }
+                if serving.first_gpu is not None:
+                    first = serving.first_gpu + self._names.index(name) * serving.tensor
+                    own["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + serving.tensor])
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=kept | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # Ctrl-C reaches the trainer, which ends the replicas
+                    )
+                )
+        return LocalReplica(ranks)
+
+    def _last_line(self, name: str) -> str:
+        with (self._serving.run / "logs" / f"{name}.log").open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - LAST))
+            lines = output.read().decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def check_gpus(trainer: int, replicas: int, tensor: int) -> int | None:
+    """Return the index of the first GPU that the trainer's ranks of this machine leave, None without GPUs.
+
+    Raises ConfigError if too few are left.
+    """
+    if not torch.cuda.is_available():
+        return None
+    have, need = len(_gpus()), trainer + replicas * tensor
+    if have < need:
+        raise ConfigError(
+            f"serving.replicas={replicas}: {replicas} replicas of {tensor} GPUs and {trainer} ranks need "
+            f"{need} GPUs, and this machine has {have}; start fewer ranks or replicas, or set "
+            "serving.start=false and start the replicas elsewhere"
+        )
+    return trainer
+
+
+def _gpus() -> list[str]:
+    """Return the visible GPUs as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,104 @@
+"""A replica's side of the wire: one connection to the trainer.
+
+It does not connect again after the connection has ended, because messages may have been lost with it. The
+replica then ends, or starts over with a new Dialer and a new Hello.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable
+
+from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, NotAuthentic, authenticate
+from megatron_stppo.replicas.wire.keys import Connection
+from megatron_stppo.replicas.wire.mailbox import Mailbox
+from megatron_stppo.replicas.wire.messages import Alive, Counters, FromReplica, FromTrainer
+from megatron_stppo.replicas.wire.payloads import ALIVE, pack, unpack_from_trainer
+
+
+class Dialer:
+    """Connects to the trainer, sends messages to it, and receives its messages.
+
+    max_bytes: of one message in either direction; the same as the trainer's.
+    counters: called every BEAT seconds by a thread of the connection, after the first message; returns the
+    newest counters at once.
+    Any thread may call the methods. If the trainer cannot be reached, `ended` says why.
+
+    Example: dialer = Dialer(keys.find(run_folder, 60.0), 2**26); dialer.send(Hello(...)), and then
+    for message in dialer.take(1.0): ...
+    """
+
+    def __init__(
+        self, connection: Connection, max_bytes: int, counters: Callable[[], Counters] = Counters
+    ) -> None:
+        self._max_bytes, self._counters, self._address = max_bytes, counters, connection.address
+        self._inbox: Mailbox[None] = Mailbox()
+        self._has_sent, self._ended = False, ""
+        self._channel: Channel | None = None
+        try:
+            sock = socket.create_connection((connection.host, connection.port), timeout=HANDSHAKE)
+        except ConnectionRefusedError:
+            return self._end("nothing listens there")
+        except OSError as error:
+            return self._end(f"the address cannot be reached ({error})")
+        try:
+            codes = authenticate(sock, bytes.fromhex(connection.key), is_trainer=False)
+        except (OSError, NotAuthentic) as error:
+            sock.close()
+            return self._end(
+                "what listens there is not the trainer of this connection file, or does not accept its key "
+                f"({error})"
+            )
+        self._channel = Channel(sock, codes, max_bytes, self._alive, self._receive, self._lose)
+
+    @property
+    def ended(self) -> str:
+        """Why the connection has ended, in one line; "" if it has not. `take` still returns what arrived."""
+        return self._ended
+
+    @property
+    def silence(self) -> float:
+        """The seconds since the trainer's last message, or since the start; infinite after the end."""
+        return math.inf if self._channel is None or self._ended else self._channel.silence
+
+    def take(self, timeout: float) -> list[FromTrainer]:
+        """Return the trainer's messages in order, without its signs of life.
+
+        Waits up to `timeout` seconds for one; returns early if the connection ends, or `wake` is called.
+        Raises msgspec.MsgspecError for a message that cannot be decoded: the trainer runs another version.
+        """
+        return [unpack_from_trainer(payload) for _, payload in self._inbox.take(timeout)]
+
+    def wake(self) -> None:
+        """Make `take` return early in another thread, or at its next call."""
+        self._inbox.wake()
+
+    def send(self, message: FromReplica) -> bool:
+        """Queue a message. Return False, and send nothing, if the connection has ended.
+
+        Waits while UNSENT bytes are queued. Raises ValueError if the message exceeds max_bytes.
+        """
+        payload = pack(message, self._max_bytes)
+        self._has_sent = True
+        return self._channel is not None and self._channel.send(payload, waits=True)
+
+    def close(self) -> None:
+        """Send what is queued, for at most LINGER seconds, and close the connection."""
+        self._inbox.close()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _alive(self) -> bytes | None:
+        return pack(Alive(self._counters()), self._max_bytes) if self._has_sent else None
+
+    def _receive(self, channel: Channel, payload: bytes) -> None:
+        if payload != ALIVE:
+            self._inbox.put(None, payload)
+
+    def _lose(self, channel: Channel) -> None:
+        self._end("the trainer has ended or has expelled this replica, or the network has failed")
+
+    def _end(self, why: str) -> None:
+        self._ended = f"{self._address}: {why}"
+        self._inbox.close()

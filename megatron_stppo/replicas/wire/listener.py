@@ -1,0 +1,171 @@
+"""The trainer's side of the wire: it accepts the replicas that have the key of this attempt."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+
+from megatron_stppo.messages import one_line
+from megatron_stppo.replicas.wire.address import listen
+from megatron_stppo.replicas.wire.channel import LINGER, Channel, NotAuthentic, authenticate
+from megatron_stppo.replicas.wire.keys import Connection
+from megatron_stppo.replicas.wire.mailbox import INBOX, Mailbox
+from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer
+from megatron_stppo.replicas.wire.payloads import ALIVE, Unreadable, pack, unpack_from_replica
+
+log = logging.getLogger(__name__)
+
+MOST_PEERS = 1024  # connected replicas
+MOST_STRANGERS = 64  # connections that have not yet proved that they have the key
+RETRY = 1.0  # seconds after which a failed accept is repeated, for example if too many files are open
+
+
+class Listener:
+    """Receives messages of replicas, and sends messages to them. Each connection is a peer with a new name.
+
+    address: of the interface to listen on, for example "127.0.0.1"; the system chooses the port.
+    max_bytes: of one message in either direction. inbox_bytes: see mailbox.INBOX.
+    Raises ConfigError if `address` is not that of one interface of this machine.
+    Any thread may call the methods.
+
+    Example: listener = Listener("127.0.0.1", 2**26); keys.write(run_folder, listener.connection), and then
+    for peer, message in listener.take(1.0): ...
+    """
+
+    def __init__(self, address: str, max_bytes: int, inbox_bytes: int = INBOX) -> None:
+        self._server, self._max_bytes, self._key = listen(address), max_bytes, secrets.token_bytes(32)
+        self._inbox: Mailbox[Channel] = Mailbox(inbox_bytes)
+        self._lock = threading.Lock()  # guards the next four
+        self._channels: dict[bytes, Channel] = {}  # by peer
+        self._strangers = self._accepted = 0
+        self._has_warned = self._closed = False
+        host, port = self._server.getsockname()[:2]
+        self.connection = Connection(host, port, self._key.hex())
+        threading.Thread(target=self._accept, name="wire listener", daemon=True).start()
+
+    def take(self, timeout: float) -> list[tuple[bytes, FromReplica | Unreadable]]:
+        """Return messages with the names of their peers; those of one peer in the order of sending.
+
+        Waits up to `timeout` seconds for one, or until `wake` is called. One call returns at most about TAKEN
+        bytes; call again for more. A peer whose message cannot be decoded is expelled; the message is logged,
+        and returned as Unreadable.
+        """
+        messages: list[tuple[bytes, FromReplica | Unreadable]] = []
+        for channel, payload in self._inbox.take(timeout):
+            if channel.is_expelled:
+                continue
+            message = unpack_from_replica(payload)
+            if isinstance(message, Unreadable):
+                log.warning("replica %s is expelled for a message: %s", channel.peer.decode(), message.why)
+                self._expel(channel)
+            messages.append((channel.peer, message))
+        return messages
+
+    def wake(self) -> None:
+        """Make `take` return early in another thread, or at its next call."""
+        self._inbox.wake()
+
+    def send(self, peer: bytes, message: FromTrainer) -> bool:
+        """Queue a message, without waiting. Return False, and send nothing, if the peer is gone or expelled.
+
+        A peer that does not read is expelled. True does not mean that the message will arrive: the peer may
+        be gone by then. Raises ValueError if the message exceeds max_bytes.
+        """
+        payload = pack(message, self._max_bytes)
+        if (channel := self._channels.get(peer)) is None or self._closed:
+            return False
+        if not (is_queued := channel.send(payload, waits=False)):
+            self._expel(channel)
+        return is_queued
+
+    def silence(self, peer: bytes) -> float:
+        """Return the seconds since the peer's last message arrived; infinite if its connection has ended.
+
+        The end of a connection is noticed at once, unless the peer's machine lost power. 0 while the inbox is
+        full, because nobody calls `take`.
+        """
+        channel = self._channels.get(peer)
+        return math.inf if channel is None else channel.silence
+
+    def expel(self, peer: bytes) -> None:
+        """Send what is queued for a peer, close its connection, and ignore what it has sent."""
+        if (channel := self._channels.get(peer)) is not None:
+            self._expel(channel)
+
+    def close(self) -> None:
+        """Send what is queued, for at most LINGER seconds, and close all connections."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+        try:
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        except OSError:
+            pass  # it is closed already
+        self._inbox.close()
+        for channel in channels:
+            channel.finish()
+        ends = time.monotonic() + LINGER
+        for channel in channels:
+            channel.close(ends - time.monotonic())
+
+    def _expel(self, channel: Channel) -> None:
+        channel.is_expelled = True
+        self._forget(channel)
+        threading.Thread(target=channel.close, name="wire expel", daemon=True).start()
+
+    def _forget(self, channel: Channel) -> None:
+        with self._lock:
+            self._channels.pop(channel.peer, None)
+
+    # What follows runs in threads of its own.
+
+    def _accept(self) -> None:
+        with self._server:
+            while not self._closed:
+                try:
+                    sock, where = self._server.accept()
+                except OSError:
+                    time.sleep(0.0 if self._closed else RETRY)
+                    continue
+                with self._lock:
+                    has_room = self._strangers < MOST_STRANGERS and len(self._channels) < MOST_PEERS
+                    self._strangers += has_room
+                if has_room:
+                    threading.Thread(target=self._greet, args=(sock, where[0]), daemon=True).start()
+                else:
+                    sock.close()
+                    self._warn(f"refused a client at {one_line(where[0])}: too many are connected")
+
+    def _greet(self, sock: socket.socket, host: str) -> None:
+        codes = None
+        try:
+            codes = authenticate(sock, self._key, is_trainer=True)
+        except NotAuthentic:
+            self._warn(f"refused a client at {one_line(host)}, which does not have the key of this attempt")
+        except OSError:
+            pass  # it went away, or did not answer in time
+        with self._lock:
+            self._strangers -= 1
+            if codes is None or self._closed:
+                return sock.close()
+            self._accepted += 1
+            peer = str(self._accepted).encode()
+            self._channels[peer] = Channel(
+                sock, codes, self._max_bytes, lambda: ALIVE, self._receive, self._forget, peer
+            )
+
+    def _receive(self, channel: Channel, payload: bytes) -> None:
+        if not channel.is_expelled:
+            self._inbox.put(channel, payload)
+
+    def _warn(self, text: str) -> None:
+        """Log the first refusal. An attacker could cause any number of them."""
+        with self._lock:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        log.warning("%s", text)

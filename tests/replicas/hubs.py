@@ -1,0 +1,130 @@
+"""Hubs with real connections, and scripted replicas that connect to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.replicas.trainer.expected import Expected
+from megatron_stppo.replicas.trainer.groups import Order, Terms
+from megatron_stppo.replicas.trainer.hub import Hub
+from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.local import LocalReplicas
+from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.messages import Done, FromTrainer, Hello, Offer, Play
+from megatron_stppo.types import Task, Trajectory, Turn
+
+TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
+EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
+OFFER = Offer("weights-1", "127.0.0.1", 1, Layout(), "local", 0)
+SIZE = 2**20
+
+
+@dataclass
+class ScriptedReplica:
+    """A scripted replica on a real connection."""
+
+    dialer: Dialer
+    got: list[FromTrainer] = field(default_factory=list)
+
+    def next(self, kind: type, seconds: float = 30.0):
+        """Return the next message of this kind; others before it are dropped."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.got += self.dialer.take(0.05)
+            while self.got:
+                if isinstance(message := self.got.pop(0), kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+    def given(self) -> list[int]:
+        return [episode.number for episode in self.next(Play).episodes]
+
+    def finish(self, number: int, **changed: object) -> None:
+        self.dialer.send(Done(number, replace(played(number), **changed)))
+
+
+def played(number: int, version: int = 0) -> Trajectory:
+    turn = Turn((7, 8), (-0.5, -1.0), (), 0.0, ((version, 2),))
+    return Trajectory(TASKS[0], (1 + number % 50,), (turn,), "ok")
+
+
+def hello(name: str, **changed: object) -> Hello:
+    fields = dict(
+        name=name,
+        model="m0",
+        vocabulary=100,
+        dtype="float32",
+        vllm="0.32.0",
+        tensor=1,
+        capacity=8,
+        process="here 1",
+    )
+    return Hello(**(fields | changed))
+
+
+@dataclass
+class Trainer:
+    hub: Hub
+    ledger: Ledger
+    listener: Listener
+    told: list[tuple[str, str]]  # groups for weights that are lost, and why
+
+    def join(self, replica: ScriptedReplica, name: str, version: int = 0, **changed: object) -> str:
+        """Let the replica join with this version, and return its group."""
+        replica.dialer.send(hello(name, **changed))
+        group = self.hub.wait(lambda: None)
+        assert isinstance(group, str)
+        self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
+        replica.next(Offer)
+        self.hub.joined_now(group)
+        return group
+
+
+@contextmanager
+def trainer(
+    timeout: float = 30.0,
+    staleness: int = 1,
+    order: Order = "admission",
+    notice: Callable[[], str] = lambda: "",
+    local: LocalReplicas | None = None,
+    tell_lost: Callable[[str, str], object] = lambda group, why: None,
+    resample: int = 0,
+    completes: bool = False,
+) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
+    """A hub with batches of two episodes, and a function that connects a replica."""
+    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
+    listener = Listener("127.0.0.1", SIZE)
+    told: list[tuple[str, str]] = []
+
+    def tell(group: str, why: str) -> None:
+        tell_lost(group, why)
+        told.append((group, why))
+
+    hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice, completes=completes)
+    dialers = []
+
+    def connect() -> ScriptedReplica:
+        dialers.append(Dialer(listener.connection, SIZE))
+        return ScriptedReplica(dialers[-1])
+
+    try:
+        yield Trainer(hub, ledger, listener, told), connect
+    finally:
+        hub.close("done")
+        for dialer in dialers:
+            dialer.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "nothing happened"
+        time.sleep(0.01)

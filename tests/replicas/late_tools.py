@@ -1,0 +1,110 @@
+"""The searching environment with tools that take a random time; faults can be planted in a replica.
+
+environment.kind=tests.replicas.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times
+are not seeded: no two runs have the same); HOLD, the path of a file, while which exists no tool answers;
+PLANT, a fault for the audit to find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.types import Message, Task
+from tests.loop import searching
+
+LATE, PLANT = float(os.environ.get("LATE", "0")), os.environ.get("PLANT", "")
+HOLD = Path(os.environ.get("HOLD", "/nowhere"))
+
+
+class Late:
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, environment: searching.Searching) -> None:
+        self._environment, self._clock = environment, random.SystemRandom()
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        return await self._environment.reset(task, seed)
+
+    async def step(self, action: str) -> StepResult:
+        await asyncio.sleep(self._clock.expovariate(1 / LATE) if LATE else 0)
+        while HOLD.exists():
+            await asyncio.sleep(0.05)
+        return await self._environment.step(action)
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], Late]:
+    if PLANT and "serve" in sys.argv and "vllm" in sys.modules:  # once: a replica makes it after its imports
+        PLANTED[PLANT]()
+    make = searching.factory(config)
+    return lambda: Late(make())
+
+
+def coarse(task: Task, turns: object, result: StepResult) -> float:
+    """environment.reward=tests.replicas.late_tools:coarse: rewards of 0 or 1, which are often equal."""
+    return float(result.reward > 0.4)
+
+
+def _keep_stale_blocks() -> None:
+    """New weights do not empty the key-value cache."""
+    from megatron_stppo.rollout.engine import Engine  # imports vLLM, which the trainer does not need
+
+    refresh = Engine.refresh
+
+    def stale(engine: Engine, *, recompute: bool = False) -> int:
+        scheduler = engine._core.engine_core.scheduler
+        kept, scheduler.reset_prefix_cache = scheduler.reset_prefix_cache, lambda *_, **__: True
+        try:
+            return refresh(engine, recompute=recompute)
+        finally:
+            scheduler.reset_prefix_cache = kept
+
+    Engine.refresh = stale  # type: ignore[method-assign]
+
+
+def _lose_an_update() -> None:
+    """The update to version 2 is acknowledged, but the old weights stay."""
+    from megatron_stppo.replicas.wire.weights import Link
+
+    sync = Link.sync
+
+    def lost(link, version):
+        target = link._reshard._each._exchange._target
+        before = {name: tensor.detach().clone() for name, tensor in target.items()}
+        report = sync(link, version)
+        if version == 2:
+            with torch.no_grad():
+                for name, tensor in target.items():
+                    tensor.copy_(before[name])
+        return report
+
+    Link.sync = lost  # type: ignore[method-assign]
+
+
+def _name_the_version_before() -> None:
+    """Tokens are said to be of the version before the one that generated them."""
+    from megatron_stppo.rollout.engine import Engine
+
+    refresh = Engine.refresh
+
+    def wrong(engine: Engine, *, recompute: bool = False) -> int:
+        if "_true" not in vars(engine):  # once: every wrapper would subtract another one
+            engine._true = engine.published
+            engine.published = lambda: max(0, engine._true() - 1)
+        return refresh(engine, recompute=recompute)
+
+    Engine.refresh = wrong  # type: ignore[method-assign]
+
+
+PLANTED = {"stale": _keep_stale_blocks, "lost": _lose_an_update, "version": _name_the_version_before}

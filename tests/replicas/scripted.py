@@ -1,0 +1,114 @@
+"""A trainer of one rank that follows a script: it accepts a replica, assigns episodes and sends weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors.torch import load_file
+
+from megatron_stppo.launch.rendezvous import host_store
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.replicas.wire import keys
+from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.messages import (
+    MOST_BYTES,
+    Announce,
+    Assignment,
+    Done,
+    FromTrainer,
+    Go,
+    Hello,
+    Offer,
+    Play,
+    Ready,
+    Stop,
+)
+from megatron_stppo.replicas.wire.weights import Link
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.spans import row_widths, training_layouts
+from megatron_stppo.types import Task, Trajectory
+from tests.reshard.pieces import cut
+
+PATIENCE = 60.0  # seconds for a message
+Kind = TypeVar("Kind")
+
+
+class Scripted:
+    """Version v of its weights is the checkpoint, multiplied by 1 + v / 50."""
+
+    def __init__(self, run: Path, model: Path) -> None:
+        self.listener = Listener("127.0.0.1", MOST_BYTES)
+        keys.write(run, self.listener.connection)
+        self._timeout = timedelta(seconds=PATIENCE)
+        self._store, self._port = host_store("127.0.0.1", self._timeout)
+        self._shape, self._links = read_shape(model), 0
+        spans = training_layouts(self._shape, Layout())[0]
+        self._source = cut(spans, load_file(model / "model.safetensors"), row_widths(self._shape))
+        self._base = {name: tensor.clone() for name, tensor in self._source.items()}
+        self._messages: list[Any] = []
+        self.done: dict[int, Trajectory] = {}
+
+    def join(self, version: int) -> Hello:
+        """Accept the next replica, and send it the version."""
+        self._messages, self.done = [], {}
+        hello = self.expect(Hello)
+        self._links += 1
+        offer = Offer(f"link-{self._links}", "127.0.0.1", self._port, Layout(), "local", version)
+        self.send(offer)
+        self._link = Link.of_tensors(
+            self._source, self._shape, offer, hello.tensor, self._store, self._timeout
+        )
+        self._send_weights(version)
+        return hello
+
+    def play(self, numbers: Sequence[int], tasks: Sequence[Task], seed: int) -> None:
+        """Assign the tasks; the first number is place 0 of the rollout."""
+        given = [
+            Assignment(number, task, number, seed, place, 1.0, 1.0)
+            for place, (number, task) in enumerate(zip(numbers, tasks, strict=True))
+        ]
+        self.send(Play(tuple(given)))
+
+    def update(self, version: int) -> None:
+        self.send(Announce(version))
+        assert self.expect(Ready) == Ready(version)
+        self.send(Go(version))
+        self._send_weights(version)
+
+    def wait_for(self, count: int) -> dict[int, Trajectory]:
+        """Return the trajectories of the replica's episodes, as soon as `count` have ended."""
+        while len(self.done) < count:
+            message = self.expect(Done)
+            self.done[message.number] = message.trajectory
+        return self.done
+
+    def send(self, message: FromTrainer) -> None:
+        assert self.listener.send(self._peer, message)
+
+    def stop(self) -> None:
+        self.send(Stop("the script has ended"))
+        self._link.close()
+
+    def expect(self, kind: Callable[..., Kind]) -> Kind:
+        """Return the replica's next message of this kind; others wait for their turn."""
+        ends = time.monotonic() + PATIENCE
+        while True:
+            for message in self._messages:
+                if isinstance(message, kind):  # type: ignore[arg-type]
+                    self._messages.remove(message)
+                    return message  # type: ignore[no-any-return]
+            assert time.monotonic() < ends, f"no {kind} but {self._messages}"
+            for peer, message in self.listener.take(1.0):
+                if isinstance(message, Hello):
+                    self._peer = peer
+                if peer == self._peer:
+                    self._messages.append(message)
+
+    def _send_weights(self, version: int) -> None:
+        for name, tensor in self._source.items():
+            tensor.copy_(self._base[name] * (1 + version / 50))
+        self._link.sync(version)

@@ -1,0 +1,96 @@
+"""Scripts of a trainer for one replica after another: test_replica.py looks at what both sides observed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.replicas.wire.messages import Hello, NotAccepted, ReplicaFailed
+from megatron_stppo.types import Trajectory
+from tests.replicas.scripted import Scripted
+from tests.rollout.tiny import task
+
+SEED, TASKS = 11, [task(index) for index in range(6)]
+NUMBERS = range(70, 76)
+
+
+def train(model: Path, run: Path) -> dict[str, Any]:
+    trainer, seen = Scripted(run, model), {}
+    for script in (together, recompute, repeat, drain, misuse, short, differ, refuse):
+        seen[script.__name__] = script(trainer)
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.listener.close()  # the replica is left alone
+    return seen
+
+
+def together(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    return play_all(trainer)
+
+
+def recompute(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.wait_for(1)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)  # so that turns are in progress however late the update comes
+    trainer.update(4)
+    trainer.wait_for(4)
+    trainer.update(5)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return played
+
+
+def repeat(trainer: Scripted) -> dict[int, Trajectory]:
+    """Everything that `recompute` sent comes at once."""
+    trainer.join(3)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.update(4)
+    trainer.update(5)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return played
+
+
+def drain(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.wait_for(1)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)  # as in `recompute`
+    trainer.update(4)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return played
+
+
+def misuse(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play([1], [task(0, "step is not async")], SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def short(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def differ(trainer: Scripted) -> ReplicaFailed:
+    trainer.join(3)
+    trainer.play(NUMBERS[1:], TASKS[1:], SEED)
+    return trainer.expect(ReplicaFailed)
+
+
+def refuse(trainer: Scripted) -> Hello:
+    hello = trainer.expect(Hello)
+    trainer.send(NotAccepted("dtype=float32: the trainer has bfloat16; start it with the same model.dtype"))
+    return hello
+
+
+def play_all(trainer: Scripted) -> dict[int, Trajectory]:
+    trainer.play(NUMBERS, TASKS, SEED)
+    played = trainer.wait_for(6)
+    trainer.stop()
+    return played

@@ -1,0 +1,225 @@
+"""Replicas with a real engine, a real transport and a trainer that follows a script, each in its process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.replicas.wire import journal, keys
+from megatron_stppo.replicas.wire.messages import Counters
+from megatron_stppo.rollout.episode import Limits
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.types import Trajectory
+from tests.ranks import run_ranks
+from tests.replicas.games import Dice
+from tests.replicas.scripts import NUMBERS, SEED, TASKS, train
+from tests.rollout.tiny import CONTEXT, Game, build_model
+
+
+def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
+    sections: dict[str, Any] = {
+        "model": {"path": model},
+        "run": {"root": run.parent, "name": run.name},
+        "rollout": {"max_prompt_tokens": 60, "max_turn_tokens": 40, "max_context": CONTEXT},
+        "environment": {"kind": "tests.replicas.games:factory", "max_observation_tokens": 30, "deadline": 5},
+        "serving": {"replicas": 1, "timeout": 20.0},
+    }
+    return Config(**{name: fields | changes.get(name, {}) for name, fields in sections.items()})
+
+
+# The replicas' side: one process and one engine, which serves one replica after another. scripts.py has the
+# trainer's side.
+
+
+def serve(model: Path, run: Path) -> dict[str, Any]:
+    from megatron_stppo.commands import serve as stage
+    from megatron_stppo.rollout.collect import collect
+    from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.rollouts import rollout_settings
+
+    engine = Engine(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    given, waiting = config(model, run), config(model, run, rollout={"overlap_tools": False})
+    draining, seen = config(model, run, serving={"update": "drain"}), {}
+
+    def collected() -> list[Trajectory]:
+        settings = rollout_settings(waiting)
+        return collect(engine, engine.tokenizer, TASKS, Game, settings, SEED, engine.group)
+
+    seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
+    with paced(engine):
+        seen["recompute"] = once(engine, given, run, "recompute", Dice)
+    lines = list(journal.read(run, "recompute"))
+    seen["repeat"] = once(engine, given, run / "again", "recompute", Dice, iter(lines))
+    seen["drain"] = once(engine, draining, run, "drain", Dice)
+    seen["misuse"] = once(engine, given, run, "misuse", Game)
+    stage.PATIENCE = 0.05  # type: ignore[assignment]  # times 20 s
+    seen["short"] = once(engine, given, run, "short", Dice, iter(lines[:3]))
+    seen["differ"] = once(engine, given, run, "differ", Dice, iter(lines))
+    seen["refuse"] = once(engine, given, run, "refuse", Game)
+    seen["alone"] = once(engine, given, run, "alone", Game)
+    return seen
+
+
+@contextlib.contextmanager
+def paced(engine: Any) -> Iterator[None]:
+    """Every step takes 20 ms longer, so that turns are in progress when a slow trainer's update comes."""
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    engine.step = slow
+    try:
+        yield
+    finally:
+        engine.step = step
+
+
+def once(
+    engine: Any,
+    given: Config,
+    folder: Path,
+    name: str,
+    environment: Callable[[], Any],
+    repeats: Iterator[journal.Line] | None = None,
+    then: Callable[[], Any] = lambda: None,
+) -> tuple[str, Counters, Any]:
+    """Serve as replica `name`. Return (how it ended, its counters, then())."""
+    from megatron_stppo.commands import serve as stage
+    from megatron_stppo.replicas.replica.ending import play_to_the_end
+    from megatron_stppo.replicas.replica.replica import Replica
+    from megatron_stppo.replicas.wire.weights import Link
+
+    shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
+    connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
+    started: Any = stage.Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
+    with stage.first_rank(given, started, name, engine, environment) as first:
+        replica = Replica(
+            engine,
+            rollout_limits(given),
+            lambda offer: Link.from_replica(engine, shape, offer, timeout),
+            lambda phase: contextlib.nullcontext(),
+            first,
+        )
+        try:
+            end = play_to_the_end(replica, first.send)
+            said = f"{end.kind}: {end.text}"
+        except ConfigError as error:
+            said = f"ConfigError: {error}"
+        found = then()
+    engine.abort_all()
+    replica.close()
+    return said, first.activity.counters, found
+
+
+def rollout_limits(given: Config) -> Limits:
+    from megatron_stppo.rollouts import rollout_settings
+
+    return rollout_settings(given).limits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served_model")
+    build_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "served"
+
+
+@pytest.fixture(scope="module")
+def seen(model: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the trainer and the replicas saw."""
+    with ThreadPoolExecutor(2) as both:
+        trainer = both.submit(run_ranks, train, 1, model, run)
+        replicas = both.submit(run_ranks, serve, 1, model, run)
+        return trainer.result()[0], replicas.result()[0]
+
+
+def versions(trajectory: Trajectory) -> list[list[int]]:
+    """Return the versions of each turn."""
+    return [[version for version, _ in turn.versions] for turn in trajectory.turns]
+
+
+def recorded(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"serving/journal/{name}.jsonl").open()]
+
+
+def test_a_replica_that_waits_for_its_tools_plays_what_the_trainer_would_play_itself(seen: Any) -> None:
+    played, (_, _, collected) = seen[0]["together"], seen[1]["together"]
+    assert [played[n].turns for n in NUMBERS] == [t.turns for t in collected]
+    assert [played[n].outcome for n in NUMBERS] == [t.outcome for t in collected]
+    assert [played[n].group for n in NUMBERS] == list(NUMBERS)
+
+
+def test_turns_go_on_at_a_new_version_after_their_cache_is_computed_again(seen: Any) -> None:
+    played, (end, counters, _) = seen[0]["recompute"], seen[1]["recompute"]
+    assert end == "stop: the script has ended"
+    turns = [turn for t in played.values() for turn in versions(t)]
+    assert [3, 4] in turns and all(turn == sorted(turn) for turn in turns)
+    assert all(
+        sum(n for _, n in turn.versions) == len(turn.token_ids) for t in played.values() for turn in t.turns
+    )
+    assert (counters.updates, counters.episodes) == (2, 8)
+    assert counters.tokens == sum(turn.tokens for t in played.values() for turn in t.summary.turns)
+    assert counters.recomputed > 0 and 0 < counters.longest_pause <= counters.pause_seconds
+
+
+def test_a_journal_repeats_a_replica_bit_for_bit_whenever_messages_and_answers_arrive(
+    seen: Any, run: Path
+) -> None:
+    assert seen[0]["repeat"] == seen[0]["recompute"]
+    assert recorded(run / "again", "recompute") == recorded(run, "recompute")
+    assert seen[1]["repeat"][1].steps == seen[1]["recompute"][1].steps
+
+
+def test_the_journal_names_what_was_applied_before_each_step(run: Path) -> None:
+    first, second, *rest = recorded(run, "recompute")
+    nothing = {"assigned": [], "answers": [], "version": None, "hold": False}
+    assert first == nothing | {"step": 0, "version": 3}
+    assert second == nothing | {"step": 0, "assigned": list(NUMBERS)}
+    assert [line["version"] for line in rest if line["version"]] == [4, 5]
+    steps = [line["step"] for line in rest]
+    assert steps == sorted(steps)
+
+
+def test_with_drain_each_turn_has_one_version(seen: Any, run: Path) -> None:
+    played, (_, counters, _) = seen[0]["drain"], seen[1]["drain"]
+    turns = [turn for t in played.values() for turn in versions(t)]
+    assert {tuple(turn) for turn in turns} == {(3,), (4,)}
+    assert (counters.updates, counters.recomputed) == (1, 0)
+    hold, update = (line for line in recorded(run, "drain")[1:] if line["hold"] or line["version"])
+    assert (hold["hold"], update["version"]) == (True, 4) and hold["step"] <= update["step"]
+
+
+def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
+    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
+    assert told["misuse"].kind == "misuse" and told["misuse"].text.startswith(
+        "Game.step(): cannot be awaited"
+    )
+    assert ends["misuse"] == f"ConfigError: {told['misuse'].text}"
+    assert ends["refuse"].startswith("refused: dtype=float32: the trainer has bfloat16")
+    assert ends["alone"].startswith("lost: 127.0.0.1:")
+
+
+def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:
+    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
+    assert told["short"].kind == told["differ"].kind == "error"
+    assert told["short"].text.startswith("the journal ends after engine step ")
+    assert "episodes are left, such as 70; this run differs from the recorded one" in told["short"].text
+    assert told["differ"].text.startswith("the journal has episodes (70, 71, 72, 73, 74, 75) before engine")
+    assert ends["short"] == f"error: {told['short'].text}"
