@@ -29,6 +29,7 @@ import megatron_stppo.commands.replay  # noqa: E402
 import megatron_stppo.commands.rollout  # noqa: E402
 import megatron_stppo.commands.serve  # noqa: E402
 import megatron_stppo.loop  # noqa: E402
+import megatron_stppo.replicas.replica.start  # noqa: E402
 import megatron_stppo.replicas.trainer.start  # noqa: E402
 import megatron_stppo.report.page  # noqa: E402
 import megatron_stppo.worker  # noqa: E402
@@ -47,9 +48,10 @@ def start(stand_in: int) -> None:
     numpy.random.seed()
     torch.default_generator.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-    name = megatron_stppo.commands.serve.process_name
+    replica: Any = megatron_stppo.replicas.replica.start
+    name = replica.process_name
     # A trainer expects the process that it has started: that is the stand-in.
-    megatron_stppo.commands.serve.process_name = lambda pid: name(stand_in if pid == os.getpid() else pid)
+    replica.process_name = lambda pid: name(stand_in if pid == os.getpid() else pid)
 
 
 gc.freeze()  # a collection in a forked process does not look at, and so copy, what is imported here

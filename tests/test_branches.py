@@ -5,6 +5,8 @@ The episode: the agent asks (1, 2), gets 7, 8; asks (1, 3), gets 9; and goes on 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -14,8 +16,8 @@ from megatron_stppo.data.packing import to_batch
 from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.environments.base import Request, StepResult
 from megatron_stppo.parallel.collectives import decode, encode
-from megatron_stppo.replicas.trainer.lengths import Lengths
-from megatron_stppo.replicas.trainer.trajectory_check import fault
+from megatron_stppo.replicas.trainer.expected import Expected
+from megatron_stppo.replicas.trainer.groups import Lengths
 from megatron_stppo.replicas.wire.messages import Done
 from megatron_stppo.replicas.wire.packed_done import PackedDone, packed
 from megatron_stppo.resilience.faults import TooManyFailures
@@ -89,13 +91,13 @@ def test_a_message_with_branches_arrives_as_it_was_and_is_checked() -> None:
     done = Done(70, played())
     sent = msgspec.msgpack.encode(packed(done))
     assert msgspec.msgpack.decode(sent, type=PackedDone).unpack() == done
-    terms = {"held": {3}, "vocabulary": 10, "max_context": 6}
-    assert fault(done, **terms) == ""
-    assert fault(done, **terms | {"vocabulary": 9}) == "branch 1: turn 0: turn: a token id above 8"
-    assert fault(done, **terms | {"max_context": 5}) == "6 tokens exceed rollout.max_context=5"
+    expected = Expected("", 10, "", "", max_context=6)
+    assert expected.fault(done, {3}) == ""
+    assert replace(expected, vocabulary=9).fault(done, {3}) == "branch 1: turn 0: turn: a token id above 8"
+    assert replace(expected, max_context=5).fault(done, {3}) == "6 tokens exceed rollout.max_context=5"
     alone = Done(1, Trajectory(TASK, (), (), "error", branches=(Branch((1,), played().turns),)))
-    assert fault(alone, **terms) == "no turns, but the outcome error"
-    assert fault(Done(1, played().histories()[1]), **terms) == "a branch without its episode"
+    assert expected.fault(alone, {3}) == "no turns, but the outcome error"
+    assert expected.fault(Done(1, played().histories()[1]), {3}) == "a branch without its episode"
 
 
 def test_requests_reach_the_other_ranks_of_an_engine_unchanged() -> None:

@@ -5,7 +5,7 @@
 Replicas are simulated: two other processes hold a real Dialer for each replica. They answer every Play (a
 message with one episode to play) at once with a Done (a message with the played episode). The first rank is
 this process, with a real Listener. For every episode it decodes the Done, checks it
-(trajectory_check.fault), and encodes the Play of the next one.
+(Expected.fault), and encodes the Play of the next one.
 
 The number of episodes per second that a run needs is not measured. It follows from assumptions:
 
@@ -35,7 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
-from megatron_stppo.replicas.trainer.trajectory_check import fault
+from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.listener import Listener
@@ -121,11 +121,12 @@ def measure(replicas: int, given: argparse.Namespace) -> tuple[float, float, flo
 
 def exchange(listener: Listener, task: Task, tokens: int, seconds: float) -> int:
     """Take, check and assign episodes for some seconds; return how many."""
+    expected = Expected("", VOCABULARY, "", "", max_context=tokens)
     episodes, ends = 0, time.perf_counter() + seconds
     while time.perf_counter() < ends:
         for peer, message in listener.take(0.1):
             if isinstance(message, Done):
-                why = fault(message, held={7}, vocabulary=VOCABULARY, max_context=tokens)
+                why = expected.fault(message, held={7})
                 assert not why, why
                 listener.send(peer, next_episode(task, message.number))
                 episodes += 1

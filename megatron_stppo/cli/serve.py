@@ -92,10 +92,11 @@ def serve(
     with importing():
         process.prepare()
         from megatron_stppo.commands import serve as stage
+        from megatron_stppo.replicas.replica.start import Started
         from megatron_stppo.replicas.wire import journal
     end_normally()
     repeats = None if replay_from is None else journal.read(replay_from, name)
-    stage.serve(settings, stage.Started(run, connection, notice, name, parent, repeats))
+    stage.serve(settings, Started(run, connection, notice, name, parent, repeats))
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

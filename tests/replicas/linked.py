@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megatron_stppo.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.link_errors import ReplicaLost
-from megatron_stppo.replicas.wire.losses import tell_lost
+from megatron_stppo.replicas.wire.losses import ReplicaLost, tell_lost
 from megatron_stppo.replicas.wire.messages import Offer
 from megatron_stppo.replicas.wire.weights import Link, link_layouts
 from megatron_stppo.reshard.verify import ReshardError

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.replicas.replica.inbox import Inbox
-from megatron_stppo.replicas.replica.news import End
+from megatron_stppo.replicas.replica.inbox import End, Inbox
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
 from megatron_stppo.resilience.faults import ToolsStayAway

@@ -42,7 +42,7 @@ def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
 
 
 def serve(model: Path, run: Path) -> dict[str, Any]:
-    from megatron_stppo.commands import serve as stage
+    from megatron_stppo.replicas.replica import start as stage
     from megatron_stppo.rollout.collect import collect
     from megatron_stppo.rollout.engine import Engine
     from megatron_stppo.rollouts import rollout_settings
@@ -96,15 +96,14 @@ def once(
     then: Callable[[], Any] = lambda: None,
 ) -> tuple[str, Counters, Any]:
     """Serve as replica `name`. Return (how it ended, its counters, then())."""
-    from megatron_stppo.commands import serve as stage
-    from megatron_stppo.replicas.replica.ending import play_to_the_end
-    from megatron_stppo.replicas.replica.replica import Replica
+    from megatron_stppo.replicas.replica.replica import Replica, play_to_the_end
+    from megatron_stppo.replicas.replica.start import Started, first_rank
     from megatron_stppo.replicas.wire.weights import Link
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
-    started: Any = stage.Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
-    with stage.first_rank(given, started, name, engine, environment) as first:
+    started: Any = Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
+    with first_rank(given, started, name, engine, environment) as first:
         replica = Replica(
             engine,
             rollout_limits(given),

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_stppo.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.link_errors import ReplicaLost
-from megatron_stppo.replicas.wire.losses import why_lost
+from megatron_stppo.replicas.wire.losses import ReplicaLost, why_lost
 from megatron_stppo.replicas.wire.weights import Link, link_layouts
 from megatron_stppo.reshard.plan import lower_bound
 from megatron_stppo.sharding.spans import row_widths

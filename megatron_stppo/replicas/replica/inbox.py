@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from megatron_stppo.replicas.replica.news import End
 from megatron_stppo.replicas.replica.parent import has_ended
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.messages import (
     Announce,
     Assignment,
+    FromReplica,
     FromTrainer,
     Go,
     NotAccepted,
@@ -18,6 +20,20 @@ from megatron_stppo.replicas.wire.messages import (
     Stop,
 )
 from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
+
+Send = Callable[[FromReplica], object]
+
+
+@dataclass(frozen=True)
+class End:
+    """Why the replica ends. Example: End("stop", "the run has ended").
+
+    stop: the trainer has asked for it. left: a signal has. refused: the trainer does not accept the replica.
+    lost: the trainer is gone. away: tools stay unreachable. error: any other failure.
+    """
+
+    kind: Literal["stop", "left", "refused", "lost", "away", "error"]
+    text: str  # one line
 
 
 class Inbox:

@@ -12,11 +12,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_stppo.config import ConfigError
 from megatron_stppo.messages import one_line
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import End, News, NewsSource, Send
-from megatron_stppo.replicas.wire.messages import Alive, Assignment, Done, Offer
+from megatron_stppo.replicas.replica.inbox import End, Send
+from megatron_stppo.replicas.replica.news import News, NewsSource
+from megatron_stppo.replicas.wire.messages import (
+    Alive,
+    Assignment,
+    Done,
+    FromReplica,
+    Leaving,
+    Offer,
+    ReplicaFailed,
+)
 from megatron_stppo.resilience.faults import CannotServe, ToolsStayAway
 from megatron_stppo.rollout.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episode import Episode, Limits
@@ -175,3 +185,41 @@ def _failing(what: str) -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {error}")
+
+
+def play_to_the_end(replica: Replica, send: Send) -> End:
+    """Run the replica, and return why it ended. Collective.
+
+    The reason is also sent to the trainer, unless the trainer decided it or is gone.
+
+    Exceptions of Replica.run are sent too, and passed on.
+    """
+    try:
+        end = replica.run()
+    except ConfigError as error:
+        send(ReplicaFailed("misuse", str(error)))
+        raise
+    except Exception as error:
+        said = str(error) if isinstance(error, CannotServe) else f"{type(error).__name__}: {error}"
+        send(ReplicaFailed("error", one_line(said)))
+        raise
+    if (message := _message(end)) is not None:
+        send(message)
+    return end
+
+
+def raise_failure(end: End) -> None:
+    """Raise the error with which the process ends; nothing if it was asked to end."""
+    if end.kind == "refused":
+        raise ConfigError(end.text)
+    if end.kind not in ("stop", "left"):
+        raise CannotServe(end.text)
+
+
+def _message(end: End) -> FromReplica | None:
+    match end.kind:
+        case "left":
+            return Leaving(end.text)
+        case "away" | "error":
+            return ReplicaFailed(end.kind, end.text)
+    return None

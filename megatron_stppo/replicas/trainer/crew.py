@@ -6,13 +6,15 @@ Nothing here waits or takes a lock: the hub holds its own lock when it calls thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron_stppo.parallel.collectives import encode
-from megatron_stppo.replicas.trainer.dispatch import parts, shares
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import MOST_BYTES, Assignment, Counters, Hello, Play
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -132,3 +134,36 @@ class Crew:
         member.playing |= {episode.number: episode for episode in episodes}
         for part in parts(episodes, [len(encode(episode)) for episode in episodes], MOST_BYTES // 2):
             self._listener.send(member.peer, Play(part))
+
+
+def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> list[int]:
+    """Return how many of the waiting episodes each replica gets.
+
+    Each episode goes to the replica that then plays fewest, among those with a free place; of equal ones, to
+    the last. playing, capacity: episodes per replica.
+    Example: shares(5, [0, 2], [8, 8]) is [3, 2], and shares(9, [0, 0], [2, 4]) is [2, 4].
+    """
+    given = [0] * len(playing)
+    for _ in range(waiting):
+        free = [i for i, most in enumerate(capacity) if playing[i] + given[i] < most]
+        if not free:
+            break
+        given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
+    return given
+
+
+def parts(items: Sequence[Item], sizes: Sequence[int], limit: int) -> Iterator[tuple[Item, ...]]:
+    """Yield the items in order, in tuples whose sizes sum to at most `limit`, or of one larger item.
+
+    Example: list(parts("abc", [3, 2, 4], 5)) is [("a", "b"), ("c",)].
+    """
+    part: list[Item] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if part and total + size > limit:
+            yield tuple(part)
+            part, total = [], 0
+        part.append(item)
+        total += size
+    if part:
+        yield tuple(part)

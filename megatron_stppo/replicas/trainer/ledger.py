@@ -25,8 +25,7 @@ from typing import Any
 
 from megatron_stppo.advantage.variance import without_variance
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Group, Taken, Terms, episodes_of, summaries
-from megatron_stppo.replicas.trainer.lengths import Lengths
+from megatron_stppo.replicas.trainer.groups import Group, Lengths, Taken, Terms, episodes_of, summaries
 from megatron_stppo.replicas.wire.messages import Assignment, Done
 from megatron_stppo.types import Summary, Trajectory
 from megatron_stppo.validation.serving import check_open

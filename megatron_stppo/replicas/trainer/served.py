@@ -30,7 +30,7 @@ from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.link_errors import ReplicaLost
+from megatron_stppo.replicas.wire.losses import ReplicaLost
 from megatron_stppo.replicas.wire.messages import Assignment, Offer
 from megatron_stppo.replicas.wire.packed_done import decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.weights import Link

@@ -186,13 +186,13 @@ class Channel:
         except OSError:
             pass  # it has ended
         finally:
+            self._on_end(self)  # before `silence` is infinite: it says why
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
             self._shut(socket.SHUT_RDWR)  # ends the writer
             self._writer.join()
             self._socket.close()
-            self._on_end(self)
 
     def _shut(self, how: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The journal of a replica: what was applied before which engine step. replayed.py repeats a run from it.
+"""The journal of a replica: what was applied before which engine step. replica/news.py repeats a run from it.
 
 A line of RUN_DIR/serving/journal/NAME.jsonl: {"step": 12, "assigned": [], "answers": [70, 64], "version":
 null, "hold": false}. The first line is that of the version with which the replica joined.

@@ -1,7 +1,9 @@
-"""Notices on the trainer's store that a link over which weights go has failed.
+"""What happens when a link over which weights go has failed (weights.py).
 
-Ranks look for the notice of their link while they wait for the other program. The first rank that fails
-writes it, or the trainer's first rank if it detects in another way that a replica has died.
+The first rank that fails writes a notice to the trainer's store, or the trainer's first rank if it detects in
+another way that a replica has died. Ranks look for the notice of their link while they wait for the other
+program. On a replica, the rank that has the error raises it, and the replica ends. The trainer's ranks agree
+over their default group, because the trainer continues without the replica.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
+
+from megatron_stppo.messages import printable
+from megatron_stppo.parallel.raise_together import raise_together
 
 
 def tell_lost(store: dist.Store, group: str, why: str) -> None:
@@ -59,3 +64,33 @@ class LossNotices:
 
 def _key(group: str) -> str:
     return f"lost/{group}"
+
+
+class ReplicaLost(RuntimeError):
+    """Weights could not be sent to a replica: it died, did not arrive in time, or its rows are wrong.
+
+    All ranks of the trainer raise it together. The trainer's own groups and its other links still work.
+    """
+
+
+def raise_own(name: str, error: Exception | None) -> None:
+    """Raise this rank's error, if there is one. name: that of the link's group."""
+    if error is not None:
+        raise error
+
+
+def raise_on_all(name: str, error: Exception | None) -> None:
+    """Raise the same ReplicaLost on all ranks of the trainer if any of them has an error. Collective.
+
+    name: that of the link's group.
+    """
+    own = None
+    if error is not None:
+        own = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+    raise_together(own, lambda found: _lost(name, found), str)
+
+
+def _lost(name: str, found: Mapping[int, str]) -> ReplicaLost:
+    """Return the exception for ranks that failed with these texts. The first of them stands for all."""
+    rank, text = next(iter(found.items()))
+    return ReplicaLost(f"weights could not be sent to the replica of group {name}: rank {rank}: {text}")

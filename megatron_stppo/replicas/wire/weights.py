@@ -25,8 +25,7 @@ from megatron_stppo.model import build
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.replicas.wire.link_errors import raise_on_all, raise_own
-from megatron_stppo.replicas.wire.losses import tell_lost, why_lost
+from megatron_stppo.replicas.wire.losses import raise_on_all, raise_own, tell_lost, why_lost
 from megatron_stppo.replicas.wire.messages import Offer
 from megatron_stppo.reshard.engine_sync import EngineSync
 from megatron_stppo.reshard.merging import Term

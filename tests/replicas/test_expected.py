@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_stppo.replicas.trainer.trajectory_check import fault
+from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire.messages import Done
 from megatron_stppo.replicas.wire.payloads import Unreadable, pack, unpack_from_replica
 from megatron_stppo.types import Task, Trajectory, Turn
 
 MAX = 2**20
+EXPECTED = Expected("", 10, "", "", max_context=10)
 # 2 prompt tokens, 3 + 1 + 2 tokens: 8 together; versions 3 and 4
 FIRST = Turn((5, 9, 0), (-0.5, 0.0, -2.0), (7,), 0.0, ((3, 1), (4, 2)))
 LAST = Turn((1, 2), (-0.1, -0.1), (), 1.0, ((4, 2),))
@@ -140,7 +142,7 @@ def test_the_time_is_linear_in_the_number_of_turns_and_tokens() -> None:
     def seconds(turns: int) -> float:
         done = Done(7, replace(TRUE, turns=(turn,) * turns))
         began = time.process_time()
-        assert fault(done, held={3}, vocabulary=10, max_context=10**9) == ""
+        assert Expected("", 10, "", "", max_context=10**9).fault(done, held={3}) == ""
         return time.process_time() - began
 
     assert min(seconds(4000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3)) + 0.01
@@ -159,5 +161,5 @@ def sent(change: dict[str, Any]) -> object:
     return unpack_from_replica(msgspec.msgpack.encode(message))
 
 
-def found(trajectory: Trajectory, **given: Any) -> str:
-    return fault(Done(7, trajectory), **{"held": range(5), "vocabulary": 10, "max_context": 10, **given})
+def found(trajectory: Trajectory, held: Collection[int] = range(5), **given: Any) -> str:
+    return replace(EXPECTED, **given).fault(Done(7, trajectory), held)

@@ -1,0 +1,172 @@
+"""Assembly of a replica of an asynchronous run, on one of its ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_stppo.config import Config
+from megatron_stppo.endpoint.opening import open_environment
+from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.launch import process
+from megatron_stppo.launch.vllm_environment import PINNED_VLLM
+from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.replicas.replica.activity import Activity
+from megatron_stppo.replicas.replica.inbox import Inbox, Send
+from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed
+from megatron_stppo.replicas.replica.replica import FirstRank, Replica, play_to_the_end, raise_failure
+from megatron_stppo.replicas.wire import journal
+from megatron_stppo.replicas.wire.address import is_loopback
+from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.digest import model_digest
+from megatron_stppo.replicas.wire.keys import FOLDER, Connection
+from megatron_stppo.replicas.wire.messages import Alive, FromReplica, Hello, process_name
+from megatron_stppo.replicas.wire.payloads import limit_of
+from megatron_stppo.replicas.wire.weights import Link
+from megatron_stppo.resilience.deadlines import Watchdog
+from megatron_stppo.resilience.preemption import PreemptionNotice
+from megatron_stppo.rollout.engine import Engine
+from megatron_stppo.rollout.environment_host import EnvironmentHost
+from megatron_stppo.rollout.tool_wait import ToolWait
+from megatron_stppo.rollouts import rollout_settings
+from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.sharding.transfers import served_adapters
+from megatron_stppo.telemetry.console import say, timed
+
+PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a replica was started.
+
+    Example: Started(Path("runs/first"), connection, notice, "replica-0", parent=4711).
+    """
+
+    run: Path  # the run's folder
+    connection: Connection
+    notice: PreemptionNotice
+    name: str  # "": host and process id
+    parent: int | None  # the process id of the trainer, if it has started this process
+    repeats: Iterator[journal.Line] | None = None  # the journal of the replica that is repeated
+
+
+def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) -> None:
+    """Serve until the run ends, or until a signal ends the replica. Collective.
+
+    build_engine: called when the ranks are connected. Raises ConfigError if the trainer does not accept the
+    replica, or for an environment that is used wrongly; CannotServe and EngineFailure if the replica cannot
+    continue.
+    """
+    process.join(config.timeout, is_alone=is_loopback(started.connection.host))
+    rank, run = dist.get_rank(), started.run
+    name = broadcast_bytes((started.name or _default_name()).encode() if rank == 0 else None, 0).decode()
+    process.log_to(run, rank, f"{name}-")
+    deadlines = config.deadline_by_phase
+    with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
+        with timed("engine", rank == 0):
+            engine = build_engine()
+        make_environment = open_environment(config, resume=True)
+        timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
+        limits, adapters = rollout_settings(config).limits, served_adapters(config.model.lora, shape)
+        build = partial(
+            Replica,
+            engine,
+            limits,
+            lambda offer: Link.from_replica(engine, shape, offer, timeout, adapters),
+            watchdog.phase,
+        )
+        if rank:
+            return _serve(build(None), engine, lambda message: None)
+        with first_rank(config, started, name, engine, make_environment) as first:
+            _serve(build(first), engine, first.send)
+
+
+def _serve(replica: Replica, engine: Engine, send: Send) -> None:
+    end = play_to_the_end(replica, send)
+    dist.barrier()  # a rank that exits early would break collectives of the others
+    replica.close()
+    engine.close()
+    process.stop()
+    raise_failure(end)
+    say(f"the replica has ended: {end.text}", process.rank() == 0)
+
+
+@contextmanager
+def first_rank(
+    config: Config,
+    started: Started,
+    name: str,
+    engine: Engine,
+    make_environment: Callable[[], AnyEnvironment],
+) -> Iterator[FirstRank]:
+    """Connect to the trainer, and start the thread of the environments."""
+    activity, e = Activity(), config.environment
+    recording = journal.Journal(started.run, name)
+    limit = limit_of(config, read_shape(config.model.path))
+    dialer = Dialer(started.connection, limit, lambda: activity.counters)
+
+    def send(message: FromReplica) -> None:
+        """Send the newest counters, and then the message: an iteration that ends with it has both."""
+        dialer.send(Alive(activity.counters))
+        dialer.send(message)
+
+    try:
+        with EnvironmentHost(
+            make_environment,
+            concurrency=e.concurrency,
+            deadline=e.deadline,
+            tools=ToolWait(e.tool_wait),
+            answered=dialer.wake,
+        ) as host:
+            inbox = Inbox(dialer, host, config.serving.timeout, lambda: started.notice.reason, started.parent)
+            source = _source(config, started, inbox, send, recording)
+            dialer.send(_hello(config, name, engine))
+            yield FirstRank(source, dialer.send, host, activity)
+    finally:
+        dialer.close()
+        recording.close()
+
+
+def _source(
+    config: Config, started: Started, inbox: Inbox, send: Send, recording: journal.Journal
+) -> NewsSource:
+    if started.repeats is not None:
+        return Replayed(inbox, send, recording, started.repeats, PATIENCE * config.serving.timeout)
+    return Live(
+        inbox,
+        send,
+        recording,
+        drain=config.serving.update == "drain",
+        awaits_answers=not config.rollout.overlap_tools,
+    )
+
+
+def _hello(config: Config, name: str, engine: Engine) -> Hello:
+    return Hello(
+        name=name,
+        model=model_digest(config.model.path),
+        vocabulary=engine.vocabulary,
+        dtype=str(process.dtype(config)).removeprefix("torch."),
+        vllm=PINNED_VLLM,
+        tensor=config.engine_tensor,
+        capacity=config.serving.concurrency or config.rollout.max_sequences,
+        process=process_name(os.getpid()),
+    )
+
+
+def _default_name() -> str:
+    """Return the host and process id, with characters that a file's name may have."""
+    name = "".join(
+        c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in process_name(os.getpid())
+    )
+    return name.lstrip(".")[-64:]
