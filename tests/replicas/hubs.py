@@ -77,14 +77,17 @@ class Trainer:
     listener: Listener
     told: list[tuple[str, str]]  # groups for weights that are lost, and why
 
+    def queues(self) -> dict[str, float]:
+        return {name: count for name, count in self.hub.numbers().items() if name.startswith("episodes_")}
+
     def join(self, replica: ScriptedReplica, name: str, version: int = 0, **changed: object) -> str:
         """Let the replica join with this version, and return its group."""
         replica.dialer.send(hello(name, **changed))
         group = self.hub.wait(lambda: None)
         assert isinstance(group, str)
-        self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
+        self.hub.updates.offer(msgspec.structs.replace(OFFER, group=group, version=version))
         replica.next(Offer)
-        self.hub.joined_now(group)
+        self.hub.updates.joined_now(group)
         return group
 
 

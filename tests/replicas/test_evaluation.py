@@ -124,9 +124,9 @@ def test_a_replica_that_names_an_older_version_in_an_evaluation_is_expelled() ->
     with trainer() as (t, connect):
         a, b = connect(), connect()
         t.join(a, "a")  # at version 0
-        t.hub.announce(1)
+        t.hub.updates.announce(1)
         a.dialer.send(Ready(1))
-        t.hub.next_update(1)
+        t.hub.updates.next_update(1)
         episode = Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0)
         t.hub.evaluate([episode])
         assert a.given() == [-1]
@@ -142,10 +142,10 @@ def test_weights_are_not_announced_during_an_evaluation() -> None:
         t.join(a, "a")
         t.hub.evaluate([Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0)])
         with pytest.raises(AssertionError, match="one version"):
-            t.hub.announce(1)
+            t.hub.updates.announce(1)
         a.finish(-1)
         t.hub.wait(lambda: t.hub.results([-1]))
-        t.hub.announce(1)
+        t.hub.updates.announce(1)
         a.next(Announce)
         t.hub.close("done")
         a.next(Stop)

@@ -30,7 +30,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         t.hub.admit(0)
         assert (a.given(), b.given()) == ([0, 1], [2, 3])
         b.finish(2)
-        until(lambda: t.hub.queues()["episodes_finished"] == 1)  # b and a have connections of their own
+        until(lambda: t.hub.numbers()["episodes_finished"] == 1)  # b and a have connections of their own
         a.finish(1)
         a.finish(0)
         batch = t.hub.wait(t.hub.batch)
@@ -38,7 +38,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         assert [x.task for x in batch] == TaskCursor(TASKS, 0).take(2), "the trainer's own tasks"
         t.hub.admit(1)
         assert (a.given(), b.given()) == ([4], [5]), "4 to a, which plays none; then both play one"
-        assert t.hub.queues() == {"episodes_waiting": 0, "episodes_playing": 3, "episodes_finished": 1}
+        assert t.queues() == {"episodes_waiting": 0, "episodes_playing": 3, "episodes_finished": 1}
 
 
 def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_trainer_waits() -> None:
@@ -56,8 +56,8 @@ def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_t
                 a.finish(number)
         main.join(30)
         assert [x.prompt_ids for x in batches[0]] == [(5,), (6,)]
-        assert t.hub.taken() == Taken([4, 5], [[0, 1], [2, 3]])
-        assert [(s.group, s.index) for s in t.hub.dropped()] == [
+        assert t.ledger.taken == Taken([4, 5], [[0, 1], [2, 3]])
+        assert [(s.group, s.index) for s in t.ledger.dropped] == [
             (place, task.index) for place, task in enumerate(TaskCursor(TASKS, 0).take(4))
         ]
 
@@ -82,7 +82,7 @@ def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() ->
         t.join(b, "b")
         a.dialer.close()  # its connection ends
         assert b.next(Play).episodes == (first[0], *first[2:])
-        assert (t.hub.lost, t.hub.reassigned) == (1, 3)
+        assert (t.hub.lost, t.hub.numbers()["reassigned"]) == (1, 3)
 
 
 def test_a_silent_replica_is_lost() -> None:
@@ -209,17 +209,17 @@ def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_it
         a, again = connect(), connect()
         old = t.join(a, "a")
         t.hub.admit(0)
-        t.hub.announce(1)
+        t.hub.updates.announce(1)
         a.dialer.close()
         until(lambda: t.hub.lost == 1)
         again.dialer.send(hello("a"))
         new = t.hub.wait(lambda: None)
         assert isinstance(new, str) and new != old
-        assert t.hub.next_update(1) == "", "the new one was not announced the update"
-        t.hub.lose(old, "weights could not be sent to it")
-        t.hub.joined_now(old)
-        assert (t.hub.groups(), t.hub.joined(), t.hub.lost) == ({new}, 0, 1)
-        assert (t.hub.tensor(old), t.hub.tensor(new)) == (0, 1)
+        assert t.hub.updates.next_update(1) == "", "the new one was not announced the update"
+        t.hub.updates.lose(old, "weights could not be sent to it")
+        t.hub.updates.joined_now(old)
+        assert (t.hub.updates.groups(), t.hub.joined(), t.hub.lost) == ({new}, 0, 1)
+        assert (t.hub.updates.tensor(old), t.hub.updates.tensor(new)) == (0, 1)
 
 
 def test_a_silent_replica_that_wakes_up_learns_that_it_was_lost() -> None:

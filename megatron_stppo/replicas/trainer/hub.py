@@ -1,9 +1,9 @@
 """The hub: the trainer's first rank's side of all replicas.
 
 A thread takes the replicas' messages, also while the trainer's ranks score and update: it stores finished
-episodes in the ledger, and finds replicas that are lost (reception.py), and it assigns waiting episodes
-(crew.py). A lost replica's episodes are assigned again, with the same seeds. The main thread calls the
-methods of Hub. One lock guards everything that both threads use.
+episodes in the ledger, finds replicas that are lost (reception.py), and assigns waiting episodes (crew.py). A
+lost replica's episodes are assigned again, with the same seeds. The main thread calls the methods of Hub, and
+those of Updates when weights are sent. One lock guards everything that both threads use.
 
 A replica is named by its group, the process group for its weights, whose name is used once.
 Its own name is used again by the replica that replaces it.
@@ -18,16 +18,15 @@ from typing import Any, TypeVar
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Taken
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.reception import Reception
+from megatron_stppo.replicas.trainer.updates import Updates
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.losses import LossNotices
-from megatron_stppo.replicas.wire.messages import Announce, Assignment, Counters, Done, Go, Offer, Stop
+from megatron_stppo.replicas.wire.messages import Assignment, Counters, Done, Stop
 from megatron_stppo.resilience.faults import EngineLost
-from megatron_stppo.telemetry.console import say
-from megatron_stppo.types import Summary, Trajectory
+from megatron_stppo.types import Trajectory
 
 T = TypeVar("T")
 TICK = 0.2  # seconds between two checks for lost replicas
@@ -66,8 +65,8 @@ class Hub:
         self._reception = Reception(
             listener, ledger, self._crew, expected, timeout, local, self._losses.add, notice
         )
-        self._updating: set[str] = set()
         self._changed = threading.Condition()
+        self.updates = Updates(self._changed, listener, self._crew, self._reception)
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
         self._thread.start()
@@ -91,11 +90,6 @@ class Hub:
         """Return the ledger's episodes for a checkpoint."""
         with self._changed:
             return self._ledger.kept()
-
-    def bias(self) -> dict[str, float]:
-        """Return the ledger's metrics of the order of batches."""
-        with self._changed:
-            return self._ledger.bias()
 
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
@@ -141,14 +135,6 @@ class Hub:
                     raise EngineLost(f"{why}, and no replica serves any more")
                 self._changed.wait()  # the thread notifies every TICK
 
-    def taken(self) -> Taken:
-        """Return the groups of the last batch."""
-        return self._ledger.taken
-
-    def dropped(self) -> list[Summary]:
-        """Return the episodes that were dropped for the last batch."""
-        return self._ledger.dropped
-
     def joined(self) -> int:
         """Return the number of replicas that serve."""
         with self._changed:
@@ -160,11 +146,6 @@ class Hub:
         return self._crew.lost
 
     @property
-    def reassigned(self) -> int:
-        """The number of episodes of lost replicas, which were assigned again."""
-        return self._crew.reassigned
-
-    @property
     def gave_up(self) -> str:
         """Why a replica of this machine that ended is not started again; "" if none is needed."""
         return self._local.gave_up if self._local is not None else ""
@@ -174,81 +155,22 @@ class Hub:
         """Why the run must end soon; "" if it need not."""
         return self._notice()
 
-    def groups(self) -> set[str]:
-        """Return the groups of the replicas that are not lost."""
-        with self._changed:
-            return set(self._crew.members)
-
-    def tensor(self, group: str) -> int:
-        """Return the number of ranks of the replica; 0 if it is lost."""
-        with self._changed:
-            member = self._crew.members.get(group)
-            return member.hello.tensor if member is not None else 0
-
-    def offer(self, offer: Offer) -> None:
-        """Send the offer. The trainer's ranks build the group next."""
-        with self._changed:
-            if (member := self._crew.members.get(offer.group)) is not None:
-                member.held.add(offer.version)
-                self._listener.send(member.peer, offer)
-
-    def joined_now(self, group: str) -> None:
-        """Record that the replica has the offered version. It gets episodes."""
-        with self._changed:
-            if (member := self._crew.members.get(group)) is not None:
-                member.joined = True
-                name, version = member.hello.name, member.newest
-                say(f"replica {name} has joined at version {version}; replicas: {self._crew.joined}")
-                self._crew.assign()
-
-    def announce(self, version: int) -> None:
-        """Announce an update to the replicas that have joined with another version.
-
-        No evaluation may be in progress.
-        """
-        with self._changed:
-            assert min(self._crew.playing(), default=0) >= 0, "an evaluation has one version"
-            others = [m for m in self._crew.members.values() if m.joined and version not in m.held]
-            self._updating = {member.group for member in others}
-            for member in others:
-                self._listener.send(member.peer, Announce(version))
-
-    def next_update(self, version: int) -> str:
-        """Wait until an announced replica is ready, send it Go, and return its group.
-
-        Returns "" if none is left, or if the run must end: then the next `wait` raises the reason, where a
-        checkpoint is written.
-        """
-        with self._changed:
-            while True:
-                self._updating &= set(self._crew.members)
-                if not self._updating or self._reception.trouble is not None:
-                    return ""
-                able = (m for m in self._crew.by_name() if m.group in self._updating and m.ready == version)
-                if (member := next(able, None)) is not None:
-                    self._updating.remove(member.group)
-                    member.held.add(version)
-                    self._listener.send(member.peer, Go(version))
-                    return member.group
-                self._changed.wait()
-
-    def lose(self, group: str, why: str) -> None:
-        """Remove a replica, and end it if it still runs. Its episodes are assigned again."""
-        with self._changed:
-            self._reception.expel(group, why)
-
     def counters(self) -> Counters:
         """Return the sum of the newest counters of all replicas that serve or have served."""
         with self._changed:
             return self._crew.counters()
 
-    def queues(self) -> dict[str, int]:
-        """Return the numbers of episodes: waiting for a replica, played, finished and not trained."""
+    def numbers(self) -> dict[str, float]:
+        """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
         with self._changed:
             return {
+                "replicas": self._crew.joined,
+                "lost": self._crew.lost,
+                "reassigned": self._crew.reassigned,
                 "episodes_waiting": self._crew.waiting,
                 "episodes_playing": len(self._crew.playing()),
                 "episodes_finished": self._ledger.ready,
+                **self._ledger.bias(),
             }
 
     def close(self, reason: str) -> None:

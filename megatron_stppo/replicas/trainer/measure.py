@@ -31,11 +31,7 @@ class ServingMeter:
             return float(getattr(after, field) - getattr(before, field))
 
         row: dict[str, float] = {
-            "replicas": hub.joined(),
-            "lost": hub.lost,
-            "reassigned": hub.reassigned,
-            **hub.queues(),
-            **hub.bias(),
+            **hub.numbers(),
             "trainer_idle_share": waited / seconds,
             "generated_tokens": since("tokens"),
             "recomputed_tokens": since("recomputed"),

@@ -108,7 +108,7 @@ class Served:
         if self.learner.config.serving.update == "complete":
             self._until(lambda hub: hub.settled())
         if self._hub is not None:
-            self._hub.announce(version)
+            self._hub.updates.announce(version)
         while (step := self._waited(self._update)).kind != "done":
             self._send(step.group)
 
@@ -117,10 +117,10 @@ class Served:
             self._hub.admit(iteration)
         played = Played.of(self._until(lambda hub: hub.batch()) or [])
         config = self.learner.config
-        if self._hub is not None:
-            recorded.write_batch(config.run.folder, iteration, self._hub.taken())
+        if self._ledger is not None:
+            recorded.write_batch(config.run.folder, iteration, self._ledger.taken)
         if config.rollout.resample:
-            dropped = encode(self._hub.dropped()) if self._hub is not None else None
+            dropped = encode(self._ledger.dropped) if self._ledger is not None else None
             played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
         try:
             self._failures.check(played.with_dropped)
@@ -216,7 +216,7 @@ class Served:
 
         def decide(hub: Hub) -> Step:
             while isinstance(answer := hub.wait(lambda: result(hub)), str):
-                if tensor := hub.tensor(answer):  # else it was lost in the meantime
+                if tensor := hub.updates.tensor(answer):  # else it was lost in the meantime
                     return self._offer(answer, tensor)
             found.append(answer)
             return Step("done")
@@ -244,7 +244,7 @@ class Served:
             except tuple(RAISED) as error:
                 kind = next(kind for cls, kind in RAISED.items() if isinstance(error, cls))
                 step = Step(kind, text=str(error))
-            lost = set(self._links) - self._hub.groups() - {step.group}
+            lost = set(self._links) - self._hub.updates.groups() - {step.group}
             step = msgspec.structs.replace(step, closed=tuple(sorted(lost)))
         step = decode(broadcast_bytes(encode(step), 0), Step)
         for group in step.closed:
@@ -254,7 +254,7 @@ class Served:
         return step
 
     def _update(self, hub: Hub) -> Step:
-        group = hub.next_update(self._version)
+        group = hub.updates.next_update(self._version)
         return Step("update", group) if group else Step("done")
 
     def _offer(self, group: str, tensor: int) -> Step:
@@ -268,7 +268,7 @@ class Served:
         assert step.offer is not None
         self.learner.load_for("reshard")
         if self._hub is not None:
-            self._hub.offer(step.offer)
+            self._hub.updates.offer(step.offer)
         try:
             link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
         except ReplicaLost as error:
@@ -276,7 +276,7 @@ class Served:
         self._links[step.group] = link
         self._send(step.group)
         if self._hub is not None:
-            self._hub.joined_now(step.group)
+            self._hub.updates.joined_now(step.group)
 
     def _send(self, group: str) -> None:
         try:
@@ -289,4 +289,4 @@ class Served:
         if (link := self._links.pop(group, None)) is not None:
             link.close()
         if self._hub is not None:
-            self._hub.lose(group, why)
+            self._hub.updates.lose(group, why)

@@ -76,7 +76,7 @@ class Listener:
         be gone by then. Raises ValueError if the message exceeds max_bytes.
         """
         payload = pack(message, self._max_bytes)
-        if (channel := self._channels.get(peer)) is None or self._closed:
+        if (channel := self._channel(peer)) is None or self._closed:
             return False
         if not (is_queued := channel.send(payload, waits=False)):
             self._expel(channel)
@@ -88,12 +88,12 @@ class Listener:
         The end of a connection is noticed at once, unless the peer's machine lost power. 0 while the inbox is
         full, because nobody calls `take`.
         """
-        channel = self._channels.get(peer)
+        channel = self._channel(peer)
         return math.inf if channel is None else channel.silence
 
     def expel(self, peer: bytes) -> None:
         """Send what is queued for a peer, close its connection, and ignore what it has sent."""
-        if (channel := self._channels.get(peer)) is not None:
+        if (channel := self._channel(peer)) is not None:
             self._expel(channel)
 
     def close(self) -> None:
@@ -111,6 +111,10 @@ class Listener:
         ends = time.monotonic() + LINGER
         for channel in channels:
             channel.close(ends - time.monotonic())
+
+    def _channel(self, peer: bytes) -> Channel | None:
+        with self._lock:  # a peer's first message may be taken before its channel is in the dictionary
+            return self._channels.get(peer)
 
     def _expel(self, channel: Channel) -> None:
         channel.is_expelled = True
