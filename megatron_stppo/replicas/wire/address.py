@@ -21,32 +21,26 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
 
     given: serving.address. starts_replicas: the trainer starts its replicas, on its own machine. environment:
     with torchrun's variables, which srun's tasks get from `discover` (launch/process.py).
-    Raises ConfigError if the address is not known, or is a loopback address although ranks or replicas are on
-    other machines.
+    Raises ConfigError if the address is not that of one interface, or is a loopback address although ranks or
+    replicas are on other machines.
     """
     is_local = environment.get("WORLD_SIZE", "1") == environment.get("LOCAL_WORLD_SIZE", "1")
     name = given or (LOOPBACK if is_local and starts_replicas else _host(environment))
-    try:
-        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(
-            f"serving.address={name}: is not known ({error.strerror}); give the address of a network "
-            "interface of this machine"
-        ) from None
+    found = _interface(name)
     elsewhere = not is_local or (not starts_replicas and slurm.is_part_of_the_job(environment))
-    if is_loopback(found) and elsewhere:
+    if found.is_loopback and elsewhere:
         raise ConfigError(
             f"serving.address={name}: is a loopback address, which ranks and replicas on other machines "
             "cannot reach; give the address of an interface that connects them"
         )
-    return found
+    return str(found)
 
 
 def check(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
     """Raise ConfigError if find() does, or if this is the first rank and cannot listen at the address."""
-    ip = _interface(find(given, starts_replicas, environment))
+    ip = find(given, starts_replicas, environment)
     if environment.get("RANK", "0") == "0":
-        listen(str(ip), given).close()
+        listen(ip, given).close()
 
 
 def listen(address: str, given: str | None = None) -> socket.socket:
@@ -70,10 +64,10 @@ def _interface(address: str) -> IPAddress:
     """Return the address of one interface. Raises ConfigError if `address` is not one, or stands for all."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError, ValueError):
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"serving.address={one_line(address)}: is not a known address; give the address of a network "
-            "interface of this machine, for example 127.0.0.1"
+            f"serving.address={one_line(address)}: is not known ({one_line(str(error))}); give the address "
+            "of a network interface of this machine, for example 127.0.0.1"
         ) from None
     if found.is_unspecified:
         raise ConfigError(
