@@ -66,8 +66,8 @@ def write_lines(path: Path, *lines: str) -> None:
         ),
         (
             lambda run: write_lines(run / "serving" / "batches.jsonl", '{"iteration": 0}'),
-            "{run}/serving/batches.jsonl: line 1 is not a batch's ('groups'); give the record as it was "
-            "written",
+            "{run}/serving/batches.jsonl: line 1 is not a batch's (Object missing required field `groups`); "
+            "give the record as it was written",
         ),
         (
             lambda run: (run / "serving" / "batches.jsonl").unlink(),

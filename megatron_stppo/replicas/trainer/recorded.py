@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.groups import Taken
 from megatron_stppo.replicas.wire import journal
@@ -59,22 +61,16 @@ def write_batch(run: Path, iteration: int, taken: Taken) -> None:
 
 
 def _batches(run: Path) -> list[Taken]:
-    path = run / BATCHES
+    path, taken = run / BATCHES, []
     try:
-        lines = path.read_bytes().splitlines()
+        for line in path.read_bytes().splitlines():
+            taken.append(msgspec.json.decode(line, type=Taken))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); give the folder of an asynchronous run"
         ) from None
-    return [_groups(path, number, line) for number, line in enumerate(lines, 1)]
-
-
-def _groups(path: Path, number: int, line: bytes) -> Taken:
-    try:
-        row = json.loads(line)
-        groups, rounds = row["groups"], row.get("dropped", [])  # older runs dropped none
-        return Taken([int(group) for group in groups], [[int(group) for group in one] for one in rounds])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: line {number} is not a batch's ({error}); give the record as it was written"
+            f"{path}: line {len(taken) + 1} is not a batch's ({error}); give the record as it was written"
         ) from None
+    return taken
