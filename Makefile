@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async hosted-agent medical sums test test-all test-avx2 test-agents chaos golden lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums test test-all test-avx2 test-agents chaos golden lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -35,8 +35,12 @@ $(STAMP): tools/lock-cpu.txt tools/install.py pyproject.toml setup.py $(CSRC)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
 	echo $$(( $$(date +%s) - start )) > $@
 
-quickstart: $(STAMP) ## train the search agent: about 4 minutes on 2 cores, no GPU
+quickstart: $(STAMP) ## train the search agent: about a minute on 2 cores, no GPU
 	@$(BIN)/python examples/quickstart/run.py --seed $(SEED)
+
+quickstart-model: $(STAMP) ## make examples/quickstart/model anew, by a cold start with seed 0
+	@$(BIN)/python examples/quickstart/run.py --seed 0 --cold-start
+	@$(BIN)/python examples/quickstart/keep_model.py
 
 quickstart-async: $(STAMP) ## the same with asynchronous training: one core trains, one serves
 	@$(BIN)/python examples/quickstart/run.py --example asynchronous --seed $(SEED)

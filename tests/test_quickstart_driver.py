@@ -25,6 +25,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return run
 
 
+COLD = "model.path=runs/quickstart/cold-start"  # what --cold-start adds
+
+
 def keys(driver: ModuleType, *overrides: str) -> dict[str, str]:
     return {
         stage.name: stage.key for stage in driver.plan(load(driver.CONFIG, list(overrides)), list(overrides))
@@ -34,17 +37,26 @@ def keys(driver: ModuleType, *overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "again"),
     [
-        ("update.actor.lr=1e-4", {"train", "evaluate-after"}),
-        ("evaluate.tasks=7", {"evaluate-before", "train", "evaluate-after"}),
-        ("cold_start.lr=1e-4", {"cold-start", "evaluate-before", "train", "evaluate-after"}),
-        ("run.seed=1", {"build", "cold-start", "evaluate-before", "train", "evaluate-after"}),
+        ("update.actor.lr=1e-4", {"train"}),
+        ("evaluate.tasks=7", {"train"}),
+        ("cold_start.lr=1e-4", {"cold-start", "train"}),
+        ("run.seed=1", {"build", "cold-start", "train"}),
     ],
 )
 def test_a_changed_setting_redoes_what_depends_on_it(
     driver: ModuleType, override: str, again: set[str]
 ) -> None:
-    before, after = keys(driver), keys(driver, override)
+    before, after = keys(driver, COLD), keys(driver, COLD, override)
     assert {name for name in before if before[name] != after[name]} == again
+
+
+def test_the_model_of_the_repository_takes_the_place_of_the_cold_start_and_belongs_to_data_of_seed_0(
+    driver: ModuleType,
+) -> None:
+    before, after = keys(driver), keys(driver, "run.seed=1")
+    assert list(before) == ["build", "train"]
+    assert before["build"] == after["build"] and before["train"] != after["train"]
+    assert before["build"] != keys(driver, COLD)["build"]  # it has demonstrations
 
 
 @pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous", "agent", "hosted_agent"])
@@ -52,20 +64,29 @@ def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_f
     driver: ModuleType, name: str
 ) -> None:
     example = driver.EXAMPLES[name]
+    has_model = name in ("asynchronous", "agent")
     stages = driver.plan(load(example.config), [], example)
-    assert [stage.name for stage in stages] == list(keys(driver))
+    assert [stage.name for stage in stages] == list(keys(driver, *([] if has_model else [COLD])))
     assert str(example.builder) in stages[0].command
     assert all(str(example.config) in stage.command for stage in stages[1:])
-    assert not {stage.key for stage in stages[1:]} & set(keys(driver).values())
+    assert not {stage.key for stage in stages[1:]} & {*keys(driver).values(), *keys(driver, COLD).values()}
 
 
 def test_the_asynchronous_example_trains_on_the_core_that_its_replica_leaves(driver: ModuleType) -> None:
     example = driver.EXAMPLES["asynchronous"]
+    overrides = ["model.path=runs/quickstart-async/cold-start"]
     ranks = [
         next((word for word in stage.command if word.startswith("--nproc-per-node")), "")
-        for stage in driver.plan(load(example.config), [], example)
+        for stage in driver.plan(load(example.config, overrides), overrides, example)
     ]
-    assert ranks == ["", *("--nproc-per-node=2",) * 2, "--nproc-per-node=1", "--nproc-per-node=2"]
+    assert ranks == ["", "--nproc-per-node=2", "--nproc-per-node=1"]
+
+
+def test_a_run_without_evaluations_is_refused_because_its_summary_is_empty(
+    driver: ModuleType,
+) -> None:
+    with pytest.raises(ConfigError, match=r"run\.evaluate_every=0: the summary compares evaluations"):
+        keys(driver, "run.evaluate_every=0")
 
 
 def test_the_agent_is_trained_with_the_settings_of_the_built_in_environment(driver: ModuleType) -> None:
@@ -112,8 +133,8 @@ def test_runs_that_share_built_files_share_the_record_of_who_built_them(
     finished: list[dict[str, float]] = []
     monkeypatch.setattr(driver, "perform", perform)
     monkeypatch.setattr(driver, "finish", lambda config, seconds: finished.append(seconds))
-    every = ["build", "cold-start", "evaluate-before", "train", "evaluate-after"]
-    first, second = ["run.seed=0"], ["run.seed=1", "run.name=second"]
+    every = ["build", "cold-start", "train"]
+    first, second = ["run.seed=0", COLD], ["run.seed=1", "run.name=second", COLD]
     for overrides, expected in (
         (first, every),
         (first, []),
@@ -128,7 +149,12 @@ def test_runs_that_share_built_files_share_the_record_of_who_built_them(
     # The built files of two runs lie side by side: each has its own entry.
     for seed, data, name, expected in ((0, "1", "a", every), (1, "2", "b", every), (1, "1", "c", every)):
         performed.clear()
-        files = [f"data.train=runs/data{data}/train.jsonl", f"cold_start.output=runs/cold{data}/model"]
+        model = f"runs/cold{data}/model"
+        files = [
+            f"data.train=runs/data{data}/train.jsonl",
+            f"cold_start.output={model}",
+            f"model.path={model}",
+        ]
         driver.run(driver.EXAMPLES["quickstart"], [f"run.seed={seed}", f"run.name={name}", *files])
         assert performed == expected
 

@@ -65,7 +65,6 @@ def alone(home: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{home} is in use by another call of this program; wait until that one ends, or start this "
-                "one in another working directory"
+                f"{home} is in use by another call of this program; wait until that one ends"
             ) from None
         yield

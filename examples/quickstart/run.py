@@ -1,10 +1,11 @@
 """Train a search agent from nothing. Every stage is a process; a stage that is done is skipped.
 
-    python examples/quickstart/run.py [--example quickstart] [--seed 0] [section.field=value ...]
+    python examples/quickstart/run.py [--example quickstart] [--seed 0] [--cold-start] [field=value ...]
 
-The stages are build, cold-start, evaluate, train, evaluate. Then the program prints a table and writes
-summary.json, curves.png and report.html into the run's folder. FOLDER/logs/STAGE.log has the output of a
-stage. After an interruption, the same command continues where it stopped.
+The stages are build, cold-start and train. The quickstart has a model that is cold-started, in
+examples/quickstart/model; there cold-start is a stage only with --cold-start. In the end the program prints
+a table and writes summary.json, curves.png and report.html into the run's folder. FOLDER/logs/STAGE.log has
+the output of a stage. After an interruption, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from stages import forward
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.report import page
+from megatron_stppo.telemetry import rows
 from megatron_stppo.telemetry.curves import plot
 from megatron_stppo.validation import checks
 
@@ -54,8 +56,9 @@ EXAMPLES = {
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
 }
-OURS = (HERE / "run.py", HERE / "ledger.py", HERE / "stages.py")  # sources that do not affect the built files
+OURS = ("run.py", "ledger.py", "stages.py", "keep_model.py")  # sources that do not affect the built files
 CORES = 2  # a rank, or a replica, on each
+MODEL_SEED = 0  # of the built files for which examples/quickstart/model is cold-started
 RUN_FILES = (
     "checkpoints",
     "configs",
@@ -76,11 +79,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--example", choices=EXAMPLES, default="quickstart")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="train from a cold start of this seed, not from the example's model",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     arguments = parser.parse_args()
     overrides = [f"run.seed={arguments.seed}", *arguments.overrides]
+    example = EXAMPLES[arguments.example]
     try:
-        return run(EXAMPLES[arguments.example], overrides)
+        if arguments.cold_start:
+            overrides.append(f"model.path={load(example.config, overrides).cold_start.output}")
+        return run(example, overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,7 +108,7 @@ def run(example: Example, overrides: list[str]) -> int:
         for home in sorted({stage.home for stage in stages}):  # in the same order in every process
             held.enter_context(alone(home))
         for number, stage in enumerate(stages, 1):
-            console.rule(f"{number}/5 {stage.name}", align="left")
+            console.rule(f"{number}/{len(stages)} {stage.name}", align="left")
             ledger = StageLedger(stage.home)
             if ledger.is_done(stage):
                 console.print(f"done before, in {ledger.seconds(stage):.0f} s")
@@ -108,59 +119,46 @@ def run(example: Example, overrides: list[str]) -> int:
 
 
 def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quickstart"]) -> list[Stage]:
-    """Return the five stages.
+    """Return the stages: build, cold-start unless model.path is another model, and train.
 
-    A key covers everything on which the product depends, and the previous stage.
+    A key covers everything on which the product depends, and the previous stage. Raises ConfigError.
     """
     assert config.data.train is not None and config.cold_start.output is not None
-    folder, data, seed = config.run.folder, config.data.train.parent, config.run.seed
-    cold = config.cold_start.output
+    if not config.run.evaluate_every:
+        raise ConfigError("run.evaluate_every=0: the summary compares evaluations; choose 1 or more")
+    folder, data, cold = config.run.folder, config.data.train.parent, config.cold_start.output
     builder, trainers = example.builder, CORES - (config.serving.replicas or 0)
-    before, after = folder / "evaluate-before.json", folder / "evaluate-after.json"
+    cold_started = config.model.path == cold
+    seed = config.run.seed if cold_started else MODEL_SEED
     sources = {*HERE.glob("*.py"), *builder.parent.glob("*.py"), *builder.parent.glob("*.jsonl")}
-    build_key = key(f"{seed}", *(path.read_text() for path in sorted(sources) if path not in OURS))
-    cold_key = key(build_key, part(config, "cold_start", "megatron"))
-    before_key = key(cold_key, part(config, "parallel", "environment", "rollout", "evaluate"))
-    train_key = key(cold_key, config.dump())
-    build = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
-    # Data parallelism is faster for a model this small. Training then loads it with tensor parallelism.
-    start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
+    build_key = key(
+        f"{seed}, {cold_started}", *(path.read_text() for path in sorted(sources) if path.name not in OURS)
+    )
+    build: tuple[str, ...] = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
     stage = partial(under_torchrun, example.config)
+    if cold_started:
+        # Data parallelism is faster for a model this small. Training then loads it with tensor parallelism.
+        start = [*overrides, f"model.path={data / 'model'}", "parallel.tensor=1"]
+        cold_key = key(build_key, part(config, "cold_start", "megatron"))
+        middle = [stage("cold-start", start, cold / "config.json", cold_key, cold.parent)]
+    else:
+        build, cold_key, middle = (*build, "--tokens", "0"), build_key, []  # demonstrations are not needed
+    train_key = key(cold_key, config.dump())
     return [
         Stage("build", build, data / "manifest.json", build_key, data.parent),
-        stage("cold-start", "cold-start", start, (), cold / "config.json", cold_key, cold.parent),
-        stage(
-            "evaluate-before", "evaluate", overrides, ("--output", str(before)), before, before_key, folder
-        ),
-        stage("train", "train", overrides, (), folder / "metrics.jsonl", train_key, folder, trainers),
-        stage(
-            "evaluate-after",
-            "evaluate",
-            overrides,
-            ("--checkpoint", "latest", "--output", str(after)),
-            after,
-            key(train_key, before_key),
-            folder,
-        ),
+        *middle,
+        stage("train", overrides, folder / "metrics.jsonl", train_key, folder, trainers),
     ]
 
 
 def under_torchrun(
-    file: Path,
-    name: str,
-    command: str,
-    overrides: list[str],
-    options: Sequence[str],
-    product: Path,
-    key: str,
-    home: Path,
-    count: int = CORES,
+    file: Path, name: str, overrides: list[str], product: Path, key: str, home: Path, count: int = CORES
 ) -> Stage:
-    """Return a stage that runs a command of megatron_stppo under torchrun, with `count` ranks."""
+    """Return a stage that runs the command `name` of megatron_stppo under torchrun, with `count` ranks."""
     ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-    line = (sys.executable, *ranks, "-m", "megatron_stppo", command, str(file), *overrides, *options)
+    line = (sys.executable, *ranks, "-m", "megatron_stppo", name, str(file), *overrides)
     return Stage(
-        name, line, product, key, home, check=lambda: checks.check(load(file, overrides), count, command)
+        name, line, product, key, home, check=lambda: checks.check(load(file, overrides), count, name)
     )
 
 
@@ -215,8 +213,8 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
 def finish(config: Config, seconds: Mapping[str, float]) -> None:
     """Write summary.json, curves.png and report.html, and print the table. seconds: {stage: its time}."""
     folder = config.run.folder
-    before = json.loads((folder / "evaluate-before.json").read_text())
-    after = json.loads((folder / "evaluate-after.json").read_text())
+    evaluated = [row for row in rows.read(folder / "metrics.jsonl") if "evaluate/exact_match" in row]
+    before, after = evaluated[0], evaluated[-1]
     installed = Path(sys.prefix) / "install-seconds"  # written by the Makefile
     summary = {
         "exact_match_before": before["evaluate/exact_match"],
@@ -227,13 +225,18 @@ def finish(config: Config, seconds: Mapping[str, float]) -> None:
         "seconds": round(sum(seconds.values()), 1),
         "stage_seconds": {name: round(of, 1) for name, of in seconds.items()},
         "install_seconds": float(installed.read_text()) if installed.exists() else None,
-        "before": before,
-        "after": after,
+        "before": held_out(before),
+        "after": held_out(after),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(folder / "metrics.jsonl", folder / "curves.png")
     page.draw_at_the_end(folder)  # again, with the summary
     show(summary, folder)
+
+
+def held_out(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of an evaluation, from the row of the iteration before it."""
+    return {name: value for name, value in row.items() if name.startswith("evaluate/")}
 
 
 def show(summary: dict[str, Any], folder: Path) -> None:

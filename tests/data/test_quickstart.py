@@ -21,6 +21,8 @@ import trajectories
 sys.path.pop(0)
 
 TOKENS = 20_000
+MODEL = Path(build.__file__).with_name("model")
+DIGEST = "488472dfb760401728a603dd96d0c7549a4ec4e7c9be09dd981448afe395b3b8"
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,17 @@ def test_a_second_build_does_not_change_the_folder(built, capsys):
     build.main(["--output", str(built), "--tokens", str(TOKENS)])
     assert "already built" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in built.rglob("*")}
+
+
+def test_the_model_of_the_repository_has_this_digest_and_the_tokenizer_of_the_built_files(
+    built,
+):
+    """`make quickstart-model` makes another model; then this digest changes with it."""
+    weights = MODEL / "model.safetensors"
+    assert weights.stat().st_size < 1.5e6
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == DIGEST
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (MODEL / name).read_bytes() == (built / "model" / name).read_bytes()
 
 
 def test_the_three_sets_of_entities_are_disjoint_and_cover_all():
