@@ -53,7 +53,7 @@ class Learner:
 
     def check_beginning(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
-        model.path. Checkpoints of older versions, and of converted models, do not record them."""
+        model.path. Checkpoints of converted models do not record them."""
         if state.get("begun_with", self.begun_with) != self.begun_with:
             raise ConfigError(
                 f"model.path={self.config.model.path}: holds other weights than those that the run began "

@@ -34,7 +34,7 @@ from megatron_stppo.stages import distribute, score, update
 from megatron_stppo.telemetry import console
 from megatron_stppo.telemetry.metrics import progress
 from megatron_stppo.telemetry.observer import Observer
-from megatron_stppo.telemetry.reporters import reporters
+from megatron_stppo.telemetry.reporters import Reporter, WeightsAndBiases
 from megatron_stppo.telemetry.trajectory_log import TrajectoryLog
 from megatron_stppo.update.turns import turns
 from megatron_stppo.validation import attempts
@@ -122,8 +122,9 @@ class _Training:
     def build(cls, config: Config, resume: bool, watchdog: Watchdog, assemble: Assemble) -> _Training:
         """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
-        reporting = reporters(config, rank)  # a port that is in use fails before anything is built
-        reporting += [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        reporting: list[Reporter] = [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        if rank == 0 and config.telemetry.wandb_project is not None:
+            reporting.append(WeightsAndBiases(config))
         held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
         rollouts = assemble(config, resume)
         learner = rollouts.learner

@@ -12,7 +12,7 @@ The cases are:
 
 The record contains the rows of metrics.jsonl and a digest of every exported tensor. Floats differ between
 machines, so record and compare on the same machine. FOLDER/SIDE/ keeps the files of a side. A case that has
-been recorded is not run again. Metrics with an old name are compared under their present name.
+been recorded is not run again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ import torch
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
-
-from megatron_stppo.telemetry.renamed import renamed
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples" / "quickstart" / "config.yaml"
@@ -196,7 +194,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         old, new = before[case], after[case]
         if len(old["rows"]) != len(new["rows"]):
             out.append(f"{case}: {len(old['rows'])} rows recorded, {len(new['rows'])} compared")
-        pairs = zip(map(renamed, old["rows"]), map(renamed, new["rows"]), strict=False)
+        pairs = zip(old["rows"], new["rows"], strict=False)
         for number, (a, b) in enumerate(pairs):
             for key in sorted(a.keys() | b.keys()):
                 if repr(a.get(key)) != repr(b.get(key)):  # NaN equals NaN, 0.0 is not -0.0

@@ -4,7 +4,7 @@
 
 The stages are build, cold-start and train. The quickstart has a model that is cold-started, in
 examples/quickstart/model; there cold-start is a stage only with --cold-start. In the end the program prints
-a table and writes summary.json, curves.png and report.html into the run's folder. FOLDER/logs/STAGE.log has
+a table and writes summary.json and report.html into the run's folder. FOLDER/logs/STAGE.log has
 the output of a stage. After an interruption, the same command continues where it stopped.
 """
 
@@ -33,7 +33,6 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.report import page
 from megatron_stppo.telemetry import rows
-from megatron_stppo.telemetry.curves import plot
 from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent
@@ -68,7 +67,6 @@ RUN_FILES = (
     "steps.jsonl",
     "tensorboard",
     "trajectories",
-    "curves.png",
     "report.html",
     "config.yaml",
 )
@@ -211,7 +209,7 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
 
 
 def finish(config: Config, seconds: Mapping[str, float]) -> None:
-    """Write summary.json, curves.png and report.html, and print the table. seconds: {stage: its time}."""
+    """Write summary.json and report.html, and print the table. seconds: {stage: its time}."""
     folder = config.run.folder
     evaluated = [row for row in rows.read(folder / "metrics.jsonl") if "evaluate/exact_match" in row]
     before, after = evaluated[0], evaluated[-1]
@@ -229,7 +227,6 @@ def finish(config: Config, seconds: Mapping[str, float]) -> None:
         "after": held_out(after),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot(folder / "metrics.jsonl", folder / "curves.png")
     page.draw_at_the_end(folder)  # again, with the summary
     show(summary, folder)
 
@@ -250,7 +247,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["stage_seconds"].items())
     console.print(f"{summary['seconds']:.0f} s in total: {stages}")
     console.print(
-        f"Results: {folder}/{page.FILE}, {folder}/curves.png, or: tensorboard --logdir {folder}/tensorboard",
+        f"Results: {folder}/{page.FILE}, or: tensorboard --logdir {folder}/tensorboard",
         soft_wrap=True,
     )
 

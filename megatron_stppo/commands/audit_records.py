@@ -122,7 +122,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: Config, run: Path, attempt: int | None, found: Records) -> Config:
-    """Return `config` with how an attempt played. Rows of older versions do not name their attempt."""
+    """Return `config` with how an attempt played. attempt: None if metrics.jsonl cannot be read."""
     if attempt is None:
         return config
     try:

@@ -96,9 +96,6 @@ class TelemetryConfig(Section):
     wandb_mode: Literal["online", "offline"] = Field(
         "online", description="offline: kept in the run's folder for `wandb sync`"
     )
-    prometheus_port: int | None = Field(
-        None, ge=1, le=65535, description="the last row's numbers on http://127.0.0.1:PORT/metrics"
-    )
     profile: tuple[int, int] | None = Field(
         None, description="first and last iteration of rank 0's torch.profiler trace, in profile/"
     )

@@ -55,8 +55,6 @@ class StepResult:
 
     Example: StepResult("\\n\\n<information>..</information>\\n\\n", 0.0, False, True, 1) after a search;
     StepResult("", 1.0, True, True, 0, "ok", "Paris") after the right answer.
-
-    `searched`, true or false, is the old name of `tool_calls`. It is still accepted as an argument.
     """
 
     observation: str  # the text that the policy reads next; "" if done
@@ -70,13 +68,6 @@ class StepResult:
     # Own numbers of the episode by name. A later step replaces the number of the same name. metrics.jsonl has
     # their means as environment/NAME. None: a value that cannot be used (contract.metrics), which is counted.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    # Not an InitVar: ranks exchange these records with msgspec, which does not support it.
-    searched: bool | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.searched is not None:
-            object.__setattr__(self, "tool_calls", int(self.searched))
-            object.__setattr__(self, "searched", None)
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ from megatron_stppo.types import Message, Outcome, Task
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 MAX_SHOWN = 60  # characters of a wrong value in a message
 MAX_METRICS = 32  # of an episode's step
-METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")  # names that metrics.jsonl, TensorBoard and Prometheus can show
+METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")  # names that metrics.jsonl, TensorBoard can show
 METRIC_RULE = "give finite numbers, with names of 1 to 64 letters, digits and _ . / -"
 MAX_REWARD = 1e9  # of a turn; sums of squares of larger ones are infinite in float32, for a whole batch
 MAX_COUNT = 10**6  # of tools that a turn calls; ranks exchange integers of 64 bits

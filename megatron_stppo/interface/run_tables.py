@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config_file import load
 from megatron_stppo.telemetry import rows
-from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recorded
 
 try:
@@ -111,7 +110,7 @@ def _episodes(folder: Path, iteration: int) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8") as file:
             for line in file:
                 number += 1
-                yield _episode(renamed(json.loads(line)))
+                yield _episode(json.loads(line))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give another folder") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -122,7 +121,6 @@ def _episode(record: dict[str, Any]) -> dict[str, Any]:
     turns = record["turns"]
     return {
         **{name: record.get(name) for name in COPIED},
-        "branch": record.get("branch", 0),  # files of older versions do not have it
         "turns": len(turns),
         "tokens": sum(len(turn["token_ids"]) for turn in turns),
         "text": "".join(turn["action"] + turn["observation"] for turn in turns),

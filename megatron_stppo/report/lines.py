@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.telemetry.renamed import renamed
-
 MAX_LINE = 2**24  # bytes; a longer line is skipped without keeping it in memory
 LARGEST = 1e300  # largest number; sums of larger ones may be infinite, which JSON lacks
 
@@ -23,14 +21,13 @@ class Lines:
         self._path, self.damaged = path, 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (line number, object). Old names of fields become today's. Raises OSError if the file
-        cannot be read."""
+        """Yield (line number, object). Raises OSError if the file cannot be read."""
         with self._path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE):
                 record = _object(line) if _skip_rest(file, line) else None
                 if record is not None:
-                    yield number, renamed(record)
+                    yield number, record
                 elif line.strip():
                     self.damaged += 1
                 number += 1

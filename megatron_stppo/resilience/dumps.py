@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -96,9 +95,6 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
             raise ConfigError(f"{folder}: holds the routes of other pipeline stages; set {routed}")
         tensors = load(_file(folder, mesh.pipeline_rank if routed else 0).read_bytes())
         group_N = tensors.pop(GROUP)
-        tensors.pop("position_P", None)  # of older versions
-        # older versions trained on rollouts of the current policy only
-        tensors.setdefault("version_T", torch.full_like(tensors["action_index_T"], iteration - 1))
         tensors["held_N"] = tensors["sequence_offsets"][:-1]
         return Batch(**tensors), group_N
     except ConfigError:

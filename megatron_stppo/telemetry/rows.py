@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.atomic_replace import replacing
-from megatron_stppo.telemetry.renamed import renamed
 
 log = logging.getLogger(__name__)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in order, without an incomplete last line. Old names of columns become today's."""
+    """Return the rows in order, without an incomplete last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [renamed(json.loads(line)) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def truncate(path: Path, last: int) -> None:
@@ -33,7 +32,7 @@ def truncate(path: Path, last: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         if line.endswith("\n"):
             try:
-                row = renamed(json.loads(line))
+                row = json.loads(line)
                 kept += [json.dumps(row) + "\n"] if row["iteration"] <= last else []
             except (ValueError, AttributeError, KeyError, TypeError):
                 damaged += 1

@@ -27,7 +27,6 @@ from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.parallel.collectives import send_to_first
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.resilience.faults import CannotRecord
-from megatron_stppo.telemetry.renamed import renamed
 from megatron_stppo.telemetry.trajectory_files import DIGEST, played_path, turns_path
 from megatron_stppo.types import Trajectory
 
@@ -142,7 +141,7 @@ def read_lines(
     found: list[tuple[dict[str, Any], Trajectory]] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            row = renamed(json.loads(line))
+            row = json.loads(line)
             # fields that a Trajectory does not have, such as the text of an action, are ignored
             played = msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory)
             if reason := _fault(row, played, iteration, vocabulary):

@@ -70,10 +70,10 @@ class _WrittenLedger(msgspec.Struct):
 
 
 class _Written(msgspec.Struct):
-    """What a checkpoint's state.json has of models and ledger. Older versions wrote no shape."""
+    """What a checkpoint's state.json has of models and ledger."""
 
     trainers: dict[str, Any]  # by role
-    shape: dict[str, Any] = {}
+    shape: dict[str, Any]
     ledger: _WrittenLedger | None = None  # of an asynchronous run
 
 

@@ -59,7 +59,7 @@ def change_rows(run: Path, edit: Callable[[list[Line]], object]) -> None:
 
 
 def without_digests(run: Path) -> None:
-    """Make the rows those of an older version, so that only the log-probs and sums are compared."""
+    """Remove the digests from the rows, so that only the log-probs and sums are compared."""
     change_rows(run, lambda rows: [row.pop("trajectories/sha256") for row in rows])
 
 

@@ -167,16 +167,11 @@ def test_texts_of_numpy_become_those_of_python_which_ranks_can_exchange() -> Non
     assert type(message.content) is str
 
 
-def test_the_old_name_of_tool_calls_is_accepted() -> None:
-    for given, calls in (
-        (StepResult("", 0.0, done=False, valid=True, searched=True), 1),
-        (StepResult("", 0.0, False, True, True), 1),
-        (StepResult("", 0.0, done=False, valid=True, searched=False), 0),
-    ):
-        taken = asyncio.run(contract.step(Player(result=given), "e"))
-        assert (taken.tool_calls, type(taken.tool_calls)) == (calls, int)
+def test_a_bool_of_tool_calls_becomes_a_number() -> None:
+    taken = asyncio.run(contract.step(Player(result=StepResult("", 0.0, False, True, True)), "e"))
+    assert (taken.tool_calls, type(taken.tool_calls)) == (1, int)
 
 
 def test_ranks_can_exchange_results() -> None:
-    given = StepResult("", 0.0, done=False, valid=True, searched=True, metrics={"score": 0.5})
+    given = StepResult("", 0.0, done=False, valid=True, tool_calls=1, metrics={"score": 0.5})
     assert collectives.decode(collectives.encode(given), StepResult) == given

@@ -18,9 +18,10 @@ EPISODE = {
     "split": "train",
     "index": 7,
     "group": 0,
+    "branch": 0,
     "outcome": "ok",
     "reward": 1.0,
-    "searches": 1,  # the name of an older version
+    "tool_calls": 1,
     "valid_actions": 2,
     "detail": "7",
     "targets": ["7"],

@@ -73,7 +73,6 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     config: Path, finished: dict[str, small_run.Done], name: str
 ) -> None:
     overrides = [override.format(root=config.parent) for override in CASES[name]]
-    overrides.append(f"telemetry.prometheus_port={small_run.free_port()}")
     python = sys.executable if name == STARTED else ""
     with small_run.retriever(config.parent) as asked:
         given = (f"run.name={name}", "run.iterations=1", *overrides, *asked)
@@ -205,7 +204,7 @@ def test_every_listener_of_a_run_is_on_the_loopback(finished: dict[str, small_ru
     """An exception are torchrun's stores, which always listen on every interface (SECURITY.md)."""
     done = finished[STARTED]
     ranks = {listener.address for listener in done.listeners if listener.owner == "rank"}
-    assert ranks and ranks <= {"127.0.0.1", "::1"}, "gloo and the Prometheus endpoint listen at least"
+    assert ranks and ranks <= {"127.0.0.1", "::1"}, "gloo listens at least"
     assert sum(listener.owner == "agent" for listener in done.listeners) <= 2, "for agents, for ranks"
 
 

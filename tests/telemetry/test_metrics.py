@@ -8,7 +8,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_stppo.telemetry import metrics as module
-from megatron_stppo.telemetry.curves import plot
 from megatron_stppo.telemetry.metrics import Metrics, progress
 from megatron_stppo.telemetry.rows import column, read, truncate, write_steps
 
@@ -142,15 +141,6 @@ def test_a_column_skips_rows_without_a_number() -> None:
     assert column(rows, "kl") == ([1], [0.5])
 
 
-def test_curves_are_drawn_from_the_columns_that_exist(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, 0)
-    for iteration in (1, 2):
-        metrics.log(iteration, {"rollout/exact_match": 0.5, "actor/entropy": math.nan})
-    metrics.close()
-    plot(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_progress_without_a_terminal_is_an_occasional_plain_line(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,15 +167,6 @@ def test_the_steps_of_a_repeated_iteration_replace_the_earlier_ones(tmp_path: Pa
         write_steps(path, iteration, [{"norm": norm} for norm in norms])
     found = [(row["iteration"], row["step"], row["norm"]) for row in read(path)]
     assert found == [(1, 1, 1.0), (1, 2, 2.0), (2, 1, 5.0), (2, 2, None)]
-
-
-def test_rows_with_old_names_are_read_and_kept_with_the_new_ones(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1, "rollout/searches": 2.0, "evaluate/searched": 0.5}\n{"iteration": 2}\n')
-    expected = {"iteration": 1, "rollout/tool_calls": 2.0, "evaluate/called_tool": 0.5}
-    assert read(path)[0] == expected
-    Metrics(tmp_path, 0, resumed_at=1).close()
-    assert json.loads(path.read_text()) == expected
 
 
 def test_zeros_that_a_loss_of_power_left_in_the_rows_do_not_prevent_a_resume(

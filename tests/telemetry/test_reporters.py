@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.telemetry.metrics import Metrics
-from megatron_stppo.telemetry.reporters import reporters
+from megatron_stppo.telemetry.reporters import WeightsAndBiases
 from megatron_stppo.validation.checks import check_reporters
 
 KEY = "0123456789abcdef" * 2 + "01234567"  # as long as a real one
@@ -23,47 +19,6 @@ KEY = "0123456789abcdef" * 2 + "01234567"  # as long as a real one
 def config(root: Path, **telemetry: Any) -> Config:
     given = {"run": {"name": "small", "root": root}, "model": {"path": "m"}, "telemetry": telemetry}
     return Config.model_validate(given)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_external_reporters_are_off_by_default(tmp_path: Path) -> None:
-    assert reporters(config(tmp_path), 0) == []
-
-
-def test_only_the_first_rank_reports(tmp_path: Path) -> None:
-    assert reporters(config(tmp_path, prometheus_port=free_port()), 1) == []
-
-
-def test_prometheus_serves_the_last_row_on_the_loopback(tmp_path: Path) -> None:
-    port = free_port()
-    metrics = Metrics(tmp_path, 0, reporters=reporters(config(tmp_path, prometheus_port=port), 0))
-    metrics.log(1, {"reward/mean": 0.25})
-    metrics.log(2, {"reward/mean": 0.5, "note": "text is left out", "kl": float("nan")})
-    url = f"http://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(url) as answer:
-        lines = answer.read().decode().splitlines()
-    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert [at.ip for at in listening if at.port == port] == ["127.0.0.1"]
-    metrics.close()
-    assert 'stppo_iteration{run="small"} 2.0' in lines
-    assert 'stppo_reward_mean{run="small"} 0.5' in lines
-    assert not [line for line in lines if "note" in line or "kl" in line]
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url)
-
-
-def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"telemetry\.prometheus_port={port}: Address already in use; "
-        ):
-            reporters(config(tmp_path, prometheus_port=port), 0)
 
 
 def test_weights_and_biases_without_its_package_gives_a_one_line_error(
@@ -93,7 +48,7 @@ def test_weights_and_biases_gets_every_row_and_no_data_about_the_machine(
     wandb.init = lambda **given: calls.append(("init", given)) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     asked = config(tmp_path, wandb_project="p", wandb_mode="offline")
-    metrics = Metrics(tmp_path, 0, reporters=reporters(asked, 0))
+    metrics = Metrics(tmp_path, 0, reporters=[WeightsAndBiases(asked)])
     metrics.log(7, {"reward": 0.25})
     metrics.close()
     (_, given), *later = calls
@@ -110,7 +65,7 @@ def test_the_real_weights_and_biases_keeps_an_offline_run_without_the_key(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     asked = config(tmp_path, wandb_project="p", wandb_mode="offline")
     asked.run.folder.mkdir(parents=True)
-    metrics = Metrics(asked.run.folder, 0, reporters=reporters(asked, 0))
+    metrics = Metrics(asked.run.folder, 0, reporters=[WeightsAndBiases(asked)])
     metrics.log(7, {"reward": 0.25, "note": None})
     metrics.close()
     kept = [path for path in asked.run.folder.rglob("*") if path.is_file()]

@@ -116,21 +116,6 @@ def test_a_written_batch_is_read_back_unchanged(tmp_path: Path) -> None:
     assert groups_of([t.summary for t in again]).tolist() == [2, 3]
 
 
-def test_trajectories_with_the_old_name_of_tool_calls_are_read(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [replace(EPISODE, tool_calls=2)])
-    path = tmp_path / "trajectories" / "iteration-00005.jsonl"
-    path.write_text(path.read_text().replace('"tool_calls"', '"searches"'))
-    assert read(tmp_path, 5)[0].tool_calls == 2
-
-
-def test_a_turn_with_one_policy_version_of_all_its_tokens_is_read(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path, 0, tokenizer()).write(5, [EPISODE])
-    path = tmp_path / "trajectories" / "iteration-00005.jsonl"
-    path.write_text(path.read_text().replace('"versions": [[3, 2]]', '"policy_version": 3'))
-    assert '"policy_version": 3' in path.read_text()
-    assert [turn.versions for turn in read(tmp_path, 5)[0].turns] == [((3, 2),), ((3, 1), (4, 1))]
-
-
 @pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}', "\xff"])
 def test_a_line_that_is_not_a_trajectory_is_named(tmp_path: Path, line: str) -> None:
     TrajectoryLog(tmp_path, 0, tokenizer()).write(1, [EPISODE])

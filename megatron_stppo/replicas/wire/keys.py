@@ -54,8 +54,8 @@ def path_of(folder: Path) -> Path:
 
 
 def modules(folder: Path) -> Path | None:
-    """Return the folder of the modules of a run's environment; None for a run of an older version or without
-    replicas. folder: RUN_DIR."""
+    """Return the folder of the modules of a run's environment; None for a run without replicas.
+    folder: RUN_DIR."""
     path = folder / FOLDER / MODULES
     return Path(path.read_text(encoding="utf-8")) if path.exists() else None
 
