@@ -75,14 +75,6 @@ int vocab_gradient(const Logits &l, Pointer statistics, Pointer g, Pointer h, Po
   return STPPO_CALL(VocabGradient, vocab_gradient)(a, on_gpu, where);
 }
 
-int gae(Pointer reward, Pointer value, Pointer trajectories, Pointer turns, int64_t tokens, int64_t trajectory_count,
-        int64_t turn_count, double gamma, double lam, Pointer advantage, Pointer returns, bool on_gpu, Pointer where) {
-  const Gae a{to<float>(reward), to<float>(value), to<int64_t>(trajectories), to<int64_t>(turns), tokens,
-              trajectory_count,  turn_count,       gamma,                     lam,                to<float>(advantage),
-              to<float>(returns)};
-  return STPPO_CALL(Gae, gae)(a, on_gpu, where);
-}
-
 int bucket_copy(Pointer slices, int64_t count, Pointer owners, int64_t pieces, int source, int target, bool on_gpu,
                 Pointer where) {
   const BucketCopy a{to<Slice>(slices), count, to<int>(owners), pieces, Dtype(source), Dtype(target)};
@@ -116,7 +108,6 @@ PYBIND11_MODULE(_csrc, m) {
   m.def("vocab_statistics", &vocab_statistics);    // five numbers per row of one shard of logits
   m.def("vocab_merge", &vocab_merge);              // numbers of all shards -> log-prob, entropy, sum p^2
   m.def("vocab_gradient", &vocab_gradient);        // gradients of these three -> gradient of the logits
-  m.def("gae", &gae);                              // advantages and returns, per token or per turn
   m.def("bucket_copy", &bucket_copy);              // copy many strided slices and cast them
   m.def("bucket_checksum", &bucket_checksum);      // checksum of every slice after the cast
 }

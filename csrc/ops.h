@@ -107,17 +107,6 @@ struct VocabGradient {
 Status vocab_gradient_cpu(const VocabGradient &, int threads);
 Status vocab_gradient_cuda(const VocabGradient &, void *stream);
 
-// Reference implementation: algorithm/gae.py. If `turns` is null, every token is a step.
-struct Gae {
-  const float *reward, *value;           // [T]
-  const int64_t *trajectories, *turns;   // [N+1]; [S+1] or null
-  int64_t tokens, trajectory_count, turn_count;
-  double gamma, lam;
-  float *advantage, *returns;            // [T]
-};
-Status gae_cpu(const Gae &, int threads);
-Status gae_cuda(const Gae &, void *stream);
-
 // For the reshard: copy many two-dimensional slices, with a cast. CUDA: a slice is cut into pieces of a fixed number of
 // elements, numbered through all slices. Every block works on one piece.
 constexpr int64_t COPY_PIECE = 4096;  // elements

@@ -25,7 +25,6 @@ from benchmark_opponents import (
     CLIP,
     bare_ppo,
     exact_ppo,
-    gae_loop,
     no_compiler,
     token_ppo,
 )
@@ -33,7 +32,6 @@ from benchmark_report import draw, save, show
 from torch import Tensor
 
 from megatron_stppo import ops
-from megatron_stppo.algorithm import gae as gae_definition
 from megatron_stppo.algorithm.ratio import segment_ratio, spread
 from megatron_stppo.ops import extension
 
@@ -49,7 +47,6 @@ class Sizes:
     passes: Sequence[str]
     linear: Sequence[tuple[int, int, int, torch.dtype]]  # T, H, V
     valid: Sequence[float]
-    gae: Sequence[tuple[int, int]]  # trajectories, tokens of each
     copies: Sequence[Copies]
     budget: float
     cold: bool
@@ -77,7 +74,7 @@ def sizes(device: str, quick: bool) -> Sizes:
         vocab = [(1024, 32768, FLOAT32), (1024, 32768, BFLOAT16)]
         linear = [(512, 256, 8192, FLOAT32)] if quick else [(1024, 512, 32768, FLOAT32)]
         curve = [2**k for k in ((12, 15, 18) if quick else range(12, 23, 2))]
-        gae, passes = [(64, 2048), (2048, 2048)], PASSES[2:] if quick else PASSES
+        passes = PASSES[2:] if quick else PASSES
         budget, tokens = (0.4, 131072) if quick else (4.0, 131072)
     else:
         shards = [18992] if quick else [18992, 151936]
@@ -86,11 +83,11 @@ def sizes(device: str, quick: bool) -> Sizes:
         linear = [(8192, h, v, BFLOAT16) for h, v in heads[: 1 if quick else None]]
         linear += [] if quick else [(32768, 8192, 128256 // 8, BFLOAT16)]  # a local shard, no collective
         curve = [2**k for k in range(12, 25, 4 if quick else 2)]
-        gae, passes = [(64, 2048), (2048, 2048)], PASSES
+        passes = PASSES
         budget, tokens = 0.3, 2**22
     # one whole weight, columns of weights, norms
     copies = [(1, 4096, 4096, 4096), (16, 1024, 512, 1024), (400, 1, 4096, 4096)]
-    return Sizes(tokens, sets, curve, vocab, passes, linear, valid, gae, copies, budget, cold=not quick)
+    return Sizes(tokens, sets, curve, vocab, passes, linear, valid, copies, budget, cold=not quick)
 
 
 def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, scratch: int = 0) -> int:
@@ -117,7 +114,6 @@ def main(arguments: Sequence[str] | None = None, chosen: Sizes | None = None, sc
         surrogate_rows(bench, s.turns, s.sets, s.curve, missing, s.cold),
         vocab_rows(bench, s.vocab, s.passes, missing, s.cold),
         linear_rows(bench, s.linear, s.valid, s.cold),
-        gae_rows(bench, s.gae, s.cold),
         copy_rows(bench, s.copies, s.cold),
     ):
         bench.copy()
@@ -212,31 +208,6 @@ def surrogate_inputs(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
             near_T = ((ratio_T - 1).abs() - CLIP).abs() < 1e-5
             old += 1e-3 * near_T
     return logprob, old, advantage
-
-
-def gae_rows(bench: Bench, cases: Sequence[tuple[int, int]], cold: bool) -> Iterator[list[Row]]:
-    """Compare token-level advantages with a loop over time steps."""
-    gamma, lam = 0.99, 0.95
-    for trajectories, length in cases:
-        reward, value = (torch.randn(trajectories * length, device=bench.device) for _ in range(2))
-        offsets = torch.arange(0, trajectories * length + 1, length, device=bench.device)
-        reference = gae_definition.token_level(reward, value, offsets, gamma, lam)
-        square = [x.view(trajectories, length) for x in (reward, value)]
-
-        def ours(mode: str, given: tuple[Tensor, ...] = (reward, value, offsets)) -> Sequence[Tensor]:
-            with implementation(mode):
-                return ops.gae(*given, gamma=gamma, lam=lam)
-
-        def loop(_: None, square: Sequence[Tensor] = square) -> Sequence[Tensor]:
-            return [x.reshape(-1) for x in gae_loop(*square, gamma, lam)]
-
-        variants = [
-            Variant("fused", lambda _, ours=ours: ours("extension"), reference=reference, ours=True),
-            Variant("fallback", lambda _, ours=ours: ours("torch"), reference=reference, ours=True),
-            Variant("Python loop", loop, reference=reference),
-        ]
-        tokens = trajectories * length
-        yield bench.rows("gae", f"{trajectories:,} x {length:,}", tokens, 16 * tokens, variants, cold)
 
 
 if __name__ == "__main__":

@@ -78,17 +78,6 @@ def gather_logprob_entropy(logits: Tensor, target_T: Tensor) -> Tensor:
     return log_p.gather(1, target_T[:, None]).squeeze(1)
 
 
-def gae_loop(reward: Tensor, value: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return (advantage, return) [B, L], with a Python loop over time steps for all trajectories at once."""
-    last, out = torch.zeros_like(value[:, 0]), []
-    for t in reversed(range(value.shape[1])):
-        following = value[:, t + 1] if t + 1 < value.shape[1] else torch.zeros_like(last)
-        last = reward[:, t] + gamma * following - value[:, t] + gamma * lam * last
-        out.append(last)
-    advantage = torch.stack(out[::-1], dim=1)
-    return advantage, advantage + value
-
-
 @functools.cache
 def no_compiler(quick: bool, device: str) -> str:
     """Return the reason why torch.compile is not measured, or an empty string if it is."""

@@ -23,7 +23,6 @@ BASELINES = {
     "clipped_surrogate": (EAGER, False),
     "vocab_logprob": ("log_softmax + gather", False),
     "linear_logprob": ("one GEMM", True),
-    "gae": ("Python loop", False),
     "bucket_copy": ("copy_ loop", False),
     "bucket_checksum": ("fallback", False),
 }
@@ -179,11 +178,6 @@ def limits(about: dict[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
                 if name == "chunks" or row.size == "valid 1":
                     what = f"{row.section}, {row.size}: {row.variant}, {name}"
                     out.append(_verdict(what, [number, number], bound, number <= bound, "at most"))
-        elif kind == "gae" and row.variant == "fused":
-            if device == "cpu" and row.size == "64 x 2,048":
-                limit(row, "Python loop", 50)
-            elif device == "cuda" and row.tokens >= 2**22:
-                limit(row, COPY, 0.6)
     return out
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_stppo import ops
 from megatron_stppo.advantage.rewards import outcomes, with_kl_penalty
+from megatron_stppo.algorithm.gae import token_level, turn_level
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
@@ -46,8 +46,8 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
             outcome_N, group_N, batch.live_N, algorithm.advantage == "group", batch.first_N
         )
         penalty_T = (reward_T - batch.reward_T).float()
-        to_come_T, _ = ops.gae(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets)
-        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T
+        to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
+        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T.float()
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
@@ -119,14 +119,13 @@ def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
-    return ops.gae(
-        reward_T.float(),
-        batch.value_T,
-        batch.action_offsets,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        turn_offsets=batch.turn_offsets if algorithm.gae_level == "turn" else None,
-    )
+    given = (reward_T.float(), batch.value_T)
+    factors = (algorithm.gamma, algorithm.lam)
+    if algorithm.gae_level == "turn":
+        advantage_T, return_T = turn_level(*given, batch.turn_offsets, batch.action_offsets, *factors)
+    else:
+        advantage_T, return_T = token_level(*given, batch.action_offsets, *factors)
+    return advantage_T.float(), return_T.float()
 
 
 def _rewards_vary(batch: Batch) -> bool:

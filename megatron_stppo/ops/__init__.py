@@ -3,7 +3,6 @@
 from megatron_stppo.ops.bucket_checksum import BucketChecksum, checksum
 from megatron_stppo.ops.bucket_copy import BucketCopy, bucket_copy
 from megatron_stppo.ops.clipped_surrogate import clipped_surrogate
-from megatron_stppo.ops.gae import gae
 from megatron_stppo.ops.linear_logprob import CHUNK, Chunk, chunk_bounds, linear_logprob, linear_loss
 from megatron_stppo.ops.vocab_logprob import vocab_logprob
 
@@ -16,7 +15,6 @@ __all__ = [
     "checksum",
     "chunk_bounds",
     "clipped_surrogate",
-    "gae",
     "linear_logprob",
     "linear_loss",
     "vocab_logprob",

@@ -65,12 +65,6 @@ def test_clipped_surrogate_agrees_between_processors(by_turn, older, monkeypatch
         )
 
 
-def test_gae_agrees_between_processors(older, monkeypatch):
-    given = (normal(2000), normal(2000, seed=1), offsets_of(700, 0, 1300))
-    actual, expected = run(monkeypatch, older, lambda: ops.gae(*given, gamma=0.99, lam=0.95))
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_and_their_checksums_are_the_same_on_every_processor(dtype, older, monkeypatch):
     source = normal(9, 5000)

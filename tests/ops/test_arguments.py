@@ -67,16 +67,3 @@ def test_vocab_logprob_names_a_wrong_argument(wrong, says):
     good = {"logits": torch.zeros(2, 4), "target": torch.tensor([0, 1])}
     with pytest.raises(ValueError, match=says):
         ops.vocab_logprob(**(good | wrong))
-
-
-@pytest.mark.parametrize(
-    ("offsets", "gamma", "says"),
-    [
-        ([0, 2], 1.0, "end at 3"),
-        ([0, 2, 1, 3], 1.0, "never decrease"),
-        ([0, 3], 1.5, "gamma=1.5"),
-    ],
-)
-def test_gae_names_a_wrong_argument(offsets, gamma, says):
-    with pytest.raises(ValueError, match=says):
-        ops.gae(torch.zeros(3), torch.zeros(3), torch.tensor(offsets), gamma=gamma)

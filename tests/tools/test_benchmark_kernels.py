@@ -21,7 +21,7 @@ vocab = [(8, 40, torch.float32), (8, 40, torch.bfloat16)]
 linear = [(16, 8, 40, torch.float32)]
 copies = [(1, 4, 8, 8), (3, 4, 5, 8)]
 chosen = Sizes(
-    300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), [(2, 8)], copies, 0.0, cold=True
+    300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), copies, 0.0, cold=True
 )
 sys.exit(main(sys.argv[1:], chosen, scratch=1 << 20))
 """
@@ -54,7 +54,7 @@ def measured(tmp_path_factory):
 
 def test_every_op_and_its_opponents_are_timed_or_give_a_reason(measured) -> None:
     rows = measured[1]["rows"]
-    ops = {"bucket_checksum", "bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_logprob", "gae"}
+    ops = {"bucket_checksum", "bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_logprob"}
     assert {row["section"].split()[0] for row in rows} == ops
     for row in rows:
         assert bool(row["missing"]) == (row["warm"] is None), row
@@ -74,10 +74,8 @@ def test_every_variant_agrees_with_float64(measured) -> None:
 
 def test_limits_are_ratios_of_medians_with_a_verdict(measured) -> None:
     text, record = measured
-    times = {(row["section"], row["size"], row["variant"]): row for row in record["rows"]}
-    fused, loop = (times["gae", "2 x 8", name]["warm"][1] for name in ("fused", "Python loop"))
-    assert f"{loop / fused:.3g}x" in text
     for limit in record["limits"]:
+        assert f"{limit['measured']:.3g}x" in text
         assert limit["reached"] == (limit["measured"] >= limit["at least"])
     assert (
         len(record["limits"]) == 2 * 8 + 2

@@ -25,13 +25,14 @@ def compiler() -> str:
 def loaded() -> str:
     import torch
 
-    from megatron_stppo.ops import extension, gae
+    from megatron_stppo.ops import bucket_copy, extension
 
     built = extension.parts()
     assert "cuda" in built, f"built for {built or 'nothing'}: nvcc was not found"
     assert extension.serves(torch.device("cpu"))
-    _, returns = gae(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3), torch.tensor([0, 3]))
-    assert returns.tolist() == [7.0, 6.0, 4.0], returns
+    target = torch.zeros(1, 2, dtype=torch.bfloat16)
+    bucket_copy([torch.tensor([[1.0, 2.0]])], [target])
+    assert target.tolist() == [[1.0, 2.0]], target
     return f"built for {built['cuda']}; its CPU kernels compute"
 
 
@@ -41,9 +42,10 @@ def launched() -> str:
 
     from megatron_stppo import _csrc
 
-    reward, value, advantage, returns = (x.data_ptr() for x in torch.zeros(4, 4))
-    offsets = torch.tensor([0, 4])
-    sizes = (offsets.data_ptr(), 0, 4, 1, 0, 1.0, 1.0)
-    status = _csrc.gae(reward, value, *sizes, advantage, returns, True, 0)
+    slices, owners = torch.zeros(8, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    float32, on_gpu, stream = 0, True, 0
+    status = _csrc.bucket_copy(
+        *(slices.data_ptr(), 1, owners.data_ptr(), 1, float32, float32, on_gpu, stream)
+    )
     assert status == LAUNCH_FAILED, f"status {status}"
     return "refused by CUDA's runtime: no GPU"

@@ -35,18 +35,12 @@ def calls() -> dict[str, Any]:
                 logits, target = rows(3, columns)
                 logprob_and_gradient(logits.to(dtype), target, temperature=0.5 + uniform(3))
                 logprob_and_gradient(unaligned(logits.to(dtype)), target, vocab_size=columns)
-        lengths = [3, 0, 5000, 1]
-        given = (normal(5004), normal(5004, seed=1), offsets_of(*lengths))
-        ops.gae(*given, lam=0.9)
-        ops.gae(*given, lam=0.9, turn_offsets=offsets_of(3, 2000, 3000, 1))
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
         ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
         ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
         large = normal(64, 4096)  # several pieces of 16 bytes per load, several blocks
         ops.bucket_copy([large], [large.bfloat16()])
         ops.BucketChecksum([large], [torch.bfloat16])()
-        many = [2] * 1100  # trajectories; the offsets are checked by a kernel of its own
-        ops.gae(normal(2200), normal(2200, seed=1), offsets_of(*many), lam=0.9)
         for dtype in (torch.float32, torch.bfloat16):
             hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
             target = rows(64, 1003)[1]
@@ -77,7 +71,7 @@ def repeats() -> dict[str, Any]:
         total, cut = sum(lengths), offsets_of(*lengths)
         settings = {"weight": uniform(total), "sum_p_sq": uniform(total, seed=1), "with_bias": True}
         given, (logits, target) = three(total), rows(256, vocab)
-        narrow, steps = logits.bfloat16(), (normal(total), normal(total, seed=1))
+        narrow = logits.bfloat16()
         head = [normal(n, 512).bfloat16().requires_grad_() for n in (4096, vocab)]
         labels = rows(4096, vocab)[1]
 
@@ -105,8 +99,6 @@ def repeats() -> dict[str, Any]:
             "bucket_checksum": lambda: [checksum()],
             "linear_loss bfloat16": linear_loss,
             "linear_logprob bfloat16": linear_logprob,
-            "gae by token": lambda: ops.gae(*steps, cut, lam=0.95),
-            "gae by turn": lambda: ops.gae(*steps, offsets_of(total), lam=0.95, turn_offsets=cut),
         }
         for name, evaluate in ops_of.items():
             first = evaluate()

@@ -6,22 +6,13 @@ import pytest
 import torch
 
 from megatron_stppo import ops
-from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, same_bits
+from tests.ops.draws import logprob_and_gradient, normal, rows, same_bits
 from tests.ops.test_surrogate_bits import by_token, mixed
 
 
 def by_vocabulary():
     logits, target = rows(5, 6001)
     return logprob_and_gradient(logits, target, temperature=0.7)
-
-
-def by_trajectory():
-    return ops.gae(normal(4000), normal(4000, seed=1), offsets_of(3000, 0, 1000), gamma=0.99, lam=0.95)
-
-
-def by_turn():
-    cut = offsets_of(3000, 0, 1000)
-    return ops.gae(normal(4000), normal(4000, seed=1), cut, lam=0.95, turn_offsets=offsets_of(*[8] * 500))
 
 
 def copies():
@@ -36,7 +27,7 @@ def checksums():
     return ops.BucketChecksum(views, dtypes)()
 
 
-CASES = [mixed, by_token, by_vocabulary, by_trajectory, by_turn, copies, checksums]
+CASES = [mixed, by_token, by_vocabulary, copies, checksums]
 
 
 @pytest.mark.parametrize("evaluate", CASES)

@@ -1,1 +1,0 @@
-from tests.ops.test_gae_hazards import *  # noqa: F403
