@@ -11,9 +11,8 @@ Conventions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # an environment and a script need the records without tensors, and not the import of torch
@@ -26,11 +25,6 @@ FAILED: frozenset[str] = frozenset({"error", "timeout"})
 # Policy versions of the tokens of a turn: runs of (version, number of tokens), in the order of the tokens.
 # Versions increase, because new weights may arrive while a turn is generated.
 Versions = tuple[tuple[int, int], ...]
-
-
-def version_runs(of_tokens: Iterable[int]) -> Versions:
-    """Return the runs of the versions of single tokens. Example: [3, 3, 4] gives ((3, 2), (4, 1))."""
-    return tuple((version, len(list(tokens))) for version, tokens in groupby(of_tokens))
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,10 @@ class Turn:
     def policy_version(self) -> int:
         """The version of the oldest token."""
         return self.versions[0][0]
+
+    @property
+    def summary(self) -> TurnSummary:
+        return TurnSummary(len(self.token_ids), len(self.observation_ids), self.reward, self.versions)
 
 
 @dataclass(frozen=True)
@@ -162,29 +160,15 @@ class Trajectory:
     def token_ids(self) -> tuple[int, ...]:
         ids = list(self.prompt_ids)
         for turn in self.turns:
-            ids += turn.token_ids
-            ids += turn.observation_ids
+            ids += turn.token_ids + turn.observation_ids
         return tuple(ids)
 
     @property
-    def action_positions(self) -> tuple[int, ...]:
-        position = len(self.prompt_ids)
-        out: list[int] = []
-        for turn in self.turns:
-            out += range(position, position + len(turn.token_ids))
-            position += len(turn.token_ids) + len(turn.observation_ids)
-        return tuple(out)
-
-    @property
     def summary(self) -> Summary:
-        turns = [
-            (len(turn.token_ids), len(turn.observation_ids), turn.reward, turn.versions)
-            for turn in self.turns
-        ]
         return Summary(
             self.task.index,
             len(self.prompt_ids),
-            tuple(TurnSummary(*turn) for turn in turns),
+            tuple(turn.summary for turn in self.turns),
             self.outcome,
             self.group,
             self.tool_calls,
@@ -214,11 +198,6 @@ class TurnSummary:
 
     def __post_init__(self) -> None:
         _check_versions(self.versions, self.tokens)
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the oldest token."""
-        return self.versions[0][0]
 
 
 @dataclass(frozen=True)
@@ -253,7 +232,7 @@ class Summary:
     @property
     def policy_version(self) -> int:
         """The version of the oldest action token, of a trajectory with turns."""
-        return min(turn.policy_version for turn in self.turns)
+        return min(turn.versions[0][0] for turn in self.turns)
 
 
 @dataclass(frozen=True)

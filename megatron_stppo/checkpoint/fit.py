@@ -73,7 +73,7 @@ def check_experts(path: Path, state: Mapping[str, Any], trainer: Trainer) -> Non
 def check_distributed(path: Path, state: Mapping[str, Any], role: str, trainer: Trainer) -> None:
     """Raise ConfigError if the optimizer's states are stored in the other of megatron's two ways."""
     here = trainer.settings.distributed
-    written = state.get("distributed", {}).get(role, here)  # older checkpoints have no record
+    written = state["distributed"].get(role, here)
     if written != here:
         raise ConfigError(
             f"{path}: was written with update.{role}.distributed={str(written).lower()}, this run has "

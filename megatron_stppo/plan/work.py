@@ -80,7 +80,7 @@ class Work:
         microbatches = len(microbatch_runs([longest] * mine, range(mine), cut))
         one = trajectory(config, longest)
         tokens = mine * longest // cut.context_size
-        return cls(longest, len(one.action_positions), tokens, microbatches)
+        return cls(longest, sum(len(turn.token_ids) for turn in one.turns), tokens, microbatches)
 
 
 def trajectory(config: Config, length: int) -> Trajectory:

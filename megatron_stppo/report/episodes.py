@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_stppo.telemetry.trajectory_files import FOLDER, played_path, recor
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_METRICS = 96  # of an episode
-MAX_SAID = 8  # ranges of iterations listed one by one
 MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
 RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # columns of update/turns.py
 
@@ -70,29 +68,20 @@ def read(folder: Path, most: int, budget: int, notes: list[str]) -> dict[str, An
     return {"episodes": shown, "left_out": left_out(counts)}
 
 
-def left_out(counts: dict[int, tuple[int, bool]]) -> str:
+def left_out(counts: Mapping[int, tuple[int, bool]]) -> str:
     """Return a sentence that says which episodes are shown.
 
-    `counts`: (episodes shown, whether there are more) by iteration.
-
-    Example: {1: (2, True), 2: (2, True), 3: (0, True)} gives "Episodes shown: the first 2 of iterations 1 to
-    2; none of iteration 3."
+    counts: (episodes shown, whether there are more) by iteration.
+    Example: {1: (2, True), 2: (2, False), 3: (0, True)} gives "Episodes shown: 4, the first ones of 2 of 3
+    iterations."; if there are no more than these 4, "Episodes shown: all 4."
     """
-    said = []
-    for (shown, more), group in itertools.groupby(counts.items(), key=lambda item: item[1]):
-        span = [iteration for iteration, _ in group]
-        where = f"iterations {span[0]} to {span[-1]}" if len(span) > 1 else f"iteration {span[0]}"
-        said.append(
-            f"{f'the first {shown}' if more else f'all {shown}'} of {where}" if shown else f"none of {where}"
-        )
-    if not said:
+    if not counts:
         return "There are no trajectories."
-    if len(said) > MAX_SAID:
-        some = [iteration for iteration, (shown, _) in counts.items() if shown]
-        most = max(shown for shown, _ in counts.values())
-        where = f"{len(some)} of {len(counts)} iterations, from {some[0]} to {some[-1]}"
-        said = [f"at most the first {most} of {where}"]
-    return f"Episodes shown: {'; '.join(said)}."
+    shown = sum(number for number, _ in counts.values())
+    if not any(more for _, more in counts.values()):
+        return f"Episodes shown: all {shown}."
+    some = sum(number > 0 for number, _ in counts.values())
+    return f"Episodes shown: {shown}, the first ones of {some} of {len(counts)} iterations."
 
 
 def _spread(there: Sequence[int], most: int) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -20,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from megatron_stppo.rollout.engine_routes import EngineRoutes
 from megatron_stppo.rollout.generation import Finished, Reason
 from megatron_stppo.rollout.stop_strings import StopFinder
-from megatron_stppo.types import version_runs
+from megatron_stppo.types import Versions
 
 FINDERS = 256  # stop strings of so many kinds of request are kept; an agent may invent new ones for each turn
 
@@ -163,3 +164,8 @@ class Requests:
 def given_id(output: EngineCoreOutput) -> str:
     """Return the caller's id of the request that an output of vLLM belongs to."""
     return output.request_id.rpartition("/")[0]
+
+
+def version_runs(of_tokens: Iterable[int]) -> Versions:
+    """Return the runs of the versions of single tokens. Example: [3, 3, 4] gives ((3, 2), (4, 1))."""
+    return tuple((version, len(list(tokens))) for version, tokens in groupby(of_tokens))

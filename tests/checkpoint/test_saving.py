@@ -124,7 +124,6 @@ def refuse() -> list[str]:
     shared = SimpleNamespace(chunks=[chunk], settings=SimpleNamespace(distributed=False))
     check_experts(Path("step_3"), {"expert": 2}, shared)
     messages = []
-    check_distributed(Path("step_3"), {}, "critic", shared)  # of a version that did not record it
     check_distributed(Path("step_3"), {"distributed": {"actor": True, "critic": False}}, "critic", shared)
     for check, *given in (
         (check_layers, {"layers": "local"}, [fused]),

@@ -18,6 +18,7 @@ import torch
 from openai import AsyncOpenAI, BadRequestError
 
 from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.data.packing import to_batch
 from megatron_stppo.endpoint.agents import AgentEpisode, open_agent, result_of
 from megatron_stppo.endpoint.environment import AgentEnvironment
 from megatron_stppo.environments.base import (
@@ -67,7 +68,7 @@ def check_log_probs(world: World, played: list[Trajectory]) -> None:
     """Check that the engine has read, at every turn, the tokens that the trajectory has before it."""
     for history in (h for t in played for h in t.histories()):
         expected = reference_logprobs(world.reference, history.token_ids)
-        expected = expected[torch.tensor(history.action_positions) - 1]
+        expected = expected[to_batch([history]).action_index_T - 1]
         given = torch.tensor([x for turn in history.turns for x in turn.rollout_logprob], dtype=torch.float64)
         assert float((given - expected).abs().mean()) < 1e-6
 

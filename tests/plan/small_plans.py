@@ -100,7 +100,7 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
     models, longest = made.use.stages[0].models, config.max_context
     count = made.use.microbatch_tokens // longest
     assert made.use.microbatch_tokens == count * longest
-    head = count * len(trajectory(config, longest).action_positions)
+    head = count * sum(len(turn.token_ids) for turn in trajectory(config, longest).turns)
     lengths, lora = [longest] * count, (rank, config.model.lora.names)
     added = adapters(shape, lengths, *lora)
     policy, critic = forward(shape, lengths, head) + added, forward(shape, lengths) + added

@@ -38,7 +38,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
         "run: trajectories/iteration-00001.turns.jsonl: 1 damaged line left out",
         "run: trajectories/iteration-00001.jsonl: 5 damaged lines left out",
         "run: config.yaml is damaged and left out",
-        "run: Episodes shown: all 3 of iteration 1; all 1 of iteration 2.",
+        "run: Episodes shown: all 4.",
     ]
     (shown,) = data_of(tmp_path / "page.html")["runs"]
     assert shown["columns"]["reward/mean"] == [[1, 2, 3, 4, 5], [0.25, 0.5, 0.75, 1.0, None]]
@@ -130,10 +130,10 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
 def test_pages_are_bounded_and_list_what_they_omit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hostile.write(tmp_path / "run")
     assert page.draw([run], tmp_path / "a.html", 3)[-1] == (
-        "run: Episodes shown: the first 2 of iteration 1; all 1 of iteration 2."
+        "run: Episodes shown: 3, the first ones of 2 of 2 iterations."
     )
     assert page.draw([run], tmp_path / "a.html", 1)[-1] == (
-        "run: Episodes shown: the first 1 of iteration 1; none of iteration 2."
+        "run: Episodes shown: 1, the first ones of 1 of 2 iterations."
     )
     page.draw([run], tmp_path / "b.html")
     (shown,) = data_of(tmp_path / "b.html")["runs"]
@@ -141,7 +141,7 @@ def test_pages_are_bounded_and_list_what_they_omit(tmp_path: Path, monkeypatch: 
     assert text.endswith(f"[{2**20 - episodes.MAX_TEXT} more characters are in the file]")
     assert (tmp_path / "b.html").stat().st_size < 100_000
     monkeypatch.setattr(episodes, "MAX_BYTES", 4000)
-    assert "the first 2 of iteration 1" in page.draw([run], tmp_path / "c.html")[-1]
+    assert "Episodes shown: 3," in page.draw([run], tmp_path / "c.html")[-1]
 
 
 def test_a_line_without_an_end_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_thinning_keeps_spikes_and_the_end() -> None:
 def test_many_iterations_are_summarised_in_one_sentence() -> None:
     every_second = {iteration: (iteration % 2, True) for iteration in range(1, 1000)}
     assert episodes.left_out(every_second) == (
-        "Episodes shown: at most the first 1 of 500 of 999 iterations, from 1 to 999."
+        "Episodes shown: 500, the first ones of 500 of 999 iterations."
     )
 
 

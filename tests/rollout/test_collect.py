@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.data.packing import to_batch
 from megatron_stppo.rollout.collect import RolloutSettings, collect, meet
 from megatron_stppo.rollout.episode import Limits
 from megatron_stppo.rollout.generation import RolloutError
@@ -108,7 +109,7 @@ def check_against(reference: Any, trajectories: list[Trajectory]) -> None:
     """Recompute log-probs to check that the engine's context was the trajectory so far at every turn."""
     for trajectory in trajectories:
         expected = reference_logprobs(reference, trajectory.token_ids)
-        replayed = expected[torch.tensor(trajectory.action_positions) - 1]
+        replayed = expected[to_batch([trajectory]).action_index_T - 1]
         reported = [value for turn in trajectory.turns for value in turn.rollout_logprob]
         assert reported == pytest.approx(replayed.tolist(), abs=5e-5)
 
