@@ -1,4 +1,9 @@
-"""Which checkpoints fit a run: the layers of their model, and how their optimizer states are stored."""
+"""Which checkpoints fit a run: what a checkpoint records of its models and optimizers, and its checks.
+
+A checkpoint of adapters holds A and B, a critic's head and the optimizer states of these. It has a digest of
+the frozen weights, which are read from model.path again, and one of the reference's adapters, which are read
+from model.lora.path again. Both are taken when a run builds its models: a save reads neither folder.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +17,45 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.sharding.mlp_spans import LayerSpec
+from megatron_stppo.sharding.weights_digest import weights_digest
+
+HF = "a Hugging Face folder with `convert to-hf`"
 
 
 def made_of(trainers: Mapping[str, Trainer]) -> dict[str, Any]:
-    """Return what a checkpoint records of its models and optimizers, for the checks of this file."""
+    """Return what a checkpoint records of its models and optimizers. Collective, see adaptation_of."""
     chunks = next(iter(trainers.values())).chunks
     return {
         "layers": layers_of(chunks),
         "expert": expert_size(chunks),
         "distributed": {role: trainer.settings.distributed for role, trainer in trainers.items()},
+        "lora": adaptation_of(chunks),
     }
 
 
-def check_fit(path: Path, state: Mapping[str, Any], role: str, trainer: Trainer) -> None:
-    """Raise ConfigError unless a role's trainer can load the checkpoint `path`, which recorded `state`."""
-    check_layers(path, state, trainer.chunks)
+def check_weights(path: Path, state: Mapping[str, Any], model: Sequence[TokenModel]) -> None:
+    """Raise ConfigError unless the weights of the checkpoint `path`, which recorded `state`, fit the model.
+
+    Collective.
+    """
+    check_layers(path, state, model)
+    _check_adapters(path, state["lora"], adaptation_of(model))
+
+
+def check_resumed(path: Path, state: Mapping[str, Any], role: str, trainer: Trainer) -> None:
+    """Raise ConfigError unless a role's trainer can continue from the checkpoint. Collective.
+
+    It then needs the reference that the run began with, which has the initial adapters.
+    """
+    check_weights(path, state, trainer.chunks)
     check_experts(path, state, trainer)
     check_distributed(path, state, role, trainer)
+    here = adaptation_of(trainer.chunks)
+    if here is not None and state["lora"]["initial"] != here["initial"]:
+        raise ConfigError(
+            f"{path}: its run began with other adapters than those of this run's model.lora.path; give those "
+            "that it began with (model.lora.path=null if there were none), or another run.name"
+        )
 
 
 def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
@@ -38,21 +65,30 @@ def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:
     return "transformer_engine" if fused else "local"
 
 
-def check_layers(path: Path, state: Mapping[str, Any], model: Sequence[torch.nn.Module]) -> None:
-    """Raise ConfigError if the checkpoint's model has other layers, whose parameters have other names."""
-    written, here = state["layers"], layers_of(model)
-    if written != here:
-        where = " on a machine with a GPU and TransformerEngine" if written == "transformer_engine" else ""
-        raise ConfigError(
-            f"{path}: was written with model.layers={written}, this run has {here}; set "
-            f"model.layers={written}{where}. With it, `convert to-hf` writes a Hugging Face folder, from "
-            f"which a run with {here} can start"
-        )
-
-
 def expert_size(model: Sequence[TokenModel]) -> int:
     """Return the number of ranks among which a layer's experts are divided."""
     return int(model[0].config.expert_model_parallel_size)
+
+
+def adaptation_of(model: Sequence[TokenModel]) -> dict[str, Any] | None:
+    """Return what a checkpoint records of a model's adapters, or None if all weights are trained.
+
+    Collective. The first call for a folder of frozen weights reads all of them, divided among the ranks; in a
+    run, learner.py has made it.
+    """
+    found = model[0].adaptation
+    if found is None:
+        return None
+    settings = {"rank": found.rank, "alpha": found.alpha, "targets": sorted(found.targets)}
+    return settings | {"trunk": weights_digest(found.folder, found.shape), "initial": found.initial}
+
+
+def check_layers(path: Path, state: Mapping[str, Any], model: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError if the checkpoint's model has other layers, whose parameters have other names."""
+    written, here = state["layers"], layers_of(model)
+    where = " on a machine with a GPU and TransformerEngine" if written == "transformer_engine" else ""
+    remedy = f"set model.layers={written}{where}. With it, `convert to-hf` writes a Hugging Face folder"
+    _check_same(path, "model.layers", written, here, f"{remedy}, from which a run with {here} can start")
 
 
 def check_experts(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
@@ -66,17 +102,30 @@ def check_experts(path: Path, state: Mapping[str, Any], trainer: Trainer) -> Non
         raise ConfigError(
             f"{path}: was written with parallel.expert={written}, whose optimizer state does not fit "
             f"parallel.expert={here} with update's distributed=false; set parallel.expert={written}, or "
-            "convert it to a Hugging Face folder with `convert to-hf`"
+            f"convert it to {HF}"
         )
 
 
 def check_distributed(path: Path, state: Mapping[str, Any], role: str, trainer: Trainer) -> None:
     """Raise ConfigError if the optimizer's states are stored in the other of megatron's two ways."""
     here = trainer.settings.distributed
-    written = state["distributed"].get(role, here)
-    if written != here:
+    before, now = (str(way).lower() for way in (state["distributed"].get(role, here), here))
+    remedy = f"set it as it was, or convert the checkpoint to {HF}"
+    _check_same(path, f"update.{role}.distributed", before, now, remedy)
+
+
+def _check_adapters(path: Path, written: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
+    remedy, none = "set model.lora as its run had it, or give another run.name", {"rank": 0}
+    for name in ("rank", "alpha", "targets"):
+        before, now = ((given or none).get(name) for given in (written, here))
+        _check_same(path, f"model.lora.{name}", before, now, remedy)
+    if written is not None and here is not None and written["trunk"] != here["trunk"]:
         raise ConfigError(
-            f"{path}: was written with update.{role}.distributed={str(written).lower()}, this run has "
-            f"{str(here).lower()}; set it as it was, or convert the checkpoint to a Hugging Face folder with "
-            "`convert to-hf`"
+            f"{path}: its adapters belong to other weights than those of model.path; give the model that its "
+            "run began with, or another run.name"
         )
+
+
+def _check_same(path: Path, field: str, written: Any, here: Any, remedy: str) -> None:
+    if written != here:
+        raise ConfigError(f"{path}: was written with {field}={written}, this run has {here}; {remedy}")

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.contents import fill, saved_tensors, saved_weights
-from megatron_stppo.checkpoint.fit import check_fit, check_layers
+from megatron_stppo.checkpoint.fit import check_resumed, check_weights
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File
-from megatron_stppo.checkpoint.trunk import check_adaptation
 from megatron_stppo.config import ConfigError
 from megatron_stppo.messages import one_line
 from megatron_stppo.model.optimizer import Trainer
@@ -41,8 +40,7 @@ def load(folder: Path, trainers: dict[str, Trainer], step: int | None = None) ->
         return None
     state = steps.read_state(path)
     for role, trainer in trainers.items():
-        check_fit(path, state, role, trainer)
-        check_adaptation(path, state.get("lora"), trainer.chunks, resumes=True)
+        check_resumed(path, state, role, trainer)
         if role not in state["trainers"]:
             raise ConfigError(f"{path}: has no {role}, because its run had none; start a new run")
         loaded = _read(saved_tensors(trainer, is_loading=True), path / role)
@@ -63,8 +61,7 @@ def load_weights(
     if path is None:
         raise CheckpointError(f"{folder}: holds no checkpoint; train first, or omit the checkpoint")
     state = steps.read_state(path)
-    check_layers(path, state, model)
-    check_adaptation(path, state.get("lora"), model, resumes=False)
+    check_weights(path, state, model)
     loaded = _read({"model": saved_weights(model)}, path / role)
     fill(model, loaded["model"])
     return state

@@ -32,7 +32,6 @@ from megatron_stppo.checkpoint.contents import saved_tensors
 from megatron_stppo.checkpoint.fit import made_of
 from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.checkpoint.step_folder import CheckpointError, Manifest
-from megatron_stppo.checkpoint.trunk import adaptation_of
 from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config
 from megatron_stppo.model.optimizer import Trainer, not_finite
@@ -139,8 +138,7 @@ class Saver:
             for role, trainer in trainers.items()
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
-        adapted = adaptation_of(next(iter(trainers.values())).chunks)
-        model = made_of(trainers) | {"shape": self._shape, "lora": adapted}
+        model = made_of(trainers) | {"shape": self._shape}
         files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | model).encode()}
         if episodes:
             files[steps.EPISODES] = episodes
