@@ -27,9 +27,8 @@ import megatron_stppo.commands.audit  # noqa: E402  after prepare: they import m
 import megatron_stppo.commands.evaluate  # noqa: E402
 import megatron_stppo.commands.replay  # noqa: E402
 import megatron_stppo.commands.rollout  # noqa: E402
-import megatron_stppo.commands.serve  # noqa: E402
 import megatron_stppo.loop  # noqa: E402
-import megatron_stppo.replicas.replica.start  # noqa: E402
+import megatron_stppo.replicas.replica.start  # noqa: E402  # noqa: E402
 import megatron_stppo.replicas.trainer.start  # noqa: E402
 import megatron_stppo.report.page  # noqa: E402
 import megatron_stppo.worker  # noqa: E402

@@ -132,8 +132,8 @@ def parts(
     process.prepare()
     import torch
 
-    import megatron_stppo.commands.serve  # the ranks and replicas are forked with these
     import megatron_stppo.loop
+    import megatron_stppo.replicas.replica.start  # the ranks and replicas are forked with these
     import megatron_stppo.replicas.trainer.start
     import megatron_stppo.worker  # noqa: F401
     from tests.chaos import corruption, killed_saves, one_rank

@@ -91,12 +91,13 @@ def serve(
     notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
     with importing():
         process.prepare()
-        from megatron_stppo.commands import serve as stage
-        from megatron_stppo.replicas.replica.start import Started
+        from megatron_stppo.replicas.replica import start
         from megatron_stppo.replicas.wire import journal
+        from megatron_stppo.worker import build_engine
     end_normally()
     repeats = None if replay_from is None else journal.read(replay_from, name)
-    stage.serve(settings, Started(run, connection, notice, name, parent, repeats))
+    build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
+    start.serve(settings, start.Started(run, connection, notice, name, parent, repeats), build)
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

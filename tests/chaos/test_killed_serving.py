@@ -26,8 +26,8 @@ def disturbed(root: Path, hold: Path) -> dict[str, Any]:
     process.prepare()
     import torch
 
-    import megatron_stppo.commands.serve
     import megatron_stppo.loop
+    import megatron_stppo.replicas.replica.start
     import megatron_stppo.replicas.trainer.start  # noqa: F401
     from tests.chaos import drawn_tasks, killed_serving
     from tests.chaos.attempt import Attempt
