@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_stppo import ops as ops
+    from megatron_stppo.base.types import Task
+    from megatron_stppo.commands.python import evaluate, load_config, train
     from megatron_stppo.environments.base import Environment as Environment
     from megatron_stppo.environments.base import StepResult as StepResult
-    from megatron_stppo.interface.commands import evaluate as evaluate
-    from megatron_stppo.interface.commands import load_config as load_config
-    from megatron_stppo.interface.commands import train as train
-    from megatron_stppo.interface.run_tables import read_run as read_run
-    from megatron_stppo.types import Task as Task
+    from megatron_stppo.observe.run_tables import read_run
 
 __version__ = "0.1.0"
 __all__ = ["Environment", "StepResult", "Task", "evaluate", "load_config", "ops", "read_run", "train"]
 _MODULE = {
     "Environment": "environments.base",
     "StepResult": "environments.base",
-    "Task": "types",
-    "evaluate": "interface.commands",
-    "load_config": "interface.commands",
-    "read_run": "interface.run_tables",
-    "train": "interface.commands",
+    "Task": "base.types",
+    "evaluate": "commands.python",
+    "load_config": "commands.python",
+    "read_run": "observe.run_tables",
+    "train": "commands.python",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line. The arguments of the commands are in cli/.
+"""The command line. The arguments of the commands are in commands/.
 
 Exit codes: 0 done, 2 bad usage or configuration, 85 checkpointed for requeue, 93 do not restart, anything
 else a crash.
@@ -13,11 +13,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.cli import (
+from megatron_stppo.base.errors import Ending
+from megatron_stppo.cluster.exits import (
+    crash,
+    end_within,
+    has_process_groups,
+    leave,
+    report_to_torchrun,
+    say,
+)
+from megatron_stppo.commands import (
     audit,
     check,
     cold_start,
-    compare,
     convert,
     environments,
     episodes,
@@ -27,16 +35,7 @@ from megatron_stppo.cli import (
     serve,
     train,
 )
-from megatron_stppo.cli.options import command_group, examples
-from megatron_stppo.exits import (
-    crash,
-    end_within,
-    exit_code,
-    has_process_groups,
-    leave,
-    report_to_torchrun,
-    say,
-)
+from megatron_stppo.commands.options import command_group, examples
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",
@@ -47,7 +46,7 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
-_FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, compare, check)
+_FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, check)
 for _file in _FILES:
     app.add_typer(_file.commands)
 app.add_typer(convert.commands, name="convert")
@@ -83,12 +82,11 @@ def run() -> int:
         print(end.code, file=sys.stderr)
         return 1
     except Exception as error:
-        code = exit_code(error)
-        if code is None:
+        if not isinstance(error, Ending):
             return crash(error, 1)
-        report_to_torchrun(f"megatron-stppo: {error}", code)
+        report_to_torchrun(f"megatron-stppo: {error}", error.exit_code)
         say(error)
-        return code
+        return error.exit_code
     return 0
 
 

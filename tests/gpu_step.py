@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 
 LENGTH = 96  # tokens of a trajectory
 IN_MICROBATCH = 2  # trajectories
@@ -30,14 +30,14 @@ def waits(
     """
     import torch
 
-    from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.config import Config
     from megatron_stppo.data.finite import columns
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.plan.substitutes import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.stages import score, update
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.weights.sharding.hf_names import read_shape
     from tests.stand_in_gpu import StandInGpu
 
     config = Config.model_validate(
@@ -113,8 +113,8 @@ def every_way_to_wait() -> list[str]:
 def _learner(config: Any, shape: Any, mesh: Any) -> Any:
     import torch
 
-    from megatron_stppo.learner import Learner
     from megatron_stppo.model import build
+    from megatron_stppo.model.learner import Learner
     from megatron_stppo.model.offload import Offloader
     from megatron_stppo.model.optimizer import Trainer
     from megatron_stppo.model.pipeline import Packer
@@ -150,9 +150,9 @@ def _reshard(learner: Any) -> Any:
     import torch
 
     from megatron_stppo.model import build
-    from megatron_stppo.reshard.resharder import Resharder
-    from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
-    from tests.reshard.pieces import local_shape
+    from megatron_stppo.weights.reshard.resharder import Resharder
+    from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts
+    from tests.weights.reshard.pieces import local_shape
 
     mesh, shape = learner.mesh, learner.shape
     widths, serving = row_widths(shape), serving_layouts(shape, mesh.world, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 
 GIVEN = dict(os.environ)
 _MAIN = multiprocessing.current_process()
@@ -23,15 +23,15 @@ def _is_prepared(engine: bool = True, device: str = "cpu") -> None:
 
 process.prepare = _is_prepared
 
-import megatron_stppo.commands.audit  # noqa: E402  after prepare: they import megatron
-import megatron_stppo.commands.evaluate  # noqa: E402
-import megatron_stppo.commands.replay  # noqa: E402
-import megatron_stppo.commands.rollout  # noqa: E402
-import megatron_stppo.loop  # noqa: E402
+import megatron_stppo.evidence.audit.audit  # noqa: E402  after prepare: they import megatron
+import megatron_stppo.observe.report.page  # noqa: E402
 import megatron_stppo.replicas.replica.start  # noqa: E402  # noqa: E402
 import megatron_stppo.replicas.trainer.start  # noqa: E402
-import megatron_stppo.report.page  # noqa: E402
-import megatron_stppo.worker  # noqa: E402
+import megatron_stppo.training.colocated  # noqa: E402
+import megatron_stppo.training.evaluate  # noqa: E402
+import megatron_stppo.training.loop  # noqa: E402
+import megatron_stppo.training.play  # noqa: E402
+import megatron_stppo.training.replay  # noqa: E402
 
 VARIABLES = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
 

@@ -22,9 +22,9 @@ OURS = ("megatron_stppo", "tools", "examples", "setup.py")
 # of the package.
 ALLOWED = {
     "megatron_stppo/__init__.py": "a computed import",
-    "megatron_stppo/adapters/command.py": "a computed import",  # of the module that environment.command names
+    "megatron_stppo/agents/packages/command.py": "a computed import",  # of environment.command's module
     "megatron_stppo/environments/choose.py": "a computed import",
-    "megatron_stppo/launch/doctor.py": "a computed import",
+    "megatron_stppo/cluster/launch/doctor.py": "a computed import",
     "tools/cuda_environment/imports.py": "a computed import",
 }
 REFUSED_BY_RUFF = (

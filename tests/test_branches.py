@@ -11,22 +11,22 @@ import msgspec
 import pytest
 import torch
 
-from megatron_stppo.advantage.estimate import group_relative
+from megatron_stppo.algorithm.baselines import group_relative
+from megatron_stppo.base.errors import TooManyFailures
+from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.describe import describe_rollouts
 from megatron_stppo.environments.base import Request, StepResult
+from megatron_stppo.observe.describe import describe_rollouts
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Lengths
 from megatron_stppo.replicas.wire.messages import Done
 from megatron_stppo.replicas.wire.packed_done import PackedDone, packed
-from megatron_stppo.resilience.faults import TooManyFailures
-from megatron_stppo.rollout.environment_host import Answer
-from megatron_stppo.rollout.episode import Episode, Limits
-from megatron_stppo.rollout.failures import FailureLimit
-from megatron_stppo.rollout.generation import Finished
-from megatron_stppo.types import Branch, Task, Trajectory, Turn
-from megatron_stppo.update.minibatches import minibatches
+from megatron_stppo.rollout.episodes.environment_host import Answer
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.episodes.failures import FailureLimit
+from megatron_stppo.rollout.vllm.generation import Finished
+from megatron_stppo.training.update.minibatches import minibatches
 
 TASK = Task("t", (), ("a",), "train", 4)
 

@@ -1,8 +1,9 @@
-"""The structure of the package: which units may import which, and where imports are placed."""
+"""The structure of the package: which rooms may import which, and where imports are placed."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -11,40 +12,33 @@ from pathlib import Path
 import megatron_stppo
 
 ROOT = Path(megatron_stppo.__file__).parent
-# A unit is a folder or a top-level file. It may import itself and units of lower rows, but no other unit of
-# its own row. So the five stages do not depend on each other, and share only types.py.
+# A room is a folder of the package. It may import itself and rooms of lower rows, but no other room of its
+# own row. So environments do not depend on weights, nor agents on the training loop.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("types", "algorithm", "messages", "atomic_replace"),
-    ("config", "adapters"),
-    ("config_file", "ops", "parallel"),
+    ("base",),
+    ("algorithm",),
+    ("config", "ops"),
+    ("parallel",),
     ("data",),
-    ("sharding",),
+    ("environments", "weights"),
     ("model",),
-    ("checkpoint", "launch"),
-    ("resilience",),
-    ("telemetry",),
-    ("environments",),
-    ("init", "rollout", "advantage", "update", "reshard"),
-    ("describe", "learner", "plan", "preflight", "report", "validation"),
-    ("resampling", "rollouts"),
-    ("endpoint",),
-    ("held_out", "replicas"),
-    ("exits", "stages", "worker"),
+    ("cluster",),
+    ("checkpoint", "observe"),
+    ("plan", "rollout", "validation"),
+    ("agents",),
+    ("training",),
+    ("evidence", "replicas"),
     ("commands",),
-    ("compare", "interface", "layout_check", "loop"),
-    ("cli",),
     ("__init__", "__main__"),
 )
 FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 # These replace functions of torch, megatron or vLLM on a CPU, which offer no argument for it.
 PLATFORM = {
     "parallel/cpu_platform.py",
-    "rollout/cpu_experts.py",
-    "rollout/cpu_linears.py",
-    "rollout/cpu_lora.py",
+    "rollout/vllm/cpu_layers.py",
 }
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
-LAZY = {"cli", "exits.py", "launch/process.py", "parallel/cpu_platform.py"}
+LAZY = {"commands", "cluster/launch/process.py", "parallel/cpu_platform.py"}
 
 
 def test_modules_import_only_from_lower_floors() -> None:
@@ -70,7 +64,7 @@ def test_every_file_belongs_to_a_floor() -> None:
 
 def test_the_table_in_contributing_names_every_unit_and_follows_the_floors() -> None:
     lines = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
-    table = lines[lines.index("| folder or file | what it is |") + 2 :]
+    table = lines[lines.index("| room | what it is |") + 2 :]
     rows = []
     for line in itertools.takewhile(lambda line: line.startswith("|"), table):
         units = [
@@ -78,10 +72,7 @@ def test_the_table_in_contributing_names_every_unit_and_follows_the_floors() -> 
         ]
         rows.append([unit for unit in units if unit != "csrc"])
     assert sorted(unit for row in rows for unit in row) == sorted(FLOOR)
-    floors = [FLOOR[row[0]] for row in rows]
-    assert floors == sorted(floors, reverse=True) and all(
-        len({FLOOR[unit] for unit in row}) < 3 for row in rows
-    )
+    assert [FLOOR[row[0]] for row in rows] == sorted((FLOOR[row[0]] for row in rows), reverse=True)
 
 
 def test_no_two_classes_of_the_package_share_a_name() -> None:
@@ -89,6 +80,25 @@ def test_no_two_classes_of_the_package_share_a_name() -> None:
         node.name for path in sources() for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)
     ]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_package_can_be_held_in_the_head() -> None:
+    """At most 20 rooms, 14 modules in a folder, and no module beside the rooms."""
+    modules = [path for path in sources() if path.name != "__init__.py"]
+    in_folder = collections.Counter(path.parent for path in modules)
+    assert len(FLOOR) - 2 <= 20
+    assert {str(path) for path in modules if path.parent == Path()} == {"__main__.py"}
+    assert not {str(folder): count for folder, count in in_folder.items() if count > 14}
+
+
+def test_no_folder_imports_a_folder_that_imports_it() -> None:
+    """What a room is divided into is layered as the rooms are. The package itself (".") has the version."""
+    of = {module_of(path): str(path.parent) for path in sources()}
+    imports: dict[str, set[str]] = {}
+    for path in sources():
+        targets = {of[name] for name in modules(parse(path))} - {str(path.parent), "."}
+        imports.setdefault(str(path.parent), set()).update(targets)
+    assert circle(imports) == []
 
 
 def test_the_mathematics_does_not_import_the_configuration() -> None:
@@ -116,7 +126,7 @@ def test_imports_are_at_the_top_of_their_file() -> None:
 
 
 def test_the_training_loop_has_at_most_60_lines_and_a_phase_per_stage_in_order() -> None:
-    tree = ast.parse((ROOT / "loop.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "training/loop.py").read_text(encoding="utf-8"))
     (train,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
     assert train.end_lineno is not None and train.end_lineno - train.lineno < 60
     phases = [
@@ -138,9 +148,9 @@ def test_a_circle_of_imports_is_detected() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == ["a", "b", "c", "a"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     tree = ast.parse(
-        "if TYPE_CHECKING:\n    from megatron_stppo.model import build\nimport megatron_stppo.loop\n"
+        "if TYPE_CHECKING:\n    from megatron_stppo.model import build\nimport megatron_stppo.training.loop\n"
     )
-    assert sorted(modules(tree)) == ["megatron_stppo.loop", "megatron_stppo.model.build"]
+    assert sorted(modules(tree)) == ["megatron_stppo.model.build", "megatron_stppo.training.loop"]
 
 
 def test_only_the_platform_for_machines_without_a_gpu_replaces_functions_of_other_packages() -> None:
@@ -163,8 +173,8 @@ self.functional = functional
 
 
 def test_an_upward_import_is_detected() -> None:
-    tree = ast.parse("from megatron_stppo import loop\nimport megatron_stppo.model.build as build\n")
-    assert sorted(targets(tree)) == ["loop", "model"]
+    tree = ast.parse("from megatron_stppo import training\nimport megatron_stppo.model.build as build\n")
+    assert sorted(targets(tree)) == ["model", "training"]
 
 
 def sources() -> list[Path]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.aggregation import token_weights
+from megatron_stppo.base.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.describe import current_mismatch, describe, describe_batch, describe_rollouts
-from megatron_stppo.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
+from megatron_stppo.observe.describe import current_mismatch, describe, describe_batch, describe_rollouts
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
 OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "truncated", "error", "timeout")

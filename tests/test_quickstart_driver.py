@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 

@@ -32,19 +32,14 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config_file import validate
+from megatron_stppo.config.file import validate
 from megatron_stppo.ops import BucketCopy, extension
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.reshard.plan import RowCopy, lower_bound, plan_copies
-from megatron_stppo.reshard.resharder import Resharder
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.spans import (
-    PADDING,
-    row_widths,
-    serving_layouts,
-    training_layouts,
-)
 from megatron_stppo.validation.model_layout import check_layout, check_stages
+from megatron_stppo.weights.reshard.plan import RowCopy, lower_bound, plan_copies
+from megatron_stppo.weights.reshard.resharder import Resharder
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.spans import PADDING, row_widths, serving_layouts, training_layouts
 
 UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
 NEVER = 1 << 62  # compare every n-th copy, counted from the version; with this n, none is compared

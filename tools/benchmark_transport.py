@@ -35,13 +35,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
+from megatron_stppo.base.types import Message, Task, Trajectory, Turn
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Alive, Assignment, Done, Hello, Play
 from megatron_stppo.replicas.wire.payloads import message_limit, pack
-from megatron_stppo.types import Message, Task, Trajectory, Turn
 
 VOCABULARY = 151_936
 TIMES = 10  # how much more than the expected rate is needed

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are in the tests
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-from tests.loop import small_run
-from tests.update import layouts
+from tests.training.loop import small_run
+from tests.training.update import layouts
 
 BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
 SAVES = {
@@ -127,15 +127,11 @@ def parts(
 
     A part is created after the one before has ended, because its imports stay in the process.
     """
-    from megatron_stppo.launch import process
+    from megatron_stppo.cluster.launch import process
 
     process.prepare()
     import torch
 
-    import megatron_stppo.loop
-    import megatron_stppo.replicas.replica.start  # the ranks and replicas are forked with these
-    import megatron_stppo.replicas.trainer.start
-    import megatron_stppo.worker  # noqa: F401
     from tests.chaos import corruption, killed_saves, one_rank
 
     wanted = arguments.only or PARTS

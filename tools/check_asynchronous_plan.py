@@ -31,15 +31,15 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
+from megatron_stppo.observe import rows, trajectory_log
+from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.recorded import sizes
 from megatron_stppo.plan.simulation.workload import PlannedEpisode, RecordedWork, Sizes, ToolTimes
-from megatron_stppo.rollout.play import request_seed
-from megatron_stppo.telemetry import rows, trajectory_log
-from megatron_stppo.telemetry.trajectory_files import recorded
+from megatron_stppo.rollout.episodes.play import request_seed
 from tools import slow_search
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"

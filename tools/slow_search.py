@@ -14,10 +14,10 @@ import math
 import random
 from collections.abc import Callable
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments import search
 from megatron_stppo.environments.base import Environment, StepResult
-from megatron_stppo.types import Message, Task
 
 KIND = "slow_search:factory"  # environment.kind
 MEDIAN, P99 = 0.2, 4.0  # seconds

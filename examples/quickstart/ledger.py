@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.base.files import replacing
 from megatron_stppo.config import ConfigError
 
 

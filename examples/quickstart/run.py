@@ -30,9 +30,9 @@ from rich.table import Table
 from stages import forward
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config_file import load
-from megatron_stppo.report import page
-from megatron_stppo.telemetry import rows
+from megatron_stppo.config.file import load
+from megatron_stppo.observe import rows
+from megatron_stppo.observe.report import page
 from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent

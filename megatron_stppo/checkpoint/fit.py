@@ -16,8 +16,8 @@ import torch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.sharding.mlp_spans import LayerSpec
-from megatron_stppo.sharding.weights_digest import weights_digest
+from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
+from megatron_stppo.weights.sharding.weights_digest import weights_digest
 
 HF = "a Hugging Face folder with `convert to-hf`"
 

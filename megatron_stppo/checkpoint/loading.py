@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_stppo.base.errors import CheckpointError
+from megatron_stppo.base.printing import one_line
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.contents import fill, saved_tensors, saved_weights
 from megatron_stppo.checkpoint.fit import check_resumed, check_weights
-from megatron_stppo.checkpoint.step_folder import CheckpointError, Damaged, File
+from megatron_stppo.checkpoint.step_folder import Damaged, File
 from megatron_stppo.config import ConfigError
-from megatron_stppo.messages import one_line
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode

@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 
 import megatron_stppo
+from megatron_stppo.base.errors import CheckpointError
 from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.contents import saved_tensors
 from megatron_stppo.checkpoint.fit import made_of
 from megatron_stppo.checkpoint.host_copy import HostCopy
-from megatron_stppo.checkpoint.step_folder import CheckpointError, Manifest
+from megatron_stppo.checkpoint.step_folder import Manifest
 from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config
 from megatron_stppo.model.optimizer import Trainer, not_finite
@@ -40,7 +41,7 @@ from megatron_stppo.parallel.collectives import (
     any_rank,
 )
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 FAILURES = 3  # the run ends when this many saves in a row have failed
 LAST_SECONDS = 60  # time that a save in progress gets to finish when the process exits

@@ -28,21 +28,14 @@ from typing import Any
 
 import msgspec
 
-from megatron_stppo.atomic_replace import replace_folder, replacing
-from megatron_stppo.messages import one_line
+from megatron_stppo.base.files import replace_folder, replacing
+from megatron_stppo.base.printing import one_line
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST, EPISODES = "state.json", "MANIFEST.json", "LATEST", "episodes.msgpack"
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
 MOST_EPISODES = 64 * 2**30  # size limit of the file of episodes; 1,000 episodes of 10^6 tokens are 12 GB
-
-
-class CheckpointError(RuntimeError):
-    """Raised if no checkpoint can be read, or none can be written any more; the message has the reason.
-
-    A restart would fail in the same way, so the command line exits with code 93 (do not restart).
-    """
 
 
 class Damaged(ValueError):

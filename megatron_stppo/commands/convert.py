@@ -1,208 +1,95 @@
-"""The commands `convert to-hf` and `convert to-megatron`, and the export of a model to a Hugging Face folder.
-
-sharding/hf_checkpoint.py reads such a folder (load_hf). The reshard moves the weights: its target is the
-whole tensors on rank 0, for one file at a time.
-"""
+"""The commands `convert to-hf`, `convert to-peft` and `convert to-megatron`."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+import typer
 
-from megatron_stppo.atomic_replace import replace_folder
-from megatron_stppo.checkpoint import loading as checkpoints
-from megatron_stppo.checkpoint.saving import Saver
-from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.launch import process
-from megatron_stppo.model import build
-from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.parallel.raise_together import raise_together
-from megatron_stppo.reshard.resharder import Resharder
-from megatron_stppo.sharding.hf_files import INDEX, SINGLE
-from megatron_stppo.sharding.hf_names import ModelShape, hf_shapes, read_shape
-from megatron_stppo.sharding.low_rank import LowRank
-from megatron_stppo.sharding.spans import training_layouts, whole_spans, widths_of
-from megatron_stppo.sharding.tiles import Spans
-from megatron_stppo.validation.checks import check_absent
-from megatron_stppo.validation.lora import of_checkpoint
+from megatron_stppo.base.files import check_absent, check_empty
+from megatron_stppo.commands.open_run import open_config
+from megatron_stppo.commands.options import File, Overrides, Sets, command_group, examples
 
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-TEMPLATES = "additional_chat_templates"  # a folder of the tokenizer: the templates that have names
-FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
+commands = command_group("Convert between checkpoints and Hugging Face folders.")
 
 
-def export_hf(
-    folder: Path,
-    parameters: Mapping[str, Tensor],
-    layouts: Mapping[int, Spans],
-    shape: ModelShape,
-    template: Path,
-    terms: Mapping[tuple[str, str], LowRank] | None = None,
-    *,
-    overwrite: bool = False,
-    file_bytes: int = FILE_BYTES,
-    group: dist.ProcessGroup | None = None,
+@commands.command(
+    "to-hf",
+    epilog=examples(
+        "megatron-stppo convert to-hf config.yaml latest trained",
+        "megatron-stppo convert to-hf config.yaml step_20 trained run.name=second",
+    ),
+)
+def to_hf(
+    config: File,
+    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
+    output: Annotated[Path, typer.Argument(help="new folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
 ) -> None:
-    """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective over
-    `group`.
+    """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
+    from megatron_stppo.cluster.launch import process
+    from megatron_stppo.validation import checks
 
-    config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which
-    is written to config.json. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
-    is renamed into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is
-    False, or if it cannot be written. Raises ReshardError if rows were lost in the transfer.
-    """
-    folder = Path(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
-    files, shapes = by_file(shape, dtype.itemsize, file_bytes), hf_shapes(shape)
-    for name, keys in files.items():
-        whole = gather(parameters, layouts, shapes, keys, terms, group)
-        on_first(group, functools.partial(write_tensors, whole, partial / name, partial / "config.json"))
-    on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
+    check_absent("output", output)
+
+    process.prepare(engine=False)
+    from megatron_stppo.checkpoint import convert
+
+    convert.to_hf(settings, checkpoint, output)
 
 
-def gather(
-    parameters: Mapping[str, Tensor],
-    layouts: Mapping[int, Spans],
-    shapes: Mapping[str, Sequence[int]],
-    keys: Collection[str],
-    terms: Mapping[tuple[str, str], LowRank] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Tensor]:
-    """Return {hf_key: whole tensor} of `keys` in host memory on rank 0, and {} on other ranks. Collective.
-
-    shapes: {hf_key: shape} of all tensors of the layouts. terms: as for Resharder. The tensors have the
-    parameters' dtype. They are assembled on the parameters' device, which must have memory for all of `keys`.
-    """
-    some = next(iter(parameters.values()))
-    mine = keys if dist.get_rank(group) == 0 else ()
-    whole = {key: torch.empty(*shapes[key], dtype=some.dtype, device=some.device) for key in mine}
-    targets, widths = {0: whole_spans({key: shapes[key] for key in keys})}, widths_of(shapes)
-    Resharder(parameters, whole, layouts, targets, widths, terms, group=group).sync(0)
-    return {key: tensor.cpu() for key, tensor in whole.items()}
-
-
-def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """Return {file name: its tensors}, in checkpoint order, with up to `limit` bytes per file."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for key, dims in hf_shapes(shape).items():
-        bytes_ = torch.Size(dims).numel() * itemsize
-        if groups[-1] and size + bytes_ > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(key)
-        size += bytes_
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": keys for i, keys in enumerate(groups, 1)}
-
-
-def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
-    if not overwrite:
-        check_absent("output", folder)
-    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
-    partial.mkdir(parents=True)
-    for path in sorted(template.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
-            shutil.copyfile(path, partial / path.name)
-    if (template / TEMPLATES).is_dir():
-        shutil.copytree(template / TEMPLATES, partial / TEMPLATES, copy_function=shutil.copyfile)
-    config = json.loads((partial / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def write_tensors(
-    tensors: dict[str, Tensor], path: Path, like: Path, metadata: Mapping[str, str] | None = None
+@commands.command(
+    "to-peft",
+    epilog=examples(
+        "megatron-stppo convert to-peft config.yaml latest adapters",
+        "megatron-stppo convert to-peft config.yaml step_20 adapters run.name=second",
+    ),
+)
+def to_peft(
+    config: File,
+    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
+    output: Annotated[Path, typer.Argument(help="new folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
 ) -> None:
-    """Write one file of tensors with the mode of the file `like`; safetensors would give it mode 0600."""
-    save_file(tensors, path, {"format": "pt"} | dict(metadata or {}))
-    path.chmod(like.stat().st_mode & 0o777)
+    """Write the adapters of a checkpoint's actor in PEFT's format, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
+    from megatron_stppo.cluster.launch import process
+    from megatron_stppo.validation import checks, lora
+
+    lora.check_used(settings, "convert to-peft")
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
+    check_absent("output", output)
+
+    process.prepare(engine=False)
+    from megatron_stppo.checkpoint import export_peft
+
+    export_peft.to_peft(settings, checkpoint, output)
 
 
-def _finish(
-    folder: Path, partial: Path, files: Mapping[str, list[str]], shape: ModelShape, itemsize: int
+@commands.command(
+    "to-megatron",
+    epilog=examples(
+        "megatron-stppo convert to-megatron config.yaml runs/second/checkpoints",
+        "megatron-stppo train config.yaml run.name=second --resume",
+    ),
+)
+def to_megatron(
+    config: File,
+    output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
+    overrides: Overrides = None,
+    sets: Sets = None,
 ) -> None:
-    if len(files) > 1:
-        total = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values()) * itemsize
-        weight_map = {key: name for name, keys in files.items() for key in keys}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    publish(partial, folder)
+    """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
+    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
+    from megatron_stppo.cluster.launch import process
 
+    check_empty("output", output)
+    process.prepare(engine=False)
+    from megatron_stppo.checkpoint import convert
 
-def publish(partial: Path, folder: Path) -> None:
-    """Rename a complete folder into place, after its files are on the disk."""
-    for path in filter(Path.is_file, partial.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # a rename may reach the disk before the data it names
-    replace_folder(partial, folder)
-
-
-def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
-    """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
-    problem: str | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            write()
-        except (OSError, ValueError, SafetensorError) as error:  # the last one on a full disk
-            problem = str(error)
-    raise_together(problem, lambda found: ConfigError(found[0]), str, group)
-
-
-def to_hf(config: Config, checkpoint: str, output: Path) -> None:
-    """Write the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder, and print one
-    line that says what was written. Collective. Raises ConfigError and CheckpointError."""
-    config = of_checkpoint(config)
-    mesh, shape = process.start(config), read_shape(config.model.path)
-    # with adapters, a checkpoint holds only these
-    actor = build.from_hf if config.model.lora.rank else build.build
-    model = actor("actor", shape, config, mesh, process.dtype(config))
-    folder = config.run.folder / "checkpoints"
-    state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
-    layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
-    weights = build.named_parameters(model)
-    terms = build.low_rank(weights, shape, config, mesh)
-    export_hf(output, weights, layouts, shape, config.model.path, terms)
-    if mesh.rank == 0:
-        step = folder / f"step_{state['iteration']}"
-        size = _size(shape, process.dtype(config))
-        print(f"wrote {output}: {size}; actor of {step}, tokenizer of {config.model.path}")
-    process.stop()
-
-
-def _size(shape: ModelShape, dtype: torch.dtype) -> str:
-    """Return the size as text. Example: "0.9 M parameters, float32, 3.6 MB"."""
-    count = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values())
-    name = str(dtype).removeprefix("torch.")
-    return f"{count / 1e6:,.1f} M parameters, {name}, {count * dtype.itemsize / 1e6:,.1f} MB"
-
-
-def to_megatron(config: Config, output: Path) -> None:
-    """Write model.path as step_0 of a new checkpoints folder, with new optimizers, for a run to resume from.
-    Print one line that says what was written. Collective.
-    """
-    mesh, shape = process.start(config), read_shape(config.model.path)
-    roles: tuple[build.Role, ...] = ("actor", "critic") if config.needs_critic else ("actor",)
-    trainers: dict[str, Trainer] = {
-        role: build.trainer(role, shape, config, mesh, process.dtype(config)) for role in roles
-    }
-    saver = Saver(output, config, mesh.layout)
-    saver.save(0, trainers, {"iteration": 0})
-    saver.finish()
-    if mesh.rank == 0:
-        print(f"wrote {output / 'step_0'}: {' and '.join(roles)} of {config.model.path}, new optimizers")
-    process.stop()
+    convert.to_megatron(settings, output)

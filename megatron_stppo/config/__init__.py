@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, Field
 
+from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.config import old_logprob
 from megatron_stppo.config.algorithm import AlgorithmConfig
 from megatron_stppo.config.model import LoraConfig, ModelConfig, ParallelConfig
@@ -25,7 +26,7 @@ from megatron_stppo.config.rollout import (
     RolloutConfig,
 )
 from megatron_stppo.config.run import DeadlinesConfig, RunConfig, TelemetryConfig
-from megatron_stppo.config.section import ConfigError, Section, finite
+from megatron_stppo.config.section import Section, finite
 from megatron_stppo.config.serving import ServingConfig
 from megatron_stppo.config.update import (
     ActorOptimizerConfig,
@@ -137,6 +138,15 @@ class Config(Section):
     def scores_actor(self) -> bool:
         """Whether the old log-probs are computed before the update, in a forward pass of their own."""
         return self.old_logprob_source == "score"
+
+    def of_checkpoint(self) -> Config:
+        """Return the configuration for models that get a checkpoint's weights and are not trained.
+
+        It has no model.lora.path: the checkpoint has all adapters, so that the folder need not exist. Rank,
+        alpha and targets are those of the section; config/file.py has completed them.
+        """
+        lora = self.model.lora.model_copy(update={"path": None})
+        return self.model_copy(update={"model": self.model.model_copy(update={"lora": lora})})
 
     def beside(self, folder: Path) -> Config:
         """Return a copy in which `environment` may name modules of this folder, that of the file."""

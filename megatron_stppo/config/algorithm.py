@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
-from megatron_stppo.messages import did_you_mean
 
 Factor = Annotated[float, Field(ge=0)]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.config.model import LINEAR, LoraConfig
-from megatron_stppo.config.section import ConfigError
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the name of every tensor
@@ -61,7 +61,7 @@ class PeftFolder:
     targets: tuple[str, ...]  # Hugging Face names, in the order of LINEAR
     shapes: dict[str, tuple[int, ...]]  # by checkpoint name, without PREFIX
     base: str  # name or folder of the model that it belongs to; "" if that is not recorded
-    digest: str  # sharding/weights_digest.py of its weights; "" for adapters of other programs
+    digest: str  # weights/sharding/weights_digest.py of its weights; "" for adapters of other programs
 
 
 def read_folder(folder: Path) -> PeftFolder:

@@ -1,4 +1,4 @@
-"""The base of all sections of a configuration, and the error for what a user can correct."""
+"""The base of all sections of a configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from pydantic_core import PydanticCustomError
 
 # A limit in seconds, at most four months. Limits are added up, and faulthandler cannot wait for 9.3e9 s.
 Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
-
-
-class ConfigError(ValueError):
-    """An error that the user can fix: the message names field, value and remedy. The command line ends with
-    exit code 2."""
 
 
 def finite(value: Any) -> Any:

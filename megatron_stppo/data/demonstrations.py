@@ -23,12 +23,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stppo.base.types import Message
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
-from megatron_stppo.data.chat import encode_chats
-from megatron_stppo.data.conversation import encode_after, encode_conversation
-from megatron_stppo.data.plain_text import encode_plain
-from megatron_stppo.types import Message
+from megatron_stppo.data.text.chat import encode_chats
+from megatron_stppo.data.text.conversation import encode_after, encode_conversation
+from megatron_stppo.data.text.plain_text import encode_plain
 
 CHUNK = 1024  # rows encoded together
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stppo.base.types import Batch, Summary, Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import holding, rollout_logprobs, rows_of, token_ids, without_tokens
 from megatron_stppo.data.routes import joined
@@ -26,7 +27,6 @@ from megatron_stppo.parallel.collectives import (
     gather_records,
 )
 from megatron_stppo.parallel.raise_together import first, raise_together
-from megatron_stppo.types import Batch, Summary, Trajectory
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.types import Batch
+from megatron_stppo.base.types import Batch
 
 
 def not_finite(batch: Batch) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_stppo.types import Batch
+from megatron_stppo.base.types import Batch
 
 
 def with_observations(batch: Batch) -> Batch:

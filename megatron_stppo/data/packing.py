@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_stppo.base.types import FAILED, Batch, Summary, Trajectory, TurnSummary
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.routes import unknown
 from megatron_stppo.ops.transfer import to_device
-from megatron_stppo.types import FAILED, Batch, Summary, Trajectory, TurnSummary
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stppo.types import Batch
+from megatron_stppo.base.types import Batch
 
 
 @dataclass(frozen=True)

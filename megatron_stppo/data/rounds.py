@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.parallel.collectives import all_to_all, decode, encode, gather_records
-from megatron_stppo.types import Task, Trajectory
 
 NO_TASK = Task("", (), (), "", 0)
 

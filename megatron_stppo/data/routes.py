@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
-from megatron_stppo.types import Trajectory
 
 
 def dtype_of(experts: int) -> torch.dtype:

@@ -5,7 +5,7 @@ Numbers that are not finite pass: the update refuses them (finite.py).
 
 from __future__ import annotations
 
-from megatron_stppo.types import FAILED, Trajectory, Turn
+from megatron_stppo.base.types import FAILED, Trajectory, Turn
 
 
 def episode_fault(played: Trajectory) -> str:

@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data import jsonl
 from megatron_stppo.data.values import plain, without_nulls, wrong
-from megatron_stppo.messages import one_line
-from megatron_stppo.types import Message, Task
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

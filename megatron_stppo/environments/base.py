@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from megatron_stppo.types import Message, Outcome, Task
+from megatron_stppo.base.types import Message, Outcome, Task
 
 # Metrics that the endpoint for agents adds to those of an agent, both counts of an episode.
 MALFORMED_CALLS = "endpoint/malformed_calls"  # completions with calls of tools that cannot be parsed

@@ -22,7 +22,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
-AGENT = "agent"  # its environment needs the engine's process: endpoint/opening.py
+AGENT = "agent"  # its environment needs the engine's process: agents/endpoint/opening.py
 BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
     "search": search.factory,
     reasoning_gym.KIND: reasoning_gym.factory,

@@ -15,6 +15,8 @@ import re
 from collections.abc import Awaitable, Mapping
 from typing import Any, get_args
 
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Message, Outcome, Task
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.values import plain
 from megatron_stppo.environments.base import (
@@ -24,8 +26,6 @@ from megatron_stppo.environments.base import (
     Request,
     StepResult,
 )
-from megatron_stppo.messages import one_line
-from megatron_stppo.types import Message, Outcome, Task
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 MAX_SHOWN = 60  # characters of a wrong value in a message

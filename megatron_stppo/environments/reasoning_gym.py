@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from megatron_stppo.base.printing import did_you_mean, one_line
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import MAX_ACTION, MAX_ANSWER, inside_last
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.messages import did_you_mean, one_line
-from megatron_stppo.types import Message, Task
 
 KIND = "reasoning_gym"
 INSTRUCTION = "\nThink step by step, then write <answer>your answer</answer>."

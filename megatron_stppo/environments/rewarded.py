@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_stppo.base.types import FAILED, Message, Task
 from megatron_stppo.config import ConfigError
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import Environment, Request, StepResult
-from megatron_stppo.types import FAILED, Message, Task
 
 Turns = list[tuple[str, str]]  # (action, observation)
 RewardFunction = Callable[[Task, Turns, StepResult], Any]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Message, Outcome, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import exact_match, parse_action
 from megatron_stppo.environments.base import StepResult, ToolAway
@@ -27,8 +29,6 @@ from megatron_stppo.environments.retrieval import (
     RetrievalTimeout,
     Retriever,
 )
-from megatron_stppo.messages import one_line
-from megatron_stppo.types import Message, Outcome, Task
 
 STOP_STRINGS = ("</search>", "</answer>")
 CORRECTION = (

@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_stppo.model.value_head import ValueHead
-from megatron_stppo.sharding.low_rank import A, B, adapter_names
-from megatron_stppo.sharding.tiles import PADDING, Span, Spans
+from megatron_stppo.weights.sharding.low_rank import A, B, adapter_names
+from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
 
 
 class Adapter(torch.nn.Module):
@@ -99,7 +99,7 @@ class RowAdapter(Adapter):
 def attach(chunk: torch.nn.Module, spans: Spans, rank: int, scale: float) -> None:
     """Add adapters of this rank to the layers of a model chunk that `spans` name.
 
-    spans: sharding.low_rank.adapter_spans of this chunk, without its prefix. A and B are zero.
+    spans: weights.sharding.low_rank.adapter_spans of this chunk, without its prefix. A and B are zero.
     """
     for name, of_a in spans.items():
         linear = name.removesuffix(".adapter.a")

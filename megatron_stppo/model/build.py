@@ -14,29 +14,30 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
-from megatron_stppo.model import adapters, expert_rows, fusions
+from megatron_stppo.model import adapters, fusions
+from megatron_stppo.model.experts import expert_rows
+from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.routing import attach
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.model.trunk import share
 from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.parallel.raise_together import first, raise_together
-from megatron_stppo.sharding.hf_checkpoint import load_hf
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import (
+from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import (
     Adaptation,
     LowRank,
     adapter_shapes,
     adapter_spans,
     low_rank_terms,
 )
-from megatron_stppo.sharding.mlp_spans import LayerSpec
-from megatron_stppo.sharding.peft_tensors import check_base, load_peft
-from megatron_stppo.sharding.spans import chunk_prefix, training_spans
-from megatron_stppo.sharding.tiles import Spans
+from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
+from megatron_stppo.weights.sharding.peft_tensors import check_base, load_peft
+from megatron_stppo.weights.sharding.spans import chunk_prefix, training_spans
+from megatron_stppo.weights.sharding.tiles import Spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 Role = Literal["actor", "critic", "reference"]
@@ -220,7 +221,7 @@ def adapters_of_rank(shape: ModelShape, config: Config, layout: Layout, rank: in
 def low_rank(
     parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
 ) -> dict[tuple[str, str], LowRank]:
-    """Return the terms that a rank's adapters add to its weights (sharding/low_rank.py); {} without adapters.
+    """Return the terms that a rank's adapters add to its weights; {} without adapters.
 
     parameters: named_parameters of actor or critic.
     """
@@ -232,7 +233,7 @@ def low_rank(
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of this rank's chunks, under the names of sharding/spans.py."""
+    """Return the parameters of this rank's chunks, under the names of weights/sharding/spans.py."""
     return {
         chunk_prefix(len(model), number) + name: parameter
         for number, chunk in enumerate(model)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import adapted
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import adapted
 
 TRAINED = 3  # forward and backward; the backward pass has two matrix products for each one of the forward
 

@@ -1,7 +1,7 @@
 """The modules of the models' layers: TransformerEngine's, or megatron's local modules with packed attention.
 
-The two differ in their kernels and in the names of the norms' weights (sharding/spans.py). A checkpoint can
-only be resumed with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work with both.
+The two differ in their kernels and in the names of the norms' weights. A checkpoint can only be resumed
+with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work with both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
-from megatron_stppo.model.grouped_experts import GroupedExperts
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.mlp_spans import LayerSpec
+from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):

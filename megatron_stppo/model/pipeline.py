@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_stppo.base.types import Batch
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, partition, unpack
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.types import Batch
+from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
 Record = TypeVar("Record")  # what is kept of a microbatch: a detached tensor, or several

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.logits_gradient import Gradient, kept, live_rows, product
 from megatron_stppo.ops.registration import is_one
 from megatron_stppo.ops.shard import Shard, rows_of
 from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
@@ -67,7 +67,7 @@ def linear_logprob(
     logits then takes twice the memory. Its gradient is rounded to bfloat16 for the two products.
     The other arguments are those of vocab_logprob.
     The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
-    cotangents are 0, if there are many, except on a GPU (_live_rows). Rows that are not left out must be
+    cotangents are 0, if there are many, except on a GPU (live_rows). Rows that are not left out must be
     finite, also if their cotangents are 0: a NaN reaches the gradient of the weight. Extra memory: a chunk of
     logits, and in the backward a float32 gradient of the weight.
     Raises ValueError that names the argument that does not fit.
@@ -92,9 +92,9 @@ class _LinearLogprob(torch.autograd.Function):
         chunks: Sequence[tuple[int, int]],
         float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        product = ctx.product = _product if float32_logits else torch.mm
+        multiply = ctx.multiply = product if float32_logits else torch.mm
         parts = [
-            local_statistics(product(rows_of(hidden, range(a, b)), weight.t()), shard.rows(range(a, b)))
+            local_statistics(multiply(rows_of(hidden, range(a, b)), weight.t()), shard.rows(range(a, b)))
             for a, b in chunks
         ]
         merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
@@ -108,14 +108,14 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, merged = ctx.saved_tensors
-        gradient = _Gradient(hidden, weight, ctx.chunk, ctx.needs_input_grad[1])
-        live = _live_rows(cotangents)
+        gradient = Gradient(hidden, weight, ctx.chunk, ctx.needs_input_grad[1])
+        live = live_rows(cotangents)
         count = len(hidden) if live is None else len(live)
         for a, b in _even_chunks(count, ctx.chunk):
             rows = range(a, b) if live is None else live[a:b]
             statistics = merged[:, a:b] if live is None else merged[:, rows]
             shard, statistics = ctx.shard.rows(rows), statistics.contiguous()
-            logits = ctx.product(rows_of(hidden, rows), weight.t())
+            logits = ctx.multiply(rows_of(hidden, rows), weight.t())
             given = [None if x is None else rows_of(x, rows) for x in cotangents]
             gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
             del logits  # free them before the next chunk's are allocated
@@ -174,13 +174,13 @@ class _LinearLoss(torch.autograd.Function):
         float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         longest = max((b - a for a, b in chunks), default=0)
-        gradient = _Gradient(hidden, weight, longest, ctx.needs_input_grad[1]) if wanted else None
-        product = _product if float32_logits else torch.mm
+        gradient = Gradient(hidden, weight, longest, ctx.needs_input_grad[1]) if wanted else None
+        multiply = product if float32_logits else torch.mm
         losses, records, logprobs = [], [], []
         for a, b in chunks:
             rows: range | Tensor = range(a, b)
             part = shard.rows(rows)
-            logits = product(rows_of(hidden, rows), weight.t())
+            logits = multiply(rows_of(hidden, rows), weight.t())
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
             with torch.set_grad_enabled(wanted):
                 leaves = [x.detach().requires_grad_(wanted) for x in merged.unbind()[:3]]
@@ -191,9 +191,9 @@ class _LinearLoss(torch.autograd.Function):
             logprobs.append(merged.select(0, 0))
             if gradient is not None:
                 cotangents: Sequence[Tensor | None] = torch.autograd.grad(value, leaves, allow_unused=True)
-                live = _live_rows(cotangents)
+                live = live_rows(cotangents)
                 if live is not None:  # without failed trajectories; if no entropy term, without clipped turns
-                    logits, part, merged = _kept(logits, live), part.rows(live), merged[:, live].contiguous()
+                    logits, part, merged = kept(logits, live), part.rows(live), merged[:, live].contiguous()
                     cotangents, rows = [None if x is None else x[live] for x in cotangents], a + live
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
             del logits  # free them before the next chunk's are allocated
@@ -206,7 +206,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        gradient: _Gradient | None = ctx.gradient
+        gradient: Gradient | None = ctx.gradient
         if gradient is None:
             raise RuntimeError(
                 "linear_loss: the first backward scaled the gradient in place; run it once only"
@@ -223,82 +223,6 @@ class _LinearLoss(torch.autograd.Function):
             return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 6
         main.add_(of_weight)  # float32, never rounded to the weight's type
         return of_hidden, None, *(None,) * 6
-
-
-class _Gradient:
-    """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows.
-
-    is_trained: False for a frozen weight, which gets no dW (None).
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, longest: int, is_trained: bool) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._spare = longest * len(weight) * weight.itemsize // 10  # bytes: a tenth of a chunk of logits
-        self.of_hidden = torch.zeros_like(hidden)
-        self.of_weight: Tensor | None = None
-        if is_trained:
-            self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-    def add(self, of_logits: Tensor, rows: range | Tensor) -> None:
-        """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
-        if not len(of_logits):
-            return
-        if of_logits.dtype != self._weight.dtype:
-            of_logits = _rounded(of_logits, self._weight.dtype)
-        hidden = rows_of(self._hidden, rows)
-        if isinstance(rows, range):
-            torch.mm(of_logits, self._weight, out=self.of_hidden[rows.start : rows.stop])
-        else:
-            self.of_hidden[rows] = of_logits @ self._weight
-        if self.of_weight is None:
-            return
-        if hidden.dtype == torch.float32:
-            self.of_weight.addmm_(of_logits.t(), hidden)
-        elif hidden.is_cuda:  # the product is added to the float32 sums without rounding and without a copy
-            torch.addmm(self.of_weight, of_logits.t(), hidden, out_dtype=torch.float32, out=self.of_weight)
-        else:
-            self._add_in_pieces(self.of_weight, of_logits, hidden)
-
-    def _add_in_pieces(self, of_weight: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-        """Add dW of bfloat16 factors on a CPU. In float32 a piece and its factors take a tenth of a chunk."""
-        block = max(64, self._spare // (4 * max(1, hidden.shape[1] + len(hidden))))
-        for start in range(0, of_logits.shape[1], block):
-            columns = slice(start, start + block)
-            of_weight[columns] += _product(of_logits[:, columns].t(), hidden)
-
-
-def _kept(logits: Tensor, rows: Tensor) -> Tensor:
-    """Return logits[rows], moved to the front of the same memory. `rows` must be ascending.
-
-    Rows are moved in blocks of a sixteenth of the logits, so the temporary copies are small.
-    """
-    step = max(1, len(logits) // 16)
-    for start in range(0, len(rows), step):  # row i comes from a row >= i, not yet overwritten
-        chosen = rows[start : start + step]
-        logits[start : start + len(chosen)] = logits[chosen]
-    return logits[: len(rows)]
-
-
-def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a float32 gradient [rows, V_local] in bfloat16, written to the front of its own memory.
-
-    Rows are rounded in blocks of a sixteenth. Only the first block overlaps its own target, so only this one
-    needs a temporary copy.
-    """
-    rows, columns = gradient.shape
-    out = gradient.view(dtype).flatten()[: rows * columns].view(rows, columns)
-    step = max(1, rows // 16)
-    for start in range(0, rows, step):  # the rounded rows take half the bytes of the rows before them
-        block = gradient[start : start + step]
-        out[start : start + step] = block.to(dtype) if start == 0 else block
-    return out
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two matrices of bfloat16 or float32, accumulated and returned in float32."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[int]:
@@ -332,19 +256,6 @@ def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
         raise ValueError(
             f"bounds of the chunks {chunks[:4]}... must rise from 0 to the {rows} rows of hidden"
         )
-
-
-def _live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
-
-    None is also returned if all cotangents are None, for fake tensors, and on a GPU, where the host would
-    wait for the number of rows in every chunk.
-    """
-    given = [x for x in cotangents if x is not None]
-    if not given or given[0].is_cuda or isinstance(given[0], FakeTensor):
-        return None
-    live = torch.nonzero(torch.stack([x != 0 for x in given]).any(0)).squeeze(1)
-    return live if len(live) < 0.9 * len(given[0]) else None
 
 
 def _shard(

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.messages import did_you_mean
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes
 
 

@@ -13,16 +13,21 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from megatron_stppo.launch.vllm_environment import padded_rank
+from megatron_stppo.cluster.launch.vllm_environment import padded_rank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
-from megatron_stppo.reshard.merging import AT_ONCE
-from megatron_stppo.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.low_rank import adapted, adapter_shapes, serving_adapter_spans, with_joined
-from megatron_stppo.sharding.spans import widths_of
-from megatron_stppo.sharding.tiles import PADDING, Spans
-from megatron_stppo.sharding.transfers import ServedAdapters
+from megatron_stppo.weights.reshard.merging import AT_ONCE
+from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import (
+    adapted,
+    adapter_shapes,
+    serving_adapter_spans,
+    with_joined,
+)
+from megatron_stppo.weights.sharding.spans import widths_of
+from megatron_stppo.weights.sharding.tiles import PADDING, Spans
+from megatron_stppo.weights.sharding.transfers import ServedAdapters
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class ReshardCost:
 
     @property
     def staging(self) -> int:
-        """Bytes of a rank's buffers: two to send and two to receive a bucket (reshard/staging.py), and those
-        of a sum with adapters."""
+        """Bytes of a rank's buffers: two to send and two to receive a bucket, and those of a sum with
+        adapters."""
         return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank) + self.merging
 
 
@@ -100,7 +105,7 @@ def exchange(
 
 
 def merging_bytes(shape: ModelShape, rank: int, targets: Collection[str]) -> int:
-    """Return the most bytes that the sum W + scale * B A of a weight takes (reshard/merging.py).
+    """Return the most bytes that the sum W + scale * B A of a weight takes (weights/reshard/merging.py).
 
     These are A, B, a block of W and its sum, in float32. The sizes are those of the whole weight, of which a
     rank has a part.

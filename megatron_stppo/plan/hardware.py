@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_stppo.telemetry.throughput import PEAK_FLOPS
+from megatron_stppo.observe.throughput import PEAK_FLOPS
 
 GIB = 2**30
 

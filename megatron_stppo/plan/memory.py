@@ -23,7 +23,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.meter import Meter
 from megatron_stppo.plan.substitutes import device_paths, forget, route_evenly
-from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 
 @dataclass(frozen=True)

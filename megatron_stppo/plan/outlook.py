@@ -15,7 +15,7 @@ from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import Workload
 from megatron_stppo.plan.times import engine_speed, trainer_speed, transfer_seconds
 from megatron_stppo.plan.usage import EngineUse, TrainingUse
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 ITERATIONS = 8  # simulated and measured
 

@@ -15,9 +15,9 @@ from megatron_stppo.plan.exchange import exchange, layers_to_plan
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.spans import serving_spans
-from megatron_stppo.sharding.transfers import served_adapters, transfers
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.spans import serving_spans
+from megatron_stppo.weights.sharding.transfers import served_adapters, transfers
 
 
 @dataclass(frozen=True)

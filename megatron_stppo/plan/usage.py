@@ -13,10 +13,10 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.work import Work
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.tiles import Spans
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.tiles import Spans
 
-PREFILL = 8192  # tokens of one step, as rollout/vllm_setup.py sets them
+PREFILL = 8192  # tokens of one step, as rollout/vllm/vllm_setup.py sets them
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, to_batch
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.tiles import Spans
-from megatron_stppo.types import Task, Trajectory, Turn
+from megatron_stppo.weights.sharding.tiles import Spans
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.base.files import replacing
 from megatron_stppo.config import Config
-from megatron_stppo.config_file import NOT_YAML, load, parse
-from megatron_stppo.telemetry.trajectory_files import set_aside
+from megatron_stppo.config.file import NOT_YAML, load, parse
+from megatron_stppo.observe.trajectory_files import set_aside
 
 CONFIG = "config.yaml"
 ATTEMPT = "attempt"  # column of metrics.jsonl: the number of the attempt that trained the iteration

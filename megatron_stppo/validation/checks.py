@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, peft_folder
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # The files of data.* that a command reads.
 DATA = {
@@ -122,18 +122,6 @@ def check_output(config: Config) -> None:
         raise ConfigError(
             f"cold_start.output={output}: is not {kind} folder, and would be replaced; name another folder"
         )
-
-
-def check_absent(field: str, path: Path) -> None:
-    """Raise ConfigError if `path`, which a command is to create, exists."""
-    if path.exists():
-        raise ConfigError(f"{field}={path}: already exists; name a new folder, or remove it")
-
-
-def check_empty(field: str, folder: Path) -> None:
-    """Raise ConfigError if `folder`, which a command is to fill, contains anything."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{field}={folder}: is not empty; name a new folder")
 
 
 def check_step(run: Path, field: str, checkpoint: str | None) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_stppo.cluster.launch.vllm_environment import LORA_RANKS
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.config.peft_folder import SETTINGS, PeftFolder, read_folder
-from megatron_stppo.launch.vllm_environment import LORA_RANKS
-from megatron_stppo.sharding.hf_names import ModelShape, read_shape
-from megatron_stppo.sharding.low_rank import adapted, adapter_shapes
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.low_rank import adapted, adapter_shapes
 
 
 def check(config: Config) -> None:
@@ -38,16 +38,6 @@ def check(config: Config) -> None:
     check_targets(shape, lora.rank, lora.names, lora.targets)
     if lora.sync == "adapter":
         check_alone(shape, lora.rank)
-
-
-def of_checkpoint(config: Config) -> Config:
-    """Return the configuration for models that get a checkpoint's weights and are not trained.
-
-    It has no model.lora.path: the checkpoint has all adapters, so that the folder need not exist. Rank, alpha
-    and targets are those of the section; config_file.py has completed them.
-    """
-    lora = config.model.lora.model_copy(update={"path": None})
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
 
 def check_alone(shape: ModelShape, rank: int) -> None:

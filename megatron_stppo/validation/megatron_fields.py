@@ -7,8 +7,8 @@ import functools
 import importlib.util
 from pathlib import Path
 
+from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.messages import did_you_mean
 
 # Fields of megatron that would change what is trained.
 REFUSED = (
@@ -22,7 +22,7 @@ REFUSED = (
     )
     | dict.fromkeys(
         ("moe_permute_fusion", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
-        "model/expert_rows.py decides the order of the experts' tokens",
+        "model/experts/expert_rows.py decides the order of the experts' tokens",
     )
 )
 # Fields of megatron that follow from other fields of the configuration. Another value would train a different

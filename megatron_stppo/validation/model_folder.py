@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.sharding.hf_fields import FAMILIES, check_only, read_fields
-from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation.model_weights import check_weights
+from megatron_stppo.weights.sharding.hf_fields import FAMILIES, check_only, read_fields
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 USER = {"role": "user", "content": "a"}
 CHATS = ([USER], [{"role": "system", "content": "a"}, USER])  # a usable template renders one of them

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.hf_fields import FAMILIES
-from megatron_stppo.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
 def check_parallel(config: Config, world_size: int) -> Layout:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.sharding.hf_files import INDEX, SINGLE, Entry, entries, same_bytes
-from megatron_stppo.sharding.hf_names import EMBEDDING, HEAD, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, Entry, entries, same_bytes
+from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, ModelShape, hf_shapes
 
 TYPES = ("BF16", "F16", "F32", "F64")
 # transformers computes these buffers again, and ignores those of old checkpoints

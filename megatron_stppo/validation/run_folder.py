@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.messages import did_you_mean
-from megatron_stppo.sharding.hf_names import read_shape
 from megatron_stppo.validation import serving
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # Files and folders whose loss would lose results of a run.
 WRITTEN = ("metrics.jsonl", "trajectories", "dumps", "checkpoints")

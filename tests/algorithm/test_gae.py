@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.types import Task, Trajectory, Turn
 
 
 def by_definition(reward, value, offsets, gamma, lam):

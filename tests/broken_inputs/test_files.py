@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from megatron_stppo.cli import open_run
+from megatron_stppo.commands import open_run
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.validation import checks, model_folder
 from tests.broken_inputs.inputs import ROW, SHAPE, Said
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.config import Config
-from megatron_stppo.launch.process import free_port
 from megatron_stppo.replicas.trainer import local
 from tests.chaos import spares
 from tests.chaos.moments import Orders

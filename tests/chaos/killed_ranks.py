@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stppo.checkpoint import step_folder as steps
+from megatron_stppo.cluster.deadlines import Watchdog
+from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config, DeadlinesConfig
-from megatron_stppo.config_file import load
-from megatron_stppo.resilience.deadlines import Watchdog
-from megatron_stppo.resilience.preemption import PreemptionNotice
+from megatron_stppo.config.file import load
 
 RANKS, ITERATIONS = 4, 8
 OVERRIDES = [
@@ -47,7 +47,7 @@ class Attempt:
 
 
 class Ranks:
-    """Needs launch.prepare() and imports of megatron_stppo.loop and worker in this process, and no groups."""
+    """Needs launch.prepare() and the imports of loop and colocated in this process, and no process groups."""
 
     def __init__(self, config: Path, name: str) -> None:
         self.config: Config = load(config, [*OVERRIDES, f"run.name={name}"])
@@ -125,12 +125,12 @@ class Ranks:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             run = self.config.run
             with Watchdog(run.folder, self.config.deadline_by_phase, rank, RANKS) as watchdog:
-                sys.modules["megatron_stppo.loop"].train(
+                sys.modules["megatron_stppo.training.loop"].train(
                     self.config,
                     True,
                     watchdog,
                     PreemptionNotice(run.end_margin),
-                    sys.modules["megatron_stppo.worker"].assemble,
+                    sys.modules["megatron_stppo.training.colocated"].assemble,
                 )
             code = 0
         except BaseException:

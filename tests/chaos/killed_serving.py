@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stppo.config import Config, DeadlinesConfig
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.replicas.wire import keys
 from tests.chaos import drawn_tasks
 from tests.chaos.attempt import ANY_TIME, Attempt, is_started

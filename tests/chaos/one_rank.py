@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.base.errors import CheckpointError
 from megatron_stppo.checkpoint import contents, host_copy, loading, saving, writer
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy
-from megatron_stppo.checkpoint.step_folder import CheckpointError
 from megatron_stppo.config import Config
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel import groups
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 

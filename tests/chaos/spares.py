@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from megatron_stppo.__main__ import run as run_command_line
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from tests.chaos.moments import Orders
 
 MESSAGE = 2**16  # bytes of a command line and an environment

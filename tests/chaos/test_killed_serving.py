@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.launch import process
-from tests.loop import small_run
+from megatron_stppo.cluster.launch import process
+from tests.training.loop import small_run
 
 SMALL = ("run.iterations=4", "parallel.tensor=1", "run.evaluate_every=0", "rollout.engine_restarts=1")
 PATIENCE = 120.0  # seconds
@@ -26,9 +26,6 @@ def disturbed(root: Path, hold: Path) -> dict[str, Any]:
     process.prepare()
     import torch
 
-    import megatron_stppo.loop
-    import megatron_stppo.replicas.replica.start
-    import megatron_stppo.replicas.trainer.start  # noqa: F401
     from tests.chaos import drawn_tasks, killed_serving
     from tests.chaos.attempt import Attempt
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch import process
-from tests.update import layouts
+from tests.training.update import layouts
 
 Run = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Rectangles of a range of elements. Whole checkpoints are tested in tests/update/test_relayout.py."""
+"""Rectangles of a range of elements. Whole checkpoints: tests/training/update/test_relayout.py."""
 
 from __future__ import annotations
 

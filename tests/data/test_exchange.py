@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.packing import PackingSpec, holding, pack, to_batch, token_ids
-from megatron_stppo.types import Task, Trajectory, Turn
 from tests.ranks import run_ranks
 
 RANKS, COUNT = 4, 32
@@ -53,7 +53,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def observe(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, dict[str, Any]]:
-    from megatron_stppo.launch import process
+    from megatron_stppo.cluster.launch import process
 
     process.prepare(engine=False)
     from megatron_stppo.config import ParallelConfig
@@ -88,10 +88,10 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     from megatron_stppo.config import Config
     from megatron_stppo.data.exchange import Played, undivided
     from megatron_stppo.data.finite import columns
-    from megatron_stppo.learner import Learner
+    from megatron_stppo.model.learner import Learner
     from megatron_stppo.model.pipeline import Packer
-    from megatron_stppo.stages import _routes, distribute
-    from megatron_stppo.update.minibatches import minibatches
+    from megatron_stppo.training.stages import _routes, distribute
+    from megatron_stppo.training.update.minibatches import minibatches
 
     config = Config.model_validate(
         {"model": {"path": "m"}, "parallel": parallel, "update": {"epochs": epochs, "minibatches": 4}}

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.data.tasks import read
 from megatron_stppo.environments.search import factory

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.types import Batch, Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 0)
 

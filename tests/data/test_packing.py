@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import (
     PackingSpec,
@@ -18,7 +19,6 @@ from megatron_stppo.data.packing import (
     to_batch,
     unpack,
 )
-from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 0)
 

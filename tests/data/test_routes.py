@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import PackingSpec, pack, to_batch
 from megatron_stppo.data.routes import dtype_of, joined, unknown
-from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("t", (), ("a",), "train", 7)
 # tokens 1 2 3 | 4 5, of which the engine read all but the last; 2 layers, 1 expert per token

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor, read
 from megatron_stppo.data.values import plain
-from megatron_stppo.types import Message, Task
 
 ROW = {
     "data_source": "nq",

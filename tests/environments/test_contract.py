@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.parallel import collectives
-from megatron_stppo.types import Message, Task
 
 TASK = Task("test", (Message("user", "Say e."),), ("e",), "train", 0)
 RIGHT = StepResult("", 1.0, True, True, False, "ok", "e")

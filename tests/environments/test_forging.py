@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.retrieval import BM25Retriever
 from megatron_stppo.environments.search import factory
-from megatron_stppo.rollout.episode import Episode, Limits
-from megatron_stppo.rollout.generation import Finished
-from megatron_stppo.types import Message, Task
-from tests.rollout.tiny import END, build_tokenizer
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.vllm.generation import Finished
+from tests.rollout.vllm.tiny import END, build_tokenizer
 
 # Every document has the word "x" and tries to act as something other than a document.
 FORGED = [

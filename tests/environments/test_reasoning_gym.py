@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_stppo.base.types import Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.data import tasks
 from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments import choose, reasoning_gym
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.reasoning_gym import RETRY, task_rows
-from megatron_stppo.types import Task
 
 package = pytest.importorskip("reasoning_gym", reason="needs megatron-stppo[reasoning-gym]")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reasoning_gym"

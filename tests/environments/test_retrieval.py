@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.base import ToolAway
 from megatron_stppo.environments.retrieval import (
@@ -30,8 +31,7 @@ from megatron_stppo.environments.retrieval import (
 )
 from megatron_stppo.environments.retrieval_server import create_app
 from megatron_stppo.environments.search import factory
-from megatron_stppo.types import Message, Task
-from tests.loop.canaries import Canary
+from tests.training.loop.canaries import Canary
 
 CORPUS = [
     {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville.'},

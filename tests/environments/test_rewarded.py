@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.commands.check_environment import check
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose, contract
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.types import Message, Task
+from megatron_stppo.rollout.episodes.check_environment import check
 
 TASK = Task("test", (Message("user", "Say e."),), ("e",), "train", 0)
 # An environment of two turns that is right if the second one is "e". It gives 0.25 for the first turn.

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.base import Environment, ToolAway
 from megatron_stppo.environments.retrieval import BM25Retriever, Document, RetrievalError, RetrievalTimeout
 from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, render
-from megatron_stppo.types import Message, Task
 
 CORPUS = [
     {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville, currency XAF.'},

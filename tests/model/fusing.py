@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.launch import process
 
 
 def decided(places: list[dict[str, Any]], given: dict[str, Any]) -> list[tuple[dict[str, bool], str, str]]:
@@ -31,7 +31,7 @@ def on_this_machine(experts: int) -> dict[str, Any]:
     from dataclasses import asdict, replace
 
     from megatron_stppo.model.fusions import Place
-    from megatron_stppo.sharding.hf_names import ModelShape
+    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
     shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
     config = Config.model_validate({"model": {"path": "none"}})
@@ -45,7 +45,7 @@ def attention_backend(given: str) -> str:
 
     from megatron_stppo.model.build import transformer_config
     from megatron_stppo.parallel import groups
-    from megatron_stppo.sharding.hf_names import ModelShape
+    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
     shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
     config = Config.model_validate({"model": {"path": "none"}, "megatron": {"attention_backend": given}})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from tests.ranks import run_ranks
 
 LENGTHS = (3, 5)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from tests.plan import real_step
 from tests.ranks import run_ranks
 
@@ -25,7 +25,7 @@ def norms(folder: str, parallel: dict[str, Any]) -> list[tuple[float, float]]:
 
     from megatron_stppo.model import build
     from megatron_stppo.parallel import groups
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     config = real_step.settings(folder, {}, parallel)
     mesh, found = groups.initialize(config.parallel), []

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.model import offload
 from megatron_stppo.model.offload import Storages
 from tests.ranks import run_ranks
-from tests.update import layouts
+from tests.training.update import layouts
 
 STEPS = 2
 
@@ -30,8 +30,8 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     section = {"actor": layouts.SETTINGS, "critic": layouts.SETTINGS}
     config = Config.model_validate({"model": {"path": model}, "update": section})

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from tests.plan import real_step
 from tests.ranks import run_ranks
 
@@ -25,7 +25,7 @@ def groups_after_resuming(folder: str) -> set[tuple[Any, ...]]:
 
     from megatron_stppo.model import build
     from megatron_stppo.parallel import groups
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     config = real_step.settings(folder, {}, {})
     mesh, shape = groups.initialize(config.parallel), read_shape(config.model.path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.base.types import Message, Task, Trajectory, Turn
 from megatron_stppo.parallel.collectives import (
     all_gather_bytes,
     all_reduce_sum,
@@ -16,7 +17,6 @@ from megatron_stppo.parallel.collectives import (
     encode,
     gather_records,
 )
-from megatron_stppo.types import Message, Task, Trajectory, Turn
 from tests.ranks import run_ranks
 
 

@@ -89,9 +89,9 @@ def test_a_package_that_cannot_be_imported_without_a_gpu_does_not_stop_megatron(
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise OSError('libcuda.so.1')")
     code = (
-        "from megatron_stppo.launch import process; process.prepare(engine=False)\n"
+        "from megatron_stppo.cluster.launch import process; process.prepare(engine=False)\n"
         "from megatron.core.models.gpt import gpt_layer_specs\n"
-        "import megatron.core.inference.contexts, megatron_stppo.learner\n"
+        "import megatron.core.inference.contexts, megatron_stppo.model.learner\n"
         "print(gpt_layer_specs.HAVE_TE)"
     )
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))

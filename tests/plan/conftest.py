@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from tests.plan import real_step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 
 EXACT = ("weights", "gradients", "optimizer")  # fields of ModelUse
 LENGTH = 128  # tokens of every trajectory
@@ -136,9 +136,9 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     from megatron_stppo.model.trunk import frozen
     from megatron_stppo.parallel import groups
     from megatron_stppo.plan.work import trajectory
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.update.actor_step import ActorLoss, actor_step, minibatch_weights
-    from megatron_stppo.update.critic_step import critic_step
+    from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.training.update.critic_step import critic_step
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     mesh, dtype = groups.initialize(config.parallel), process.dtype(config)
     shape, a = read_shape(config.model.path), config.algorithm

@@ -32,7 +32,7 @@ def trainer_seconds(folder: str) -> tuple[float, float]:
     from megatron_stppo.plan.dry_run import plan, training_use
     from megatron_stppo.plan.hardware import H100
     from megatron_stppo.plan.times import trainer_speed
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     config = settings(folder, {"dtype": "auto"}, {})
     given = assumptions.read(config, ()) | {"training_share": 1.0}

@@ -13,8 +13,8 @@ def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]
     """Return (first rank, {stage: ranks}) of an 8-layer model."""
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.work import kinds
-    from megatron_stppo.sharding.hf_names import ModelShape
-    from megatron_stppo.sharding.spans import training_layouts
+    from megatron_stppo.weights.sharding.hf_names import ModelShape
+    from megatron_stppo.weights.sharding.spans import training_layouts
 
     shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
     mesh = Layout(*layout)
@@ -93,7 +93,7 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
     from megatron_stppo.model.flop import adapters, forward, training
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.work import trajectory
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     config = settings(folder, {"dtype": "auto", "lora": {"rank": rank}}, {})
     made, shape = plan(config, 1), read_shape(config.model.path)

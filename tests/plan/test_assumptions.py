@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.plan import assumptions
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
 from megatron_stppo.validation.splits import candidates

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import StepResult
-from tests.rollout.tiny import Game
+from tests.rollout.vllm.tiny import Game
 
 
 class Dice(Game):

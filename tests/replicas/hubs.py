@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.expected import Expected
@@ -19,7 +20,6 @@ from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Done, FromTrainer, Hello, Offer, Play
-from megatron_stppo.types import Task, Trajectory, Turn
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
 EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)

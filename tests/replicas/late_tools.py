@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.types import Message, Task
-from tests.loop import searching
+from tests.training.loop import searching
 
 LATE, PLANT = float(os.environ.get("LATE", "0")), os.environ.get("PLANT", "")
 HOLD = Path(os.environ.get("HOLD", "/nowhere"))
@@ -58,7 +58,7 @@ def coarse(task: Task, turns: object, result: StepResult) -> float:
 
 def _keep_stale_blocks() -> None:
     """New weights do not empty the key-value cache."""
-    from megatron_stppo.rollout.engine import Engine  # imports vLLM, which the trainer does not need
+    from megatron_stppo.rollout.vllm.engine import Engine  # imports vLLM, which the trainer does not need
 
     refresh = Engine.refresh
 
@@ -94,7 +94,7 @@ def _lose_an_update() -> None:
 
 def _name_the_version_before() -> None:
     """Tokens are said to be of the version before the one that generated them."""
-    from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine
 
     refresh = Engine.refresh
 

@@ -14,16 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.launch.rendezvous import connect_store, host_store
+from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire.losses import ReplicaLost, tell_lost
 from megatron_stppo.replicas.wire.messages import Offer
 from megatron_stppo.replicas.wire.weights import Link, link_layouts
-from megatron_stppo.reshard.verify import ReshardError
-from megatron_stppo.sharding.spans import row_widths
+from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.sharding.spans import row_widths
 from tests.replicas.two_programs import await_note, post
-from tests.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
+from tests.weights.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
 
 SHAPE = model_shape(vocab=540_000)  # 35 MB in float32, so that one replica rank gets three buckets
 TIMEOUT = timedelta(seconds=60)
@@ -140,7 +140,7 @@ def train_two(folder: Path) -> dict[str, Any]:
     full.sync(1)
     trainer.done("full has version 1")
     error = torch.OutOfMemoryError("the GPU is full")
-    with mock.patch("megatron_stppo.reshard.execute.Exchange.prepare", side_effect=error):
+    with mock.patch("megatron_stppo.weights.reshard.execute.Exchange.prepare", side_effect=error):
         try:
             full.sync(2)
         except RuntimeError as raised:

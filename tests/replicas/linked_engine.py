@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire.messages import Offer
 from tests.replicas.two_programs import await_note, post
-from tests.rollout.tiny import CONTEXT, fill
+from tests.rollout.vllm.tiny import CONTEXT, fill
 
 TIMEOUT = timedelta(seconds=100)
 TWO = Layout(tensor=2)
@@ -22,12 +22,12 @@ def train(folder: Path) -> Any:
     """Send the checkpoint's weights as version 3, and half of them as version 4."""
     import torch.distributed as dist
 
+    from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
     from megatron_stppo.config import Config
-    from megatron_stppo.launch.rendezvous import connect_store, host_store
-    from megatron_stppo.learner import build_learner
+    from megatron_stppo.model.learner import build_learner
     from megatron_stppo.parallel import groups
     from megatron_stppo.replicas.wire.weights import Link
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     config = Config.model_validate({"model": {"path": folder}, "parallel": {"tensor": 2}})
     mesh = groups.initialize(config.parallel)
@@ -53,8 +53,8 @@ def serve(folder: Path) -> dict[str, Any]:
     """Receive versions 3 and 4. Return what differs from the checkpoint, and versions of generated turns."""
     process.prepare()
     from megatron_stppo.replicas.wire.weights import Link
-    from megatron_stppo.rollout.engine import Engine
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
     given = engine.parameters()

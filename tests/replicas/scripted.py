@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from safetensors.torch import load_file
 
-from megatron_stppo.launch.rendezvous import host_store
+from megatron_stppo.base.types import Task, Trajectory
+from megatron_stppo.cluster.launch.rendezvous import host_store
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.listener import Listener
@@ -28,10 +29,9 @@ from megatron_stppo.replicas.wire.messages import (
     Stop,
 )
 from megatron_stppo.replicas.wire.weights import Link
-from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.spans import row_widths, training_layouts
-from megatron_stppo.types import Task, Trajectory
-from tests.reshard.pieces import cut
+from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.spans import row_widths, training_layouts
+from tests.weights.reshard.pieces import cut
 
 PATIENCE = 60.0  # seconds for a message
 Kind = TypeVar("Kind")

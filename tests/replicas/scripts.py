@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.replicas.wire.messages import Hello, NotAccepted, ReplicaFailed
-from megatron_stppo.types import Trajectory
 from tests.replicas.scripted import Scripted
-from tests.rollout.tiny import task
+from tests.rollout.vllm.tiny import task
 
 SEED, TASKS = 11, [task(index) for index in range(6)]
 NUMBERS = range(70, 76)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo.cluster.launch.slurm import torchrun_variables
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch.slurm import torchrun_variables
 from megatron_stppo.replicas.wire.address import check, find
 
 HOSTS = {"gpu07": "10.1.0.7", "gpu08": "127.0.1.1", "ib7": "10.2.0.7"}

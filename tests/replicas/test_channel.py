@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import (
     AlgorithmConfig,
     Config,
@@ -34,8 +35,7 @@ from megatron_stppo.replicas.wire.messages import (
     Stop,
 )
 from megatron_stppo.replicas.wire.payloads import limit_of, message_limit, pack
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.types import Task, Trajectory, Turn
+from megatron_stppo.weights.sharding.hf_names import ModelShape
 from tests.replicas.peers import (
     MAX,
     connected,

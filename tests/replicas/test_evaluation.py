@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_stppo.base.errors import EngineLost
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.parallel.layout import Layout
@@ -29,10 +30,9 @@ from megatron_stppo.replicas.wire.messages import (
     Ready,
     Stop,
 )
-from megatron_stppo.resilience.faults import EngineLost
-from megatron_stppo.rollouts import rollout_settings
+from megatron_stppo.training.rollouts import rollout_settings
 from tests.replicas.hubs import TASKS, ScriptedReplica, Trainer, hello, played, trainer, until
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm.tiny import build_model
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire.messages import Done
 from megatron_stppo.replicas.wire.payloads import Unreadable, pack, unpack_from_replica
-from megatron_stppo.types import Task, Trajectory, Turn
 
 MAX = 2**20
 EXPECTED = Expected("", 10, "", "", max_context=10)

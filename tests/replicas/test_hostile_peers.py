@@ -22,6 +22,7 @@ import msgspec
 import psutil
 import pytest
 
+from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.replicas.wire import channel as channel_file
 from megatron_stppo.replicas.wire import listener as listener_file
 from megatron_stppo.replicas.wire.channel import LENGTH, NONCE, PROOF, authenticate
@@ -37,7 +38,6 @@ from megatron_stppo.replicas.wire.messages import (
     Stop,
 )
 from megatron_stppo.replicas.wire.payloads import Unreadable, pack, unpack_from_replica
-from megatron_stppo.types import Task, Trajectory
 from tests.replicas.peers import (
     MAX,
     READY,

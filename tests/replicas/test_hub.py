@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from megatron_stppo.base.errors import EngineLost, ToolsStayAway
+from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Taken
@@ -17,8 +19,6 @@ from megatron_stppo.replicas.wire.messages import (
     ReplicaFailed,
     Stop,
 )
-from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
-from megatron_stppo.types import Turn
 from tests.replicas.hubs import TASKS, hello, trainer, until
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_stppo.base.errors import EngineLost, ToolsStayAway
 from megatron_stppo.replicas.wire.messages import Announce, Go, Leaving, Ready, ReplicaFailed
-from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
 from tests.replicas.hubs import played, trainer, until
 
 

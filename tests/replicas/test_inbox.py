@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.replicas.replica.inbox import End, Inbox
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
-from megatron_stppo.resilience.faults import ToolsStayAway
-from megatron_stppo.rollout.environment_host import EnvironmentHost
-from megatron_stppo.rollout.tool_wait import ToolWait
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from tests.replicas.peers import connected, until
-from tests.rollout.tiny import Game, task
+from tests.rollout.vllm.tiny import Game, task
 
 ASKED = Assignment(7, task(0), 0, 11, 0, 1.0, 1.0)
 

@@ -12,8 +12,8 @@ from megatron_stppo.replicas.replica.news import News
 from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.journal import Journal, Line
 from megatron_stppo.replicas.wire.messages import Assignment
-from megatron_stppo.rollout.environment_host import Answer
-from tests.rollout.tiny import task
+from megatron_stppo.rollout.episodes.environment_host import Answer
+from tests.rollout.vllm.tiny import task
 
 GIVEN = Assignment(70, task(0), 0, 11, 0, 1.0, 1.0)
 

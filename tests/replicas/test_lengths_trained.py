@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.types import Task, Trajectory, Turn
 
 TASK = Task("test", (), ("yes",), "train", 0)
 BATCH = 8  # groups

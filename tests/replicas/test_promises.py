@@ -14,8 +14,8 @@ import pytest
 
 from tests.documented import undocumented
 from tests.forking import stand_in
-from tests.loop import small_run
-from tests.loop.test_resume import NOT_EQUAL
+from tests.training.loop import small_run
+from tests.training.loop.test_resume import NOT_EQUAL
 
 COMMON = (
     "parallel.tensor=1",

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.wire import journal, keys
 from megatron_stppo.replicas.wire.messages import Counters
-from megatron_stppo.rollout.episode import Limits
-from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.types import Trajectory
+from megatron_stppo.rollout.episodes.episode import Limits
+from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.ranks import run_ranks
 from tests.replicas.games import Dice
 from tests.replicas.scripts import NUMBERS, SEED, TASKS, train
-from tests.rollout.tiny import CONTEXT, Game, build_model
+from tests.rollout.vllm.tiny import CONTEXT, Game, build_model
 
 
 def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
@@ -43,9 +43,9 @@ def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
 
 def serve(model: Path, run: Path) -> dict[str, Any]:
     from megatron_stppo.replicas.replica import start as stage
-    from megatron_stppo.rollout.collect import collect
-    from megatron_stppo.rollout.engine import Engine
-    from megatron_stppo.rollouts import rollout_settings
+    from megatron_stppo.rollout.episodes.collect import collect
+    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.training.rollouts import rollout_settings
 
     engine = Engine(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
     given, waiting = config(model, run), config(model, run, rollout={"overlap_tools": False})
@@ -123,7 +123,7 @@ def once(
 
 
 def rollout_limits(given: Config) -> Limits:
-    from megatron_stppo.rollouts import rollout_settings
+    from megatron_stppo.training.rollouts import rollout_settings
 
     return rollout_settings(given).limits
 

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.replicas.scripted import Scripted
 from tests.replicas.scripts import SEED, TASKS
 from tests.replicas.test_replica import config, versions
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm.tiny import build_model
 
 
 def train_pair(model: Path, run: Path, python: str) -> dict[str, Any]:

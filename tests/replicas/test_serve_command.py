@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.cli.serve import serve
+from megatron_stppo.commands.serve import serve
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.digest import model_digest
 from tests.replicas.test_keys import CONNECTION
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm.tiny import build_model
 
 
 @pytest.fixture(scope="module")

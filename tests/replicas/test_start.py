@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.cli.serve import _open
+from megatron_stppo.commands.serve import _open
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.trainer.start import start_first
 from tests.ranks import run_ranks
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm.tiny import build_model
 
 
 def write_project(folder: Path) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.launch.rendezvous import files_needed
+from megatron_stppo.cluster.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire.losses import ReplicaLost, why_lost
 from megatron_stppo.replicas.wire.weights import Link, link_layouts
-from megatron_stppo.reshard.plan import lower_bound
-from megatron_stppo.sharding.spans import row_widths
+from megatron_stppo.weights.reshard.plan import lower_bound
+from megatron_stppo.weights.sharding.spans import row_widths
 from tests.ranks import RankError
 from tests.replicas import linked, linked_engine
 from tests.replicas.two_programs import Programs, run_programs
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm.tiny import build_model
 
 FOUR, ONE = Layout(2, 1, 2), Layout()
 Ended = dict[str, Future[list[Any]]]

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests.once import once
 from tests.ranks import run_ranks
-from tests.rollout import alone, test_async_steps
-from tests.rollout.tiny import build_model
+from tests.rollout.vllm import alone, test_async_steps
+from tests.rollout.vllm.tiny import build_model
 
 
 @pytest.fixture(scope="session")

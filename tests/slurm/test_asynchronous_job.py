@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.loop import small_run
 from tests.slurm import cluster
+from tests.training.loop import small_run
 
 
 def address() -> str:

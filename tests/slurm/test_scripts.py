@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.validation import checks
 from tests.plan.test_plans import EXAMPLES, PLANNED
 from tests.ranks import free_port

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import Config, EnvironmentConfig
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.rollout.episode import encode_plain
-from megatron_stppo.types import Message, Task
+from megatron_stppo.rollout.episodes.episode import encode_plain
 from tools import benchmark_peers
 from tools.peers import game, model, run
 from tools.peers.cases import CASES, Size, Start

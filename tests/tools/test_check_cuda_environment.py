@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_stppo.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.hf_fields import FAMILIES
 from tools.cuda_environment import models, stand_ins
 
 TOOL = Path(__file__).parents[2] / "tools/check_cuda_environment.py"

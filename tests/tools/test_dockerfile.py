@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_stppo.launch import doctor
+from megatron_stppo.cluster.launch import doctor
 from tools.check_dockerfile import Step, commands, steps
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import Config
-from megatron_stppo.config_file import load
-from megatron_stppo.telemetry.trajectory_files import played_path, recorded, turns_path
+from megatron_stppo.config.file import load
+from megatron_stppo.observe.trajectory_files import played_path, recorded, turns_path
 from megatron_stppo.validation import attempts
 from megatron_stppo.validation.sources import config_of
 from tests.full_disk import full_disk

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.validation import megatron_fields
 from megatron_stppo.validation.checks import check, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, megatron_field_names

@@ -13,10 +13,10 @@ import torch
 
 from megatron_stppo import __main__ as command_line
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.file import load, validate
 from megatron_stppo.config.peft_folder import SETTINGS, TENSORS
-from megatron_stppo.config_file import load, validate
 from megatron_stppo.validation import lora
-from tests.update.imported import WRITTEN, save, write_adapter
+from tests.training.update.imported import WRITTEN, save, write_adapter
 
 SHAPE = {
     "model_type": "qwen3",
@@ -72,7 +72,7 @@ def test_what_reads_a_checkpoint_is_checked_without_the_folder(model: Path) -> N
     (adapter / SETTINGS).unlink()
     with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
         lora.check(begins)
-    follows = lora.of_checkpoint(begins)
+    follows = begins.of_checkpoint()
     lora.check(follows)
     section = follows.model.lora
     assert (section.rank, section.alpha, section.path) == (2, begins.model.lora.alpha, None)

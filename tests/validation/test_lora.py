@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
+from megatron_stppo.config.file import validate
 from megatron_stppo.config.peft_folder import SETTINGS
-from megatron_stppo.config_file import validate
 from megatron_stppo.validation import checks, lora
 from megatron_stppo.validation.lora import check_alone, check_targets
-from tests.reshard.pieces import model_shape
+from tests.weights.reshard.pieces import model_shape
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_experts, check_layout, check_stages
-from tests.reshard.pieces import model_shape
+from tests.weights.reshard.pieces import model_shape
 
 EXPERTS = model_shape(family="qwen3_moe", experts=6, hidden=16, ffn=16)
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.sharding.hf_files import INDEX
-from megatron_stppo.sharding.hf_names import EMBEDDING, HEAD
 from megatron_stppo.validation.model_weights import check_weights
-from tests.reshard.pieces import checkpoint, model_shape
+from megatron_stppo.weights.sharding.hf_files import INDEX
+from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD
+from tests.weights.reshard.pieces import checkpoint, model_shape
 
 SHAPE = model_shape(tied=True)
 UP = "model.layers.0.mlp.up_proj.weight"

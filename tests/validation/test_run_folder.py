@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config_file import load
+from megatron_stppo.config.file import load
 from megatron_stppo.validation import serving
 from megatron_stppo.validation.checks import check_step
 from megatron_stppo.validation.run_folder import check_new, check_resume, finished

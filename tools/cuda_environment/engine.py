@@ -30,10 +30,10 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def compare(folder: Path, tensor: int) -> str:
     """Build every rank's shard. Raise AssertionError if a name or a shape is not the reshard's."""
-    from megatron_stppo.reshard.resharder import mismatch
-    from megatron_stppo.rollout.vllm_setup import weights
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.sharding.spans import row_widths, serving_layouts
+    from megatron_stppo.rollout.vllm.vllm_setup import weights
+    from megatron_stppo.weights.reshard.resharder import mismatch
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts
 
     shape = read_shape(folder)
     layouts, count = serving_layouts(shape, tensor, tensor), 0
@@ -59,7 +59,7 @@ def _built(folder: Path, tensor: int, rank: int) -> Iterator:
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from megatron_stppo.rollout.vllm_setup import engine_arguments
+    from megatron_stppo.rollout.vllm.vllm_setup import engine_arguments
 
     new_group = dist.new_group
     arguments = engine_arguments(

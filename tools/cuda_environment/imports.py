@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 from tools.cuda_environment import stand_ins
 
-CPU_ONLY = ("megatron_stppo.rollout.cpu_experts", "megatron_stppo.rollout.cpu_worker")
+CPU_ONLY = ("megatron_stppo.rollout.vllm.cpu_layers", "megatron_stppo.rollout.vllm.cpu_worker")
 # need packages that are installed in environments of their own
-OTHERS = ("megatron_stppo.adapters.openenv", "megatron_stppo.adapters.verifiers")
+OTHERS = ("megatron_stppo.agents.packages.openenv", "megatron_stppo.agents.packages.verifiers")
 STAND_IN = "vllm.v1.worker.cpu.shm"  # replaces functions of torch while it is imported
 
 
@@ -25,7 +25,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def engine() -> str:
-    """Import what launch/process.py imports of vLLM."""
+    """Import what cluster/launch/process.py imports of vLLM."""
     import vllm.v1.engine.core
     import vllm.v1.worker.gpu_model_runner
     import vllm.v1.worker.gpu_worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import LLAMA3
 
 SIZES: dict[str, Any] = {
     "vocab_size": 3001,

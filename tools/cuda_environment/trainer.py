@@ -29,7 +29,7 @@ META = {"use_cpu_initialization": False, "perform_initialization": False}
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     import torch  # noqa: F401 - loads libraries that TransformerEngine needs
 
-    from megatron_stppo.launch import process
+    from megatron_stppo.cluster.launch import process
 
     importlib.import_module("transformer_engine.pytorch")  # before `prepare`, which hides it without a GPU
     process.prepare(engine=False, device="meta")
@@ -50,9 +50,9 @@ def compare(folder: Path, ranks: int, parallel: dict[str, Any]) -> str:
     from megatron_stppo.config import Config
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.work import kinds, standing_at
-    from megatron_stppo.reshard.plan import build_plan
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.sharding.spans import row_widths, serving_layouts, training_layouts
+    from megatron_stppo.weights.reshard.plan import build_plan
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts
 
     shape = read_shape(folder)
     config = Config.model_validate(
@@ -80,8 +80,8 @@ def _compared(role: Any, shape: Any, config: Any, mesh: Any) -> tuple[set[str], 
     import torch
 
     from megatron_stppo.model import build
-    from megatron_stppo.reshard.resharder import mismatch
-    from megatron_stppo.sharding.spans import chunk_prefix, row_widths, training_spans
+    from megatron_stppo.weights.reshard.resharder import mismatch
+    from megatron_stppo.weights.sharding.spans import chunk_prefix, row_widths, training_spans
 
     chunks = build.build(role, shape, config, mesh, torch.bfloat16)
     weights = build.named_parameters(chunks)

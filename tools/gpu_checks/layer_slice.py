@@ -21,7 +21,7 @@ from gpu_checks import main
 from gpu_checks.machine import ceilings, synchronize
 from gpu_checks.model import configuration, trajectories, write_model
 from gpu_checks.training import EXPERTS, work
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 
 # One rank of tensor=8: 5 of 40 heads, 1 of 8 key-value heads, an eighth of the MLP and of the vocabulary.
 RANK_OF_32B = {"hidden": 5120, "ffn": 3456, "layers": 4, "heads": 5, "kv_heads": 1, "head_dim": 128}
@@ -70,12 +70,12 @@ def expert_slice() -> dict[str, Any]:
 
 def _phases(folder: Path) -> dict[str, Any]:
     """Score and update once for warm-up, once for time and memory, and once to count the host's waits."""
-    from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
-    from megatron_stppo.learner import build_learner
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.stages import score, update
-    from megatron_stppo.telemetry.throughput import phase_flop
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.observe.throughput import phase_flop
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     given, longest, count = sections(torch.cuda.is_available())
     config = configuration(folder, **given)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import Config
-from megatron_stppo.config_file import validate
-from megatron_stppo.types import Task, Trajectory, Turn
+from megatron_stppo.config.file import validate
 
 SMALL = {"hidden": 256, "ffn": 512, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 1024}
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from gpu_checks import main
 from gpu_checks.model import SMALL, configuration, trajectories
 from gpu_checks.training import small_model, work
+from megatron_stppo.base.types import Batch, Trajectory
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
-from megatron_stppo.launch import process
-from megatron_stppo.types import Batch, Trajectory
 
 if TYPE_CHECKING:
-    from megatron_stppo.learner import Learner
+    from megatron_stppo.model.learner import Learner
     from megatron_stppo.model.optimizer import Trainer
 
 
@@ -49,11 +49,11 @@ def one_trunk() -> dict[str, Any]:
 
 
 def _saved_and_loaded(name: str, offload: str) -> dict[str, Any]:
-    from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.checkpoint.saving import Saver
     from megatron_stppo.data.packing import groups_of
-    from megatron_stppo.learner import build_learner
-    from megatron_stppo.stages import update
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import update
 
     config = configuration(
         small_model(),
@@ -110,9 +110,9 @@ def _played() -> list[Trajectory]:
 def _scored(config: Config) -> tuple[Learner, Batch]:
     """Return a learner and a batch of random trajectories with the log-probs of its models."""
     from megatron_stppo.data.packing import to_batch
-    from megatron_stppo.learner import build_learner
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.stages import score
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.training.stages import score
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     mesh, shape = process.start(config), read_shape(config.model.path)
     learner = build_learner(config, shape, mesh, process.dtype(config))

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_checks import main
 from gpu_checks.model import SMALL, configuration, trajectories, write_model
-from megatron_stppo.launch import process
+from megatron_stppo.cluster.launch import process
 
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 LENGTHS = (37, 512, 128, 300, 5, 1000)  # tokens of each sequence, for attention
@@ -74,9 +74,9 @@ def attention() -> dict[str, Any]:
 
 def measured(dtype: str, own: Any = None) -> Any:
     """Return the result of a step of actor and critic, as check-layouts computes it."""
-    from megatron_stppo.layout_check.cases import cases
-    from megatron_stppo.layout_check.measure import measure, random_batch
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.evidence.layouts.cases import cases
+    from megatron_stppo.evidence.layouts.measure import measure, random_batch
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     model = small_model()
     config = configuration(model, model={"dtype": dtype})
@@ -101,8 +101,8 @@ def reference() -> dict[str, Any]:
 def step() -> dict[str, Any]:
     """Compute the step of `reference` in bfloat16, on the GPU if there is one, and compare."""
     process.prepare(engine=False)
-    from megatron_stppo.layout_check.check import TOLERANCES, compare_case
-    from megatron_stppo.layout_check.measure import Measured
+    from megatron_stppo.evidence.layouts.check import TOLERANCES, compare_case
+    from megatron_stppo.evidence.layouts.measure import Measured
 
     tensors = load_file(work() / "reference.safetensors")
     before, after = (
@@ -135,11 +135,11 @@ def experts_replayed() -> dict[str, Any]:
 
 def _first_step(model: Path, replay: str) -> dict[str, Any]:
     process.prepare(engine=False)
-    from megatron_stppo.advantage.estimate import estimate
     from megatron_stppo.data.packing import groups_of, to_batch
-    from megatron_stppo.learner import build_learner
-    from megatron_stppo.sharding.hf_names import read_shape
-    from megatron_stppo.stages import score, update
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     sections = {"update": {"old_logprob": "score"}, "algorithm": {"routing_replay": replay}}
     config = configuration(model, model={"dtype": "bfloat16"}, **sections)
@@ -159,7 +159,7 @@ def _first_step(model: Path, replay: str) -> dict[str, Any]:
 def grouped() -> dict[str, Any]:
     """Compare experts in one product with experts one after the other: outputs and gradients, in bfloat16."""
     process.prepare(engine=False)
-    from tests.model.test_grouped_experts import compared
+    from tests.model.experts.test_grouped_experts import compared
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = process.start(configuration(small_experts(), model={"dtype": "bfloat16"}))
@@ -176,14 +176,14 @@ def grouped() -> dict[str, Any]:
 def cold_start() -> dict[str, Any]:
     """Train on the same random scripts for some steps: the loss must fall below half."""
     process.prepare(engine=False)
-    from megatron_stppo.commands.cold_start import as_batch, train_step
     from megatron_stppo.config import OptimizerConfig
     from megatron_stppo.data.demonstrations import Demonstration
     from megatron_stppo.model import build
     from megatron_stppo.model.optimizer import Trainer
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.sharding.hf_names import read_shape
+    from megatron_stppo.training.cold_start import as_batch, train_step
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     gpu = torch.cuda.is_available()
     model = small_model()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from game import OBSERVATION, reward
 
+from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.types import Message, Task
 
 
 class House:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-PREFILL = 8192  # most tokens of one step, as rollout/vllm_setup.py sets them
+PREFILL = 8192  # most tokens of one step, as rollout/vllm/vllm_setup.py sets them
 
 
 class Clock:

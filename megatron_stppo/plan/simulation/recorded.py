@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
+from megatron_stppo.observe import trajectory_log
+from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes
-from megatron_stppo.telemetry import trajectory_log
-from megatron_stppo.telemetry.trajectory_files import recorded
-from megatron_stppo.types import Trajectory
 
 
 def read_lengths(folder: Path, last: int = 8) -> RecordedLengths:

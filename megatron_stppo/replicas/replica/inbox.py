@@ -19,7 +19,7 @@ from megatron_stppo.replicas.wire.messages import (
     Play,
     Stop,
 )
-from megatron_stppo.rollout.environment_host import Answer, EnvironmentHost
+from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 
 Send = Callable[[FromReplica], object]
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron_stppo.base.errors import CannotServe
 from megatron_stppo.replicas.replica.inbox import End, Inbox, Send
 from megatron_stppo.replicas.wire.journal import Journal, Line
 from megatron_stppo.replicas.wire.messages import Assignment, Offer, Ready
-from megatron_stppo.resilience.faults import CannotServe
-from megatron_stppo.rollout.environment_host import Answer
-from megatron_stppo.rollout.play import Player
+from megatron_stppo.rollout.episodes.environment_host import Answer
+from megatron_stppo.rollout.episodes.play import Player
 
 BEAT = 0.5  # seconds that the ranks of an idle replica wait at most for each other's sign of life
 DIFFERS = "this run differs from the recorded one"

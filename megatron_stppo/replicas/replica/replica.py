@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_stppo.base.errors import CannotServe, ToolsStayAway
+from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import ConfigError
-from megatron_stppo.messages import one_line
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.inbox import End, Send
@@ -27,14 +28,13 @@ from megatron_stppo.replicas.wire.messages import (
     Offer,
     ReplicaFailed,
 )
-from megatron_stppo.resilience.faults import CannotServe, ToolsStayAway
-from megatron_stppo.rollout.environment_host import EnvironmentHost
-from megatron_stppo.rollout.episode import Episode, Limits
-from megatron_stppo.rollout.play import InProgress, Player
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.episodes.play import InProgress, Player
 
 if TYPE_CHECKING:
     from megatron_stppo.replicas.wire.weights import Link
-    from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine
 
 log = logging.getLogger(__name__)
 RENEW = 5.0  # seconds after which the deadline of the phase `rollout` starts again

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_stppo.agents.endpoint.opening import open_environment
+from megatron_stppo.cluster.deadlines import Watchdog
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.launch.vllm_environment import PINNED_VLLM
+from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
-from megatron_stppo.endpoint.opening import open_environment
 from megatron_stppo.environments.base import AnyEnvironment
-from megatron_stppo.launch import process
-from megatron_stppo.launch.vllm_environment import PINNED_VLLM
+from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.inbox import Inbox, Send
@@ -31,15 +34,12 @@ from megatron_stppo.replicas.wire.keys import FOLDER, Connection
 from megatron_stppo.replicas.wire.messages import Alive, FromReplica, Hello, process_name
 from megatron_stppo.replicas.wire.payloads import limit_of
 from megatron_stppo.replicas.wire.weights import Link
-from megatron_stppo.resilience.deadlines import Watchdog
-from megatron_stppo.resilience.preemption import PreemptionNotice
-from megatron_stppo.rollout.engine import Engine
-from megatron_stppo.rollout.environment_host import EnvironmentHost
-from megatron_stppo.rollout.tool_wait import ToolWait
-from megatron_stppo.rollouts import rollout_settings
-from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.sharding.transfers import served_adapters
-from megatron_stppo.telemetry.console import say, timed
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.vllm.engine import Engine
+from megatron_stppo.training.rollouts import rollout_settings
+from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.transfers import served_adapters
 
 PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from itertools import combinations
 
 import numpy as np
 
+from megatron_stppo.base.types import Trajectory, Turn
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.replicas.wire.messages import Done, Hello
-from megatron_stppo.types import Trajectory, Turn
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

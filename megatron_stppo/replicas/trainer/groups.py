@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from megatron_stppo.base.types import Summary, Task, Trajectory
 from megatron_stppo.replicas.wire.messages import Assignment
-from megatron_stppo.types import Summary, Task, Trajectory
 
 Order = Literal["admission", "completion"]
 

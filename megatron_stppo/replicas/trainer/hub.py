@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from megatron_stppo.base.errors import EngineLost
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
@@ -25,8 +27,6 @@ from megatron_stppo.replicas.trainer.updates import Updates
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.losses import LossNotices
 from megatron_stppo.replicas.wire.messages import Assignment, Counters, Done, Stop
-from megatron_stppo.resilience.faults import EngineLost
-from megatron_stppo.types import Trajectory
 
 T = TypeVar("T")
 TICK = 0.2  # seconds between two checks for lost replicas

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_stppo.advantage.variance import without_variance
+from megatron_stppo.base.types import Summary, Trajectory
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.data.variance import without_variance
 from megatron_stppo.replicas.trainer.groups import Group, Lengths, Taken, Terms, episodes_of, summaries
 from megatron_stppo.replicas.wire.messages import Assignment, Done
-from megatron_stppo.types import Summary, Trajectory
 from megatron_stppo.validation.serving import check_open
 
 

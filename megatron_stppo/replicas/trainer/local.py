@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch import process
 from megatron_stppo.replicas.wire.messages import process_name
 
 # A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.

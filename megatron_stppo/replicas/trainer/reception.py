@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from megatron_stppo.base.errors import EngineLost, ToolsStayAway
+from megatron_stppo.base.printing import one_line, printable
+from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
-from megatron_stppo.messages import one_line, printable
 from megatron_stppo.replicas.trainer.crew import Crew, Member
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import Ledger
@@ -29,8 +31,6 @@ from megatron_stppo.replicas.wire.messages import (
     ReplicaFailed,
 )
 from megatron_stppo.replicas.wire.payloads import Unreadable
-from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway
-from megatron_stppo.types import Trajectory
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 log = logging.getLogger(__name__)

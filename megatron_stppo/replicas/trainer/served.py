@@ -16,13 +16,16 @@ import msgspec
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stppo.base.errors import EngineLost, ToolsStayAway, TooManyFailures
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Summary, Task
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import Played
-from megatron_stppo.launch import process
-from megatron_stppo.learner import Learner
-from megatron_stppo.messages import one_line
 from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
+from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer import recorded
@@ -34,12 +37,9 @@ from megatron_stppo.replicas.wire.losses import ReplicaLost
 from megatron_stppo.replicas.wire.messages import Assignment, Offer
 from megatron_stppo.replicas.wire.packed_done import decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.weights import Link
-from megatron_stppo.resilience.faults import EngineLost, ToolsStayAway, TooManyFailures
-from megatron_stppo.rollout.collect import Progress, RolloutSettings
-from megatron_stppo.rollout.failures import FailureLimit
-from megatron_stppo.sharding.hf_load import load_tokenizer
-from megatron_stppo.telemetry.metrics import counting
-from megatron_stppo.types import Summary, Task
+from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
+from megatron_stppo.rollout.episodes.failures import FailureLimit
+from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 
 T = TypeVar("T")
 

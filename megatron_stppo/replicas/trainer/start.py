@@ -11,13 +11,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.base.files import replacing
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
+from megatron_stppo.cluster.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.launch import process
-from megatron_stppo.launch.rendezvous import connect_store, host_store
-from megatron_stppo.launch.vllm_environment import PINNED_VLLM
-from megatron_stppo.learner import build_learner
+from megatron_stppo.model.learner import build_learner
+from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer.expected import Expected
@@ -33,10 +34,9 @@ from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.losses import tell_lost
 from megatron_stppo.replicas.wire.payloads import limit_of
-from megatron_stppo.rollout.playable import playable
-from megatron_stppo.sharding.hf_names import read_shape
-from megatron_stppo.telemetry.console import say, timed
+from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.validation import model_layout
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 
 def assemble(

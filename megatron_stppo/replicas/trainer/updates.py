@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from megatron_stppo.observe.console import say
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.reception import Reception
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Announce, Go, Offer
-from megatron_stppo.telemetry.console import say
 
 
 class Updates:

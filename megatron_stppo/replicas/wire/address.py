@@ -7,10 +7,10 @@ import os
 import socket
 from collections.abc import Mapping
 
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.cluster.launch import slurm
+from megatron_stppo.cluster.launch.slurm import LOOPBACK
 from megatron_stppo.config import ConfigError
-from megatron_stppo.launch import slurm
-from megatron_stppo.launch.slurm import LOOPBACK
-from megatron_stppo.messages import one_line
 
 BACKLOG = 1024  # connections that the system holds until they are accepted: all replicas may start at once
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -20,7 +20,7 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
     """Return the IP address of the interface that replicas and the trainer's other ranks connect to.
 
     given: serving.address. starts_replicas: the trainer starts its replicas, on its own machine. environment:
-    with torchrun's variables, which srun's tasks get from `discover` (launch/process.py).
+    with torchrun's variables, which srun's tasks get from `discover` (cluster/launch/process.py).
     Raises ConfigError if the address is not that of one interface, or is a loopback address although ranks or
     replicas are on other machines.
     """

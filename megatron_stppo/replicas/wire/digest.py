@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ENDS = ("config.json", "generation_config.json")  # files with the ids that end a text

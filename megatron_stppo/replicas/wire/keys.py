@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from megatron_stppo.atomic_replace import replacing
+from megatron_stppo.base.files import replacing
 from megatron_stppo.config import ConfigError
 
 FOLDER, FILE = "serving", "connection.json"

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from megatron_stppo.messages import one_line
+from megatron_stppo.base.printing import one_line
 from megatron_stppo.replicas.wire.address import listen
 from megatron_stppo.replicas.wire.channel import LINGER, Channel, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection

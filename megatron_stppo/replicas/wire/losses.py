@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from megatron_stppo.messages import printable
+from megatron_stppo.base.printing import printable
 from megatron_stppo.parallel.raise_together import raise_together
 
 

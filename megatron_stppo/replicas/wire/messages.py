@@ -17,9 +17,9 @@ from typing import Literal
 import msgspec
 from msgspec.structs import astuple, replace
 
+from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.sharding.mlp_spans import LayerSpec
-from megatron_stppo.types import Task, Trajectory
+from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
 # payloads.limit_of returns more if an episode can be larger

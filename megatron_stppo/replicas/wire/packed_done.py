@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
+from megatron_stppo.base.types import Branch, Outcome, Task, Trajectory, Turn, Versions
 from megatron_stppo.replicas.wire.messages import Done
-from megatron_stppo.types import Branch, Outcome, Task, Trajectory, Turn, Versions
 
 ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
 # A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import Config
 from megatron_stppo.data.routes import dtype_of
-from megatron_stppo.messages import one_line
 from megatron_stppo.replicas.wire.messages import (
     MOST_BYTES,
     Alive,
@@ -24,7 +24,7 @@ from megatron_stppo.replicas.wire.messages import (
     ReplicaFailed,
 )
 from megatron_stppo.replicas.wire.packed_done import PackedDone, packed
-from megatron_stppo.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 # What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
 _FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError

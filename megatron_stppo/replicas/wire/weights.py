@@ -19,25 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.launch.rendezvous import address_towards, check_nccl_interface, connect_store
-from megatron_stppo.learner import Learner, served_terms
+from megatron_stppo.cluster.launch.rendezvous import address_towards, check_nccl_interface, connect_store
 from megatron_stppo.model import build
+from megatron_stppo.model.learner import Learner, served_terms
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.replicas.wire.losses import raise_on_all, raise_own, tell_lost, why_lost
 from megatron_stppo.replicas.wire.messages import Offer
-from megatron_stppo.reshard.engine_sync import EngineSync
-from megatron_stppo.reshard.merging import Term
-from megatron_stppo.reshard.resharder import SyncReport, nothing
-from megatron_stppo.reshard.verify import ReshardError
-from megatron_stppo.sharding.hf_names import ModelShape
-from megatron_stppo.sharding.spans import serving_layouts, training_layouts
-from megatron_stppo.sharding.tiles import Spans
-from megatron_stppo.sharding.transfers import ServedAdapters, served_adapters, transfers
+from megatron_stppo.weights.reshard.engine_sync import EngineSync
+from megatron_stppo.weights.reshard.merging import Term
+from megatron_stppo.weights.reshard.resharder import SyncReport, nothing
+from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
+from megatron_stppo.weights.sharding.tiles import Spans
+from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters, transfers
 
 if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
-    from megatron_stppo.rollout.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine
 
 Result = TypeVar("Result")
 # Errors of this rank's own GPU, which are RuntimeErrors like those of a connection.

@@ -1,0 +1,145 @@
+"""What a request asks for, from the JSON of its body."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMClientError
+
+from megatron_stppo.agents.endpoint import fields
+from megatron_stppo.agents.endpoint.body import Refusal
+from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
+from megatron_stppo.agents.endpoint.reply import Reply
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not exchange
+
+
+@dataclass
+class Ask:
+    """One request of an agent for a completion.
+
+    Example: Ask("text", "Once upon", chat=False) of a text completion.
+    """
+
+    kind: Hashable  # see Histories: what must be equal for a history to be continued
+    units: Sequence[Hashable]  # see Histories
+    chat: bool
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = False  # whether the stop string is part of the returned text
+    max_tokens: int | None = None
+    stream: bool = False
+    usage_in_stream: bool = False
+    logprobs: bool = False
+    token_ids: bool = False  # whether they are returned
+    request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
+    digest: bytes = b""  # equal for equal requests
+    is_retry: bool = False  # the client says so
+    abandoned: bool = False  # the client has closed the connection without reading the reply
+    reply: Future[Reply | Refusal] = field(default_factory=Future)
+
+    def forget(self) -> None:
+        """Drop the conversation, which is not needed once a reply is made."""
+        self.kind, self.units, self.messages, self.tools, self.request = None, (), [], [], None
+
+
+def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
+    """Return what POST /v1/chat/completions asks for. Raises Refusal.
+
+    has_parser: whether the run can parse calls of tools.
+    """
+    given = fields.check("chat", body, ChatCompletionRequest)
+    request = _validated(ChatCompletionRequest, given)
+    assert isinstance(request, ChatCompletionRequest)
+    messages = template_messages(given.get("messages") or ())
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    if tools and not has_parser:
+        raise Refusal(400, "tools: environment.tool_parser is not set; name vLLM's parser for the model")
+    if given.get("tool_choice") not in (None, "auto", "none"):
+        raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
+    calls_tools = tools and given.get("tool_choice") != "none"
+    return Ask(
+        kind=("chat", json.dumps(tools, sort_keys=True)),
+        units=tuple(map(compared, messages)),
+        chat=True,
+        messages=messages,
+        tools=tools,
+        logprobs=bool(request.logprobs),
+        request=request.model_copy(update={"tool_choice": "auto"}) if calls_tools else None,
+        **_common(given, request),
+    )
+
+
+def text_ask(body: Mapping[str, Any]) -> Ask:
+    """Return what POST /v1/completions asks for. Raises Refusal.
+
+    A list of token ids is taken as it is. In a text, special tokens are text.
+    """
+    given = fields.check("text", body, CompletionRequest)
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    is_text = isinstance(prompt, str)
+    if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
+        raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
+    request = _validated(CompletionRequest, given | {"prompt": "a"})  # the real prompt is checked above
+    assert isinstance(request, CompletionRequest)
+    if request.logprobs not in (None, 0, 1):
+        raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
+    return Ask(
+        kind="text" if is_text else "ids",
+        units=prompt if is_text else tuple(prompt),
+        chat=False,
+        logprobs=request.logprobs is not None,
+        **_common(given, request),
+    )
+
+
+def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
+    """Return the fields of an Ask that chats and texts share.
+
+    A client may write 16 as 16.0 or "16": the numbers of `request` are integers. It also has defaults of
+    vLLM, such as max_tokens=16, which are not used.
+    """
+    limits = {
+        name: vars(request)[name]
+        for name in ("max_tokens", "max_completion_tokens")
+        if given.get(name) is not None
+    }
+    for name, value in limits.items():
+        if value < 1:
+            raise Refusal(400, f"{name}: must be at least 1")
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
+        raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+    return {
+        "max_tokens": min(MOST_TOKENS, *limits.values()) if limits else None,
+        "stop": stop,
+        "keep_stop": bool(request.include_stop_str_in_output),
+        "stream": bool(request.stream),
+        "usage_in_stream": bool(request.stream_options and request.stream_options.include_usage),
+        "token_ids": bool(request.return_token_ids),
+        "digest": hashlib.blake2b(json.dumps(given, sort_keys=True).encode()).digest(),
+    }
+
+
+def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
+    """Return vLLM's record of the request. Raises Refusal with its first error."""
+    try:
+        return protocol.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"][:3])
+        raise Refusal(400, f"{where}: {first['msg']}") from None
+    except (VLLMClientError, ValueError, TypeError) as error:  # of vLLM's own validators
+        raise Refusal(400, str(error)) from None

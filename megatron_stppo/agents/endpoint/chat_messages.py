@@ -1,0 +1,92 @@
+"""Messages of a chat request: as the chat template reads them, and as they are compared with a history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from megatron_stppo.agents.endpoint.body import Refusal
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def template_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages for the chat template. Raises Refusal for content that is not text.
+
+    Parts of a content are joined. The arguments of tool calls are objects, as templates expect; those that
+    are not valid JSON stay text.
+    """
+    if not given:
+        raise Refusal(400, "messages: must have at least one message")
+    return [_template_message(f"messages[{place}]", message) for place, message in enumerate(given)]
+
+
+def compared(message: dict[str, Any]) -> Hashable:
+    """Return what must be equal if a client repeats a message of template_messages.
+
+    Ids of tool calls are left out, and so is white space around the text of an assistant: clients change
+    both, and neither changes which tokens were sampled.
+    Example: ("assistant", "Hi", "", ()) for {"role": "assistant", "content": " Hi\\n"}.
+    """
+    text: str = message["content"]
+    calls = tuple(
+        (call["function"]["name"], _canonical(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    )
+    text = text.strip() if message["role"] == "assistant" else text
+    return message["role"], text, message.get("reasoning_content", ""), calls
+
+
+def _template_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise Refusal(400, f"{where}: must be an object with a role of {', '.join(sorted(ROLES))}")
+    # OpenAI's new name of the system role; many templates would leave out its messages
+    role = "system" if message["role"] == "developer" else message["role"]
+    out = {"role": role, "content": _text(where, message.get("content"))}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in _list(where, calls)]
+    for name in ("tool_call_id", "name"):
+        if isinstance(value := message.get(name), str):
+            out[name] = value
+    # vLLM's record of a request has renamed reasoning_content, which is what templates read
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return out | ({"reasoning_content": reasoning} if reasoning and isinstance(reasoning, str) else {})
+
+
+def _text(where: str, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in _list(where, content)
+    ]
+    if not all(isinstance(part, str) for part in parts):
+        raise Refusal(400, f"{where}.content: only text is supported")
+    return "".join(part for part in parts if part is not None)
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refusal(400, f"{where}: must be calls of functions")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            loaded = json.loads(arguments)
+            json.dumps(loaded, ensure_ascii=False).encode()  # not half a surrogate pair ("\ud83d")
+            arguments = loaded
+        except (ValueError, RecursionError):  # the policy wrote it: it stays as it is
+            pass
+    named = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id", "")), "function": named}
+
+
+def _canonical(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True)
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refusal(400, f"{where}: must be a list")
+    return value

@@ -1,0 +1,125 @@
+"""Opens the environment of a run: that of environment.kind, or the endpoint and the agent."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.tool_parsers import ToolParserManager
+
+from megatron_stppo.agents.endpoint.agents import open_agent
+from megatron_stppo.agents.endpoint.environment import AgentEnvironment
+from megatron_stppo.agents.endpoint.recorder import Rules
+from megatron_stppo.agents.endpoint.server import Endpoint
+from megatron_stppo.agents.endpoint.tool_calls import ParseTools
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.text.conversation import encode_after
+from megatron_stppo.environments import choose
+from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.parallel.raise_together import first, raise_together
+from megatron_stppo.rollout.episodes import tool_wait
+from megatron_stppo.rollout.vllm.vllm_setup import end_of_text_ids
+from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
+
+
+def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
+    """Return a function that makes the environment of one episode. Collective.
+
+    For an agent, the first rank of each engine listens on the loopback interface. Arguments and errors
+    otherwise as of tool_wait.open_environment.
+    """
+    if config.environment.kind != choose.AGENT:
+        return tool_wait.open_environment(config.environment, resume)
+    misuse: str | None = None
+    make: Callable[[], AnyEnvironment] = _unused
+    try:
+        make = _agents(config)
+    except ConfigError as error:
+        misuse = str(error)
+    raise_together(misuse, lambda failures: ConfigError(first(failures)), str)
+    return make
+
+
+def _agents(config: Config) -> Callable[[], AnyEnvironment]:
+    section, path = config.environment, config.model.path
+    agent = open_agent(section)
+    model = load_config(path)
+    tokenizer = _tokenizer(path)
+    rules = Rules(
+        tokenizer,
+        end_of_text_ids(path, model, tokenizer),
+        int(model.vocab_size),
+        config.max_context,
+        section.max_turns,
+        _parser(section.tool_parser),
+    )
+    _check_template(rules)
+    _check_parser(rules, section.tool_parser)
+    if dist.get_rank() % config.engine_tensor:
+        return _unused
+    try:
+        endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"environment.kind=agent: the endpoint cannot listen on the loopback interface ({error}); free "
+            "ports or file descriptors of this machine"
+        ) from error
+    return partial(AgentEnvironment, agent, endpoint, rules)
+
+
+def _tokenizer(path: Path) -> Any:
+    """Return a tokenizer for the thread of the episodes, which computes its vocabulary once.
+
+    It is not the engine's, which another thread uses: encoding changes a setting inside. Some of vLLM's
+    parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
+    150,000 entries.
+    """
+    return get_cached_tokenizer(copy.deepcopy(load_tokenizer(path)))
+
+
+def _check_template(rules: Rules) -> None:
+    """Raise ConfigError for a chat template with which no conversation can be continued."""
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    encode_after(rules.tokenizer, chat, None, 1, -1, rules.ends)
+
+
+def _check_parser(rules: Rules, name: str | None) -> None:
+    """Raise ConfigError for a parser that the model's tokenizer lacks tokens for: it would find no call."""
+    if rules.parser is None:
+        return
+    try:
+        rules.parser(rules.tokenizer, None)
+    except Exception as error:  # a parser may raise any exception
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM's parser cannot be used with the tokenizer of model.path "
+            f"({one_line(str(error))}); name the parser of this model"
+        ) from None
+
+
+def _parser(name: str | None) -> ParseTools | None:
+    if name is None:
+        return None
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3) or known
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM has no such parser; choose from {', '.join(near)}"
+        )
+    try:
+        return ToolParserManager.get_tool_parser(name)
+    except ImportError as error:  # some parsers need packages that vLLM installs only on a GPU's machine
+        raise ConfigError(
+            f"environment.tool_parser={name}: vLLM cannot load it ({one_line(str(error))}); install what it "
+            "needs, or name another"
+        ) from None
+
+
+def _unused() -> AnyEnvironment:
+    raise AssertionError("environments run on the first rank of an engine only")

@@ -1,0 +1,188 @@
+"""Records one episode: turns requests of its agent into tokens to read, and turns into replies.
+
+Repeated requests. A request is answered with the completion that an equal request got, instead of a new one,
+if the client says that it repeats it (the header x-stainless-retry-count of OpenAI's clients is above 0), or
+if it has closed the connection of the earlier request without reading the answer (Ask.abandoned). Every
+completion is thus recorded once. An equal request without these signs gets a second sample, in a history of
+its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_stppo.agents.endpoint.asks import Ask
+from megatron_stppo.agents.endpoint.body import Refusal
+from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
+from megatron_stppo.agents.endpoint.histories import Histories, Match
+from megatron_stppo.agents.endpoint.reply import Reply
+from megatron_stppo.agents.endpoint.tool_calls import ParseTools, parse
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.text.conversation import encode_after, encode_conversation
+from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
+from megatron_stppo.environments.base import Completion, Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is equal for all episodes of a run.
+
+    tokenizer: used by one thread at a time, which must not be the engine's. ends: ids of end-of-text tokens.
+    """
+
+    tokenizer: Any
+    ends: Collection[int]
+    vocabulary: int
+    max_context: int
+    max_completions: int  # environment.max_turns
+    parser: ParseTools | None = None
+
+
+class Recorder:
+    """The histories of one episode, and the request that is being answered.
+
+    Example: ask(first) returns a Request; complete(turn) then returns the Reply to it.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._histories = Histories()
+        self._answered: dict[bytes, tuple[Ask, Reply]] = {}  # by digest, the newest
+        self._current: tuple[Ask, Match, list[int]] | None = None  # what the engine generates
+        self.completions = 0
+        self.tool_calls = 0  # that the last completion made
+        self.malformed_calls = 0  # completions with calls that cannot be parsed
+        self.repeated = 0  # requests that got a recorded reply
+        self.reached_limit = ""  # why a request was refused, if the policy is the cause
+
+    def ask(self, ask: Ask) -> Request | Reply:
+        """Return what the policy reads next, or the recorded reply to a repeated request. Raises Refusal."""
+        earlier, reply = self._answered.get(ask.digest, (None, None))
+        if earlier is not None and reply is not None and (ask.is_retry or earlier.abandoned):
+            self._answered[ask.digest] = ask, reply
+            self.repeated += 1
+            ask.forget()
+            return reply
+        if self.completions >= self._rules.max_completions:
+            self._limit(
+                f"the episode has had environment.max_turns={self._rules.max_completions} completions",
+                "turn_limit",
+            )
+        match = self._histories.place(ask.kind, ask.units)
+        new = self._new_ids(ask, match)
+        tokens, most = len(match.tokens) + len(new), self._rules.max_context
+        if tokens >= most:
+            self._limit(
+                f"the prompt has {tokens} tokens, and rollout.max_context={most} leaves no room for a turn",
+                "context_length_exceeded",
+            )
+        if tokens == 0:
+            raise Refusal(400, "the prompt has no tokens")
+        self._current = ask, match, new
+        ids = new if match.continues else [*match.tokens, *new]
+        return Request(match.history, tuple(ids), ask.stop, ask.max_tokens)
+
+    def complete(self, completion: Completion) -> tuple[Ask, Reply]:
+        """Record the turn that the last Request has got. Return the ask to which it is the reply."""
+        assert self._current is not None, "a completion without a request"
+        (ask, match, new), self._current = self._current, None
+        self.completions += 1
+        reply = self._reply(ask, (*match.tokens, *new), completion)
+        self.tool_calls = len(reply.calls)
+        self._histories.record(match, ask.kind, ask.units, _repeated(ask, reply), new, completion.token_ids)
+        self._answered[ask.digest] = ask, reply
+        ask.forget()  # otherwise an episode would keep the whole conversation once per turn
+        return ask, reply
+
+    @property
+    def generating(self) -> Ask | None:
+        """The ask for which a turn is generated."""
+        return self._current[0] if self._current is not None else None
+
+    def _limit(self, why: str, code: str) -> None:
+        self.reached_limit = why
+        raise Refusal(400, why, code)
+
+    def _new_ids(self, ask: Ask, match: Match) -> list[int]:
+        tokenizer, recorded = self._rules.tokenizer, match.units
+        try:
+            if ask.chat and recorded:
+                last, ends = match.tokens[-1], self._rules.ends
+                return encode_after(tokenizer, ask.messages, ask.tools, recorded - 1, last, ends)
+            if ask.chat:
+                return encode_conversation(tokenizer, ask.messages, ask.tools)
+        except ConfigError as error:  # the template rejects the agent's messages
+            raise Refusal(400, str(error)) from None
+        except Exception as error:  # a template may fail in any way on messages that it was not written for
+            log.warning("the chat template failed on an agent's messages", exc_info=True)
+            said = f"{type(error).__name__}: {error}"
+            raise Refusal(400, f"messages: the chat template cannot render them ({said})") from None
+        rest: Any = ask.units[recorded:]
+        if isinstance(rest, str):
+            return encode_plain(tokenizer, rest) if recorded else _begun(tokenizer, rest)
+        if not all(0 <= number < self._rules.vocabulary for number in rest):
+            raise Refusal(400, f"prompt: token ids must lie in [0, {self._rules.vocabulary})")
+        return list(rest)
+
+    def _reply(self, ask: Ask, prompt_ids: tuple[int, ...], completion: Completion) -> Reply:
+        text, stop = _until_stop(completion.text, ask)
+        content, calls = self._calls(ask, text)
+        finish = "length" if completion.reason == "length" else "tool_calls" if calls else "stop"
+        return Reply(
+            text=content,
+            calls=calls,
+            finish_reason=finish,
+            stop_reason=stop,
+            prompt_tokens=len(prompt_ids),
+            prompt_ids=prompt_ids if ask.token_ids else (),
+            token_ids=completion.token_ids,
+            pieces=tuple(decode_plain(self._rules.tokenizer, [number]) for number in completion.token_ids)
+            if ask.logprobs
+            else (),
+            logprobs=completion.logprobs,
+        )
+
+    def _calls(self, ask: Ask, text: str) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+        """Return (the text without calls, the calls of tools).
+
+        Ids have 9 letters and digits, as Mistral's template requires, and are equal if a run is repeated.
+        """
+        if ask.request is None or self._rules.parser is None:
+            return text, ()
+        content, calls, malformed = parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
+        self.malformed_calls += malformed
+        return content, tuple(
+            (f"call{self.completions % 1000:03d}{n % 100:02d}", *call) for n, call in enumerate(calls)
+        )
+
+
+def _repeated(ask: Ask, reply: Reply) -> Any:
+    """Return the units with which a client repeats the completion, after those of the request."""
+    if not ask.chat:
+        return reply.text if isinstance(ask.units, str) else reply.token_ids
+    calls = [
+        {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call, name, arguments in reply.calls
+    ]
+    (message,) = template_messages([{"role": "assistant", "content": reply.text, "tool_calls": calls}])
+    return (compared(message),)
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text after the tokenizer's beginning (<s>). Special tokens in it are text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True, split_special_tokens=True)
+    return ids
+
+
+def _until_stop(text: str, ask: Ask) -> tuple[str, str | None]:
+    """Return the text up to the first stop string, and that string if there is one."""
+    found = [(text.find(stop), stop) for stop in ask.stop if stop in text]
+    if not found:
+        return text, None
+    start, stop = min(found)
+    return text[: start + (len(stop) if ask.keep_stop else 0)], stop

@@ -1,0 +1,97 @@
+"""One episode at the endpoint: the limits of its clients, and the queue of their requests.
+
+The server's thread calls `admit`, `leave` and `submit`; everything else belongs to the episode's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from megatron_stppo.agents.endpoint.asks import Ask
+from megatron_stppo.agents.endpoint.body import Refusal
+
+ENDED = "the episode has ended"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much one episode may ask for.
+
+    Example: Allowance(2, 10, 5.0) refuses a third request while two wait, the eleventh request, and more
+    than 5 requests in a second.
+    """
+
+    waiting: int = 64  # requests at a time
+    requests: int = 10_000  # in an episode, refused ones included
+    per_second: float = 200.0  # also the size of a burst
+
+
+@dataclass
+class Session:
+    """One episode at the endpoint. Its name is part of its address; every request must have its token."""
+
+    allowance: Allowance = Allowance()
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    def __post_init__(self) -> None:
+        """Must be called in the event loop of the episode."""
+        self._loop = asyncio.get_running_loop()
+        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
+        self._closed = False
+        self.asked = 0  # requests for a completion, whether their clients wait for it or not
+        self.refused = ""  # why the last request that was refused was refused
+        self._waiting = self._requests = 0
+        self._allowed, self._since = self.allowance.per_second, time.monotonic()
+
+    def opens(self, token: str) -> bool:
+        """Return whether this is the token. Takes the same time for every token of a length."""
+        return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+
+    def admit(self) -> None:
+        """Count a request that begins. Raises Refusal above a limit. Call `leave` when it has ended."""
+        now = time.monotonic()
+        self._allowed += (now - self._since) * self.allowance.per_second
+        self._allowed, self._since = min(self._allowed, self.allowance.per_second), now
+        self._requests += 1
+        if self._requests > self.allowance.requests:
+            raise Refusal(429, f"more than {self.allowance.requests} requests in an episode", "rate_limit")
+        if self._waiting >= self.allowance.waiting:
+            raise Refusal(429, f"more than {self.allowance.waiting} requests at a time", "rate_limit")
+        if self._allowed < 1:
+            raise Refusal(429, f"more than {self.allowance.per_second:g} requests per second", "rate_limit")
+        self._allowed -= 1
+        self._waiting += 1
+
+    def leave(self) -> None:
+        self._waiting -= 1
+
+    def submit(self, ask: Ask) -> None:
+        """Send a request to the episode. Raises Refusal if its event loop has ended."""
+        self.asked += 1
+        try:
+            self._loop.call_soon_threadsafe(self._take, ask)
+        except RuntimeError:
+            raise Refusal(410, ENDED) from None
+
+    async def next(self) -> Ask:
+        """Return the next request whose client still waits."""
+        while (ask := await self._asks.get()).abandoned:
+            pass
+        return ask
+
+    def close(self) -> None:
+        """Refuse the requests that wait, and all later ones."""
+        self._closed = True
+        while not self._asks.empty():
+            self._asks.get_nowait().reply.set_result(Refusal(410, ENDED))
+
+    def _take(self, ask: Ask) -> None:
+        if self._closed:
+            ask.reply.set_result(Refusal(410, ENDED))
+        else:
+            self._asks.put_nowait(ask)

@@ -1,0 +1,54 @@
+"""Replace a file or a folder in one step: a reader sees the old one or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_stppo.base.errors import ConfigError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a scratch file in the same folder, which becomes `path` when the block ends.
+
+    If the block raises, `path` is unchanged and the scratch file is removed: a full disk needs its space.
+    Example: with replacing(Path("a.json")) as scratch: scratch.write_text("{}") writes a.json.tmp first.
+    """
+    scratch = path.with_name(f"{path.name}.tmp")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
+
+
+def replace_folder(scratch: Path, final: Path) -> None:
+    """Rename the folder `scratch` to `final`. An older folder `final` is renamed first and then removed.
+
+    A process that is killed in between may leave the older folder under the name FINAL.tmp-removed, which
+    the next call removes.
+    """
+    older = final.with_name(f"{final.name}.tmp-removed")
+    shutil.rmtree(older, ignore_errors=True)
+    if final.exists():
+        final.rename(older)
+    scratch.rename(final)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def check_absent(field: str, path: Path) -> None:
+    """Raise ConfigError if `path`, which a command is to create, exists."""
+    if path.exists():
+        raise ConfigError(f"{field}={path}: already exists; name a new folder, or remove it")
+
+
+def check_empty(field: str, folder: Path) -> None:
+    """Raise ConfigError if `folder`, which a command is to fill, contains anything."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{field}={folder}: is not empty; name a new folder")

@@ -1,0 +1,102 @@
+"""The commands `check-environment`, `build-index`, `serve-retriever` and `init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_stppo.commands.options import Overrides, command_group, examples
+
+commands = command_group()
+
+
+@commands.command(
+    "check-environment",
+    epilog=examples("megatron-stppo check-environment guess:factory config.yaml"),
+)
+def check_environment(
+    kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="a value of environment.kind")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.yaml]", help="configuration to use: environment and data.train"),
+    ] = None,
+    overrides: Overrides = None,
+    action: Annotated[
+        list[str] | None,
+        typer.Option(help="action of all turns of an episode; may be repeated; default: a script"),
+    ] = None,
+) -> None:
+    """Play scripted episodes with your environment, without a model; exit 2 if it has a problem."""
+    from megatron_stppo.config import ConfigError, EnvironmentConfig
+    from megatron_stppo.config.file import load
+    from megatron_stppo.data import tasks
+    from megatron_stppo.rollout.episodes.check_environment import check
+
+    settings = load(config, overrides).beside(config.parent) if config is not None else None
+    section = settings.environment if settings is not None else EnvironmentConfig().beside(Path())
+    train = settings.data.train if settings is not None else None
+    given = tasks.read(train)[:8] if train is not None else ()
+    found = check(section.model_copy(update={"kind": kind}), given, action or ())
+    if found.problems:
+        raise ConfigError("\nmegatron-stppo: ".join(found.problems))
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items())) or "none ended"
+    unseen = "" if "ok" in found.outcomes else "; none was ok: give right actions with --action"
+    typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}{unseen}", err=True)
+
+
+@commands.command("build-index", epilog=examples("megatron-stppo build-index corpus.jsonl index"))
+def build_index(
+    corpus: Annotated[Path, typer.Argument(help='.jsonl rows {"id", "contents"}; contents: "Title"\\ntext')],
+    index: Annotated[Path, typer.Argument(help="new folder for the BM25 index")],
+) -> None:
+    """Index a corpus for environment.retrieval.index and serve-retriever."""
+    from megatron_stppo.base.files import check_absent
+    from megatron_stppo.environments.retrieval import BM25Retriever, read_corpus
+
+    check_absent("index", index)
+    BM25Retriever.build(read_corpus(corpus), index)
+    typer.echo(f"{len(BM25Retriever(index))} documents in {index}", err=True)
+
+
+@commands.command(
+    "serve-retriever",
+    epilog=examples(
+        "megatron-stppo serve-retriever index --port 8000",
+        "RETRIEVER_TOKEN=... megatron-stppo serve-retriever index --host 0.0.0.0 --token-env RETRIEVER_TOKEN",
+    ),
+)
+def serve_retriever(
+    index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than the loopback need --token-env")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    token_env: Annotated[
+        str | None, typer.Option(help="environment variable that holds the bearer token")
+    ] = None,
+) -> None:
+    """Serve POST /retrieve over a BM25 index until interrupted."""
+    from megatron_stppo.validation.checks import listener_token
+
+    token = listener_token(host, token_env)
+    from megatron_stppo.environments import retrieval_server
+
+    def announce() -> None:
+        typer.echo(f"serving POST http://{host}:{port}/retrieve; press Ctrl-C to stop", err=True)
+
+    retrieval_server.serve(index, host, port, token, announce)
+
+
+@commands.command(epilog=examples("megatron-stppo init my-project"))
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="new or empty folder")],
+) -> None:
+    """Write a new project: configuration, environment, data, tests and a model that trains on a CPU."""
+    from megatron_stppo.commands import new_project as project
+
+    names = project.write(folder)
+    typer.echo(f"wrote {', '.join(names)} to {folder}; next:\n")
+    typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
+    typer.echo("    megatron-stppo train config.yaml\n\nREADME.md says what to change first.")

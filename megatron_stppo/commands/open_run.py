@@ -1,0 +1,143 @@
+"""What a command does before it imports torch: read and check the configuration, lock the run's folder."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megatron_stppo.cluster.exits import is_first_rank
+
+if TYPE_CHECKING:
+    from megatron_stppo.base.types import Task
+    from megatron_stppo.config import Config
+
+
+def open_config(
+    path: Path,
+    overrides: list[str] | None,
+    command: str,
+    resume: bool = False,
+    world: int | None = None,
+    remedy: str = "give --resume to continue that run, or another run.name",
+    checkpoint: bool = False,
+    modules: Path | None = None,
+) -> Config:
+    """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
+
+    `world`: number of ranks; default: the launcher's. remedy: for a new training whose folder holds a run.
+    checkpoint: whether the command loads a checkpoint and trains nothing, so that it needs no
+    model.lora.path. modules: the folder of the modules that `environment` names; default: that of the file.
+    Raises ConfigError.
+    """
+    from megatron_stppo.cluster.launch import process
+    from megatron_stppo.config.file import load
+
+    if world is None:
+        process.discover()
+    config = load(path, overrides).beside(modules or path.parent)
+    from megatron_stppo.validation import checks, lora, model_layout, run_folder
+
+    ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
+    if command in ("convert", "audit"):
+        config = model_layout.with_fitting_layout(config, ranks)
+    checked = config.of_checkpoint() if checkpoint else config
+    checks.check(checked, ranks, command)
+    if is_first_rank() and (note := lora.base_note(checked)):
+        typer.echo(f"megatron-stppo: {note}", err=True)
+    if command == "train" and resume:
+        run_folder.check_resume(config)
+    elif command == "train":
+        run_folder.check_new(config, remedy)
+    _read_tasks(config, checks.data_files(config, command))
+    if command in checks.ROLLS_OUT:
+        from megatron_stppo.environments import choose
+
+        choose.check(config.environment, resume)
+    if world is None:
+        _keep_order(config)
+    return config
+
+
+def _keep_order(config: Config) -> None:
+    from megatron_stppo.cluster.launch import connections
+
+    warning = connections.keep_order(os.environ, config.parallel, connections.gpu_generations())
+    if warning and is_first_rank():
+        typer.echo(f"megatron-stppo: {warning}", err=True)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Time the imports that take seconds: torch, megatron-core, vLLM.
+
+    They create over a million objects that stay. Without garbage collection they take a quarter less
+    processor time. Later collections leave these objects out.
+    """
+    from megatron_stppo.observe.console import timed
+
+    gc.disable()
+    try:
+        with timed("importing", is_first_rank()):
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
+    """Read every row, so that a malformed one is found before anything is written."""
+    if {"train", "evaluate"} & set(fields):
+        from megatron_stppo.data import tasks
+
+        read = {field: tasks.read(getattr(config.data, field)) for field in fields}
+        if is_first_rank():
+            for warning in _doubtful(config, read):
+                typer.echo(f"megatron-stppo: {warning}", err=True)
+
+
+def _doubtful(config: Config, read: Mapping[str, Sequence[Task]]) -> Iterator[str]:
+    """Yield a warning for each property of the tasks that is rarely intended."""
+    from megatron_stppo.data import tasks
+
+    data, drawn = config.data, config.rollout.tasks_per_iteration
+    trained, held = read.get("train", ()), read.get("evaluate", ())
+    if "train" in read and len(trained) < drawn:
+        yield (
+            f"data.train={data.train}: holds {len(trained)} tasks, fewer than "
+            f"rollout.tasks_per_iteration={drawn}: every iteration plays a task several times; add tasks, or "
+            f"set rollout.tasks_per_iteration={len(trained)} and more samples_per_task"
+        )
+    played = config.evaluate
+    if "evaluate" in read and played.samples > 1 and played.temperature == 0:
+        yield (
+            f"evaluate.samples={played.samples} with evaluate.temperature=0: the model answers greedily, so "
+            "that the episodes of a task differ only if its environment is random; set evaluate.samples=1, "
+            "or a temperature above 0"
+        )
+    if data.train != data.evaluate and (both := tasks.shared(trained, held)):
+        yield (
+            f"data.evaluate={data.evaluate}: {both} of {len(held)} tasks are also in "
+            f"data.train={data.train}, with the same prompt and target: evaluations do not measure held-out "
+            "tasks; remove them from one of the files"
+        )
+
+
+def lock(config: Config) -> None:
+    """Reserve the run's folder for this process. Raises ConfigError if another process writes it."""
+    if is_first_rank():
+        from megatron_stppo.cluster import run_lock
+        from megatron_stppo.config import ConfigError
+
+        try:
+            run_lock.take(config)
+        except OSError as error:
+            raise ConfigError(
+                f"run.root={config.run.root}: {config.run.folder} cannot be written ({error.strerror}); name "
+                "a folder that you may write to"
+            ) from None

@@ -1,0 +1,117 @@
+"""The command `plan`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_stppo.commands.open_run import open_config
+from megatron_stppo.commands.options import File, Overrides, command_group, examples
+
+commands = command_group()
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo plan config.yaml --gpus 64",
+        "megatron-stppo plan config.yaml --gpus 64 parallel.tensor=8 --json",
+        "megatron-stppo plan config.yaml --asynchronous --gpus 64 --gpus 256 --from runs/first",
+        "megatron-stppo plan config.yaml --asynchronous --gpus 64 --assume tool_seconds=2",
+    )
+)
+def plan(
+    config: File,
+    gpus: Annotated[
+        list[int],
+        typer.Option(
+            min=1,
+            help="GPUs of the run; the command itself needs none. May be repeated with --asynchronous",
+        ),
+    ],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    asynchronous: Annotated[
+        bool,
+        typer.Option(
+            "--asynchronous",
+            help="simulate asynchronous training with every split of the GPUs between training and serving, "
+            "and colocated training",
+        ),
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="--asynchronous: run whose episode lengths are used; default: assumed lengths"
+        ),
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="--asynchronous: replace an assumption, such as tool_seconds or tool_seconds_p99; may be "
+            "repeated. The command prints all of them",
+        ),
+    ] = None,
+) -> None:
+    """Plan a run on any number of GPUs: memory, bytes of reshard and checkpoint, lower bounds of times."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
+    from megatron_stppo.config import ConfigError
+
+    if asynchronous:
+        return _plan_asynchronous(config, overrides, gpus, source, assume or [], as_json)
+    for option, given in (("--from", source), ("--assume", assume)):
+        if given:
+            raise ConfigError(f"{option}: only plan --asynchronous uses it; add --asynchronous or remove it")
+    if len(gpus) > 1:
+        raise ConfigError(f"--gpus: {len(gpus)} values; give one, or add --asynchronous")
+    settings = open_config(config, overrides, "plan", world=gpus[0])
+    from megatron_stppo.cluster.launch import process
+
+    process.prepare(engine=False, device="meta")
+    from megatron_stppo.plan.dry_run import plan as dry_run
+    from megatron_stppo.plan.report import write_plan
+
+    found = dry_run(settings, gpus[0])
+    write_plan(found, as_json)
+    if found.broken:
+        raise ConfigError("\n".join(found.broken))
+
+
+def _plan_asynchronous(
+    config: Path,
+    overrides: list[str] | None,
+    gpus: list[int],
+    source: Path | None,
+    assume: list[str],
+    as_json: bool,
+) -> None:
+    """Print forecasts of asynchronous training. Raises ConfigError if no number of GPUs has a split."""
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.config.file import load
+    from megatron_stppo.plan import assumptions
+    from megatron_stppo.validation import splits
+
+    settings = load(config, overrides)
+    given = assumptions.read(settings, assume)
+    candidates = {count: splits.candidates(settings, count) for count in gpus}
+    from megatron_stppo.cluster.launch import process
+
+    process.prepare(engine=False, device="meta")
+    from megatron_stppo.plan.outlook import Planner
+    from megatron_stppo.plan.report import write_outlooks
+    from megatron_stppo.plan.simulation.recorded import read_lengths
+    from megatron_stppo.plan.simulation.workload import Workload
+
+    lengths = assumptions.lengths(settings, given) if source is None else read_lengths(source)
+    planner = Planner(settings, Workload(lengths, assumptions.tools(settings, given)), given)
+    outlooks = [
+        planner.outlook(count, found.trainers, found.left_out, found.refusal)
+        for count, found in candidates.items()
+    ]
+    write_outlooks(planner, outlooks, None if source is None else str(source), as_json)
+    if not any(one.splits for one in outlooks):
+        lines = [line for one in outlooks for line in one.left_out]
+        raise ConfigError("\n".join(["asynchronous training does not fit these GPUs", *lines]))

@@ -1,0 +1,125 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_stppo.cluster.exits import is_first_rank
+from megatron_stppo.commands.open_run import importing
+from megatron_stppo.commands.options import Overrides, command_group, examples
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+
+commands = command_group()
+# What may differ between a run and its replica. All other fields are the run's.
+OWN = (
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.max_sequences",
+    "rollout.engine_tensor",
+    "serving.concurrency",
+)
+OWN_SECTION = "environment."
+NOT_OWN = ("environment.max_turns", "environment.max_observation_tokens")  # episodes are equal everywhere
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo serve runs/first",
+        "megatron-stppo serve runs/first rollout.kv_cache_gib=4 --name big",
+        "torchrun --standalone --nproc-per-node 4 -m megatron_stppo serve runs/first rollout.engine_tensor=4",
+    )
+)
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to serve")],
+    overrides: Overrides = None,
+    name: Annotated[
+        str, typer.Option(show_default=False, help="unique in the run; default: host and process id")
+    ] = "",
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait until `train` has started")] = 600.0,
+    parent: Annotated[
+        int | None,
+        typer.Option(metavar="PID", help="end when this process, which has started the replica, has ended"),
+    ] = None,
+    replay_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER_RUN_DIR", help="repeat the engine steps of the replica of this name in that run"
+        ),
+    ] = None,
+) -> None:
+    """Play episodes for a run of `train` with serving.replicas, as one of its vLLM replicas; one process per
+    tensor-parallel rank."""
+    from megatron_stppo.base.errors import CannotServe
+    from megatron_stppo.cluster.launch import process
+    from megatron_stppo.config import ConfigError
+    from megatron_stppo.config.run import NAME
+    from megatron_stppo.observe.console import say
+    from megatron_stppo.replicas.replica.parent import end_normally, has_ended, watch
+    from megatron_stppo.replicas.wire import keys
+
+    if parent is not None:
+        watch(parent)
+    _check_overrides(overrides or [])
+    if name and not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"--name={name}: give up to 64 letters, digits, '.', '_' and '-', without a leading '.'"
+        )
+    if replay_from is not None and not name:
+        raise ConfigError(f"--replay-from={replay_from}: give --name too, the name of the replica to repeat")
+    process.discover()
+    # Slurm sends it to all steps of a job some time before the end. The trainer then completes its iteration,
+    # for which it needs the replicas, and ends them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    waits = partial(say, f"waiting up to {wait:g} s for the trainer of {run}", is_first_rank())
+    connection = None if has_ended(parent) else keys.find(run, wait, waits)
+    if connection is None or has_ended(parent):  # the file may be of the next attempt, with its own replicas
+        raise CannotServe(f"the trainer, process {parent}, has ended")
+    settings = _open(run, overrides)
+    from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
+
+    # before the imports, which take long: without a handler a signal would end the process
+    leave = (signal.SIGTERM, *OF_A_TERMINAL)
+    notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
+    with importing():
+        process.prepare()
+        from megatron_stppo.replicas.replica import start
+        from megatron_stppo.replicas.wire import journal
+        from megatron_stppo.training.colocated import build_engine
+    end_normally()
+    repeats = None if replay_from is None else journal.read(replay_from, name)
+    build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
+    start.serve(settings, start.Started(run, connection, notice, name, parent, repeats), build)
+
+
+def _open(run: Path, overrides: list[str] | None) -> Config:
+    """Return the configuration of the run's newest attempt, after the checks that need no torch."""
+    from megatron_stppo.config.file import load
+    from megatron_stppo.environments import choose
+    from megatron_stppo.replicas.wire import keys
+    from megatron_stppo.validation import checks
+
+    config = load(run / keys.FOLDER / keys.CONFIG, overrides).beside(keys.modules(run) or run)
+    checks.check_replica(config, int(os.environ.get("WORLD_SIZE", "1")))
+    choose.check(config.environment, resume=True)
+    return config
+
+
+def _check_overrides(overrides: list[str]) -> None:
+    from megatron_stppo.config import ConfigError
+
+    for override in overrides:
+        field = override.partition("=")[0]
+        if field in NOT_OWN or (field not in OWN and not field.startswith(OWN_SECTION)):
+            raise ConfigError(
+                f"{field}: a replica takes it from the run; only {', '.join(OWN)} and {OWN_SECTION}*, "
+                f"without {' and '.join(NOT_OWN)}, can differ from the run's"
+            )

@@ -1,0 +1,130 @@
+"""The command `train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_stppo.base.errors import DoNotRestart, Ending
+from megatron_stppo.base.files import replacing
+from megatron_stppo.cluster.exits import is_first_rank, naming_a_full_disk
+from megatron_stppo.commands.open_run import importing, lock, open_config
+from megatron_stppo.commands.options import File, Modules, Overrides, command_group, examples
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
+    from megatron_stppo.replicas.trainer.recorded import Recorded
+
+commands = command_group()
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo train config.yaml",
+        "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
+        "megatron-stppo train config.yaml --resume",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo train config.yaml",
+    )
+)
+def train(
+    config: File,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="continue an existing run from its newest checkpoint")] = False,
+    modules: Modules = None,
+) -> None:
+    """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
+    settings = open_config(config, overrides, "train", resume, modules=modules)
+    start(settings, resume)
+
+
+def start(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
+    """Train with a checked configuration. recorded: the asynchronous run to repeat."""
+    if settings.serving.replicas is not None:
+        from megatron_stppo.replicas.wire import address
+
+        address.check(settings.serving.address, settings.serving.start, os.environ)
+    lock(settings)
+    from megatron_stppo.cluster.launch import process
+    from megatron_stppo.cluster.preemption import PreemptionNotice
+    from megatron_stppo.observe.console import say
+    from megatron_stppo.validation import attempts, run_folder
+
+    if resume and is_first_rank():
+        attempts.say_changes(settings)
+    if resume and (step := run_folder.finished(settings)) is not None:
+        from megatron_stppo.replicas.wire import keys
+
+        if is_first_rank():  # left by a trainer that was killed after its last checkpoint
+            keys.remove(settings.run.folder)
+        with noting_the_end(settings):
+            given = f"run.iterations={settings.run.iterations}"
+            done = f"{given}: step_{step} is done, so nothing was trained; give more to continue the run"
+            return say(done, is_first_rank())
+
+    # before the imports, which take long: without a handler SIGUSR1 would end the process
+    notice = PreemptionNotice(settings.run.end_margin)
+    with importing():
+        process.prepare(engine=settings.serving.replicas is None)
+        process.check(settings)
+        from megatron_stppo.training import loop
+
+        assemble: loop.Assemble
+        if settings.serving.replicas is None:
+            from megatron_stppo.training.colocated import assemble as colocated
+
+            assemble = colocated
+        else:
+            from megatron_stppo.replicas.trainer.start import assemble as served
+
+            assemble = partial(served, recorded=recorded, notice=lambda: notice.reason)
+    from megatron_stppo.cluster.deadlines import Watchdog
+
+    watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
+    with noting_the_end(settings), watchdog:
+        loop.train(settings, resume, watchdog, notice, assemble)
+
+
+@contextmanager
+def noting_the_end(config: Config) -> Iterator[None]:
+    """Write to exit.json in the run's folder how the block ended, because torchrun turns exit codes into 1.
+
+    A killed process leaves no such file. After exit codes 0 and 93, which end the run for good, the report
+    page is written too.
+    """
+    note = config.run.folder / "exit.json"
+
+    def write(code: int, reason: str) -> None:
+        if is_first_rank():
+            with suppress(OSError):  # on a full disk there is still the exit code
+                with replacing(note) as scratch:
+                    scratch.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    def draw() -> None:
+        if is_first_rank():
+            from megatron_stppo.observe.report import page
+
+            if page.draw_at_the_end(config.run.folder):
+                print(f"megatron-stppo: the report is {config.run.folder / page.FILE}", file=sys.stderr)
+
+    if is_first_rank():
+        note.unlink(missing_ok=True)
+    try:
+        with naming_a_full_disk(config.run.folder):
+            yield
+    except Exception as error:
+        if not isinstance(error, Ending):  # a crash's message may contain anything; only the log has it
+            write(1, type(error).__name__)
+            raise
+        write(error.exit_code, str(error))
+        if error.exit_code == DoNotRestart.exit_code:
+            draw()
+        raise
+    write(0, "done")
+    draw()

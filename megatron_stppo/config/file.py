@@ -1,0 +1,235 @@
+"""Read a run's YAML file and `section.field=value` overrides. Errors name field, value and remedy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_stppo.base.printing import did_you_mean
+from megatron_stppo.config import AlgorithmConfig, Config, ConfigError, peft_folder
+
+MAX_BYTES = 65_536  # largest configuration file
+MAX_SHOWN = 200  # characters of a wrong value in a message
+PRESET = "algorithm.preset="
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply `a.b=value` overrides, check every field. Raises ConfigError.
+
+    An override of algorithm.preset also replaces the fields that have the values of the file's preset. So it
+    works with a run's config.yaml, which has all fields.
+    """
+    raw = read_yaml(path, "config")
+    for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
+        if override.startswith(PRESET):
+            _forget_row(raw)
+        _override(raw, override)
+    return validate(raw)
+
+
+def read_yaml(path: Path, field: str) -> dict[str, Any]:
+    """Return the sections of a YAML file. field: what an error calls the file. Raises ConfigError."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{field}={path}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{field}={path}: is longer than {MAX_BYTES} bytes; give a run's YAML file")
+    try:
+        raw = parse(text)
+    except NOT_YAML as error:
+        raise ConfigError(
+            f"{field}={path}: is not YAML ({_short(_reason(error))}); correct the file"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{field}={path}: {'is empty' if raw is None else f'holds {type(raw).__name__}'}, and must have "
+            "sections; see examples/quickstart/config.yaml"
+        )
+    return raw
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """Return the configuration of sections as in a file, with every field checked, and with the fields of
+    model.lora that its path determines. Raises ConfigError."""
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+    model = config.model.model_copy(update={"lora": peft_folder.completed(config.model.lora)})
+    return config.model_copy(update={"model": model})
+
+
+class _Plain(yaml.SafeLoader):
+    """A YAML loader with three restrictions.
+
+    Aliases are errors: a few lines of them can expand to gigabytes, and no section needs one. A name that
+    occurs twice in a section is an error, as YAML requires; PyYAML would use the last one. Only true and
+    false are booleans, as in YAML 1.2: `correction: off` is the word "off".
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            what = f"alias *{alias.anchor}, write its value out"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=alias.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                what = f"{_short(key.value)} appears twice, remove one"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_TRUTH = "tag:yaml.org,2002:bool"
+_Plain.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TRUTH]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+# What to write instead, by pydantic's type of the error.
+REMEDIES = {
+    "string_type": "is not text; give text, in the file in quotes",
+    "list_type": "is not a list; give one, such as [FIRST, SECOND]",
+    "tuple_type": "is not a list; give one, such as [FIRST, SECOND]",
+    "too_short": "has too few values; give all, such as [FIRST, SECOND]",
+    "too_long": "has too many values; give fewer, such as [FIRST, SECOND]",
+    "path_type": "is not a path; give one, in the file in quotes",
+    "dict_type": "is not a section; give fields, such as {name: value}",
+    "model_type": "is not a section; give one of its fields, such as {name: value}",
+    "string_pattern_mismatch": "is not a name; give 1 to 64 letters, digits, '.', '_' or '-', not beginning "
+    "with '.'",
+}
+
+_PASSWORD = re.compile("://[^/@]*@")
+
+# Values that Python cannot represent (a 13th month, a number of 5,000 digits) raise ValueError.
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+
+
+def parse(text: str | bytes) -> Any:
+    """Return the data of a YAML text. Tags that create objects and aliases are errors: one of NOT_YAML."""
+    loader = _Plain(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _reason(error: Exception) -> str:
+    """Return the position, counted from 1, and the problem in one line.
+
+    Example: "line 3, column 2: found a tab ...".
+    """
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    what = getattr(error, "problem", None) or "cannot be read"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
+
+
+def _short(text: str) -> str:
+    """Return a value for a message: cut if it is long, and without the password of an address."""
+    text = _PASSWORD.sub("://..@", text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, sign, value = text.partition("=")
+    shown = _short(repr(text))
+    if not sign or not all(key.split(".")):
+        raise ConfigError(
+            f"override {shown} is not of the form section.field=value; for example update.epochs=2"
+        )
+    *path, last = key.split(".")
+    node = raw
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {shown}: {part!r} is a value, not a section; remove what follows it")
+    try:
+        given = parse(value)
+    except NOT_YAML:
+        raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
+    if not _is_text([*path, last]):
+        given = _number(given)
+    elif not isinstance(given, str | None):  # a name such as 2026-11-25, which is a date in YAML
+        given = value
+    node[last] = given
+
+
+def _forget_row(raw: dict[str, Any]) -> None:
+    """Remove the algorithm's fields that have the values of its preset, so that another preset sets them."""
+    section = raw.get("algorithm")
+    if not isinstance(section, dict):  # reported when the fields are checked
+        return
+    own = {"preset": section["preset"]} if "preset" in section else {}
+    try:
+        row = AlgorithmConfig.model_validate(own).model_dump(mode="json")
+    except ValidationError:  # the preset is not known, and is about to be replaced
+        return
+    raw["algorithm"] = {
+        name: value for name, value in section.items() if name not in row or value != row[name]
+    }
+
+
+def _number(value: Any) -> Any:
+    """Convert text that is a number: YAML 1.1 reads 1e-6 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: Any) -> str:
+    path = [str(p) for p in error["loc"]]
+    where = ".".join(path)
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):  # a value of a list has no name
+        return _explain(error | {"type": "too_short", "loc": error["loc"][:-1]})
+    if error["type"] == "extra_forbidden":
+        known = _fields(path[:-1])
+        asked = did_you_mean(path[-1], known, ".".join([*path[:-1], "{}"]))
+        remedy = asked or f"known here: {', '.join(sorted(known))}"
+        return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
+    if error["type"] == "missing":
+        return f"{where}: missing; add it to the file or give {where}=VALUE"
+    if error["type"] in REMEDIES:
+        return f"{where}={_short(repr(error['input']))}: {REMEDIES[error['type']]}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":  # its message already has the value, if it may be shown
+        return f"{where}: {message}"
+    return f"{where}={_short(repr(error['input']))}: {message}"
+
+
+def _fields(path: list[str]) -> list[str]:
+    return list(_annotation(path).model_fields)
+
+
+def _is_text(path: list[str]) -> bool:
+    """Return whether a field has text or a path as its value, or none."""
+    try:
+        annotation = _annotation(path)
+    except (AttributeError, KeyError):  # no such field: reported when the fields are checked
+        return False
+    return set(get_args(annotation) or [annotation]) <= {str, Path, type(None)}
+
+
+def _annotation(path: list[str]) -> Any:
+    model: Any = Config
+    for part in path:
+        model = model.model_fields[part].annotation
+    return model

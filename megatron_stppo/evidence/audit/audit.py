@@ -1,0 +1,253 @@
+"""The command `audit`: check that every recorded log-prob is that of the policy version recorded with it.
+
+The trainer's model scores the recorded trajectories under saved versions. A stale key-value cache, a wrong
+version and a lost weight update all show as a difference from the engine's log-probs. audit_records.py
+compares the files with each other first, and audit_limits.py has the limits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.errors import CheckpointError
+from megatron_stppo.base.types import Batch, Trajectory
+from megatron_stppo.checkpoint import loading, step_folder
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.evidence.audit import limits, records, report
+from megatron_stppo.evidence.audit.report import Token, TokenPlace, VersionFinding
+from megatron_stppo.model.learner import Learner, build_learner
+from megatron_stppo.model.pipeline import forward_only, logprobs
+from megatron_stppo.observe.console import say, timed
+from megatron_stppo.observe.metrics import progress
+from megatron_stppo.parallel.collectives import broadcast_record
+from megatron_stppo.validation.sources import has_start
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.weights_digest import weights_digest
+
+TOGETHER = 64  # trajectories that are scored together
+
+
+@dataclass
+class Piece:
+    """Trajectories of one iteration with tokens of one version, which are scored together."""
+
+    iteration: int
+    lines: list[int]  # of the iteration's file, from 1
+    batch: Batch
+    own_T: Tensor  # bool [T]: the tokens of the version
+    learner: Learner  # with the settings of the iteration
+    under: dict[int, Tensor] = field(default_factory=dict)  # {version: log-probs of own tokens under it}
+
+    def logprobs(self) -> Tensor:
+        """Return the log-probs of the own tokens under the weights that are loaded. Collective."""
+        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        logprob_T = logprobs(policy, self.learner.head(policy), self.batch, self.learner.packer, every)
+        return logprob_T[self.own_T]
+
+    def largest_logits(self) -> Tensor:
+        """Return the largest absolute logits of the own tokens. Collective."""
+        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        answer = limits.largest_logits(self.learner.head(policy))
+        return forward_only(policy, self.batch, self.learner.packer, every, answer)[self.own_T]
+
+    @property
+    def engine_T(self) -> Tensor:
+        return self.batch.rollout_logprob_T[self.own_T]
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The trajectory of each own token, as the number of its line in all files together."""
+        lines = torch.tensor(self.lines).repeat_interleave(self.batch.action_offsets.diff())
+        return lines[self.own_T] + self.iteration * 2**32
+
+    def place(self, token: int) -> TokenPlace:
+        """Return where the own token with this index is."""
+        t = int(torch.nonzero(self.own_T)[token])
+        turn = int(torch.searchsorted(self.batch.turn_offsets, t, right=True)) - 1
+        sequence = int(self.batch.turn_to_sequence_S[turn])
+        first = int(torch.searchsorted(self.batch.turn_to_sequence_S, sequence))
+        in_turn = t - int(self.batch.turn_offsets[turn])
+        return TokenPlace(self.iteration, self.lines[sequence], turn - first + 1, in_turn + 1)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The tokens of one version, scored under it and under nudged weights. All are of the same T tokens."""
+
+    named_T: Tensor
+    nudged_T: Tensor  # under one nudge
+    limit_T: Tensor  # of the difference of a token
+    most: float  # that the mean difference may be
+
+
+def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
+    """Score the trajectories of the folder `run` under its saved versions, and print what is found.
+
+    tolerance: the largest difference of a token in nats, instead of the limits of audit_limits.py.
+    Return report.PASSED, DIFFERS or DAMAGED. Collective. Raises ConfigError if no token can be audited, and
+    nothing is damaged.
+    """
+    mesh, dtype = process.start(config), process.dtype(config)
+    shape, first_rank = read_shape(config.model.path), mesh.rank == 0
+    found = records.read(config, run, shape.vocab)
+    named = {version for one in found.played for version in one.versions}
+    away = _start_fault(config, run, shape, 0 in named)
+    saved = _saved(run, not away)
+    if not saved & named and not found.damage:
+        if not named:
+            raise ConfigError(f"RUN_DIR={run}: {'; '.join(report.notes(found))}; choose another run")
+        raise ConfigError(
+            f"RUN_DIR={run}: no version that its trajectories name is saved ({sorted(named)}); train "
+            "with run.checkpoint_every=1 run.keep_every=1, which keeps all" + (away and f"; version 0 {away}")
+        )
+    with timed("models", first_rank):
+        begins = config if 0 in saved else config.of_checkpoint()
+        learner = build_learner(begins, shape, mesh, dtype, training=False)
+    pieces = {version: list(_pieces(learner, found.played, version)) for version in saved & named}
+    scored, damage = dict[int, Scored](), found.damage
+    near = sorted(v for v in saved if {v - 1, v, v + 1} & pieces.keys())
+    for version in progress(near, "versions", first_rank, every=None):
+        try:
+            if version:
+                loading.load_weights(run / "checkpoints", "actor", learner.policy, version)
+        except CheckpointError as error:
+            damage.append(f"version {version} is not audited: {error}")
+            continue
+        for other in sorted({version - 1, version + 1} & pieces.keys()):
+            for piece in pieces[other]:
+                piece.under[version] = piece.logprobs()
+        if version in pieces:
+            scored[version] = _score(learner, pieces[version], version, tolerance)
+    single = tolerance is not None or not (shape.experts and dtype != torch.float32)
+    findings = [_finding(pieces[version], version, scored[version], single) for version in sorted(scored)]
+    if first_rank:
+        report.show(findings, found, named, single)
+        say(f"version 0 {away}", 0 in named and bool(away))
+    process.stop()
+    return report.exit_code(findings, damage)
+
+
+def _start_fault(config: Config, run: Path, shape: ModelShape, is_named: bool) -> str:
+    """Return why the weights of version 0 are not here, or "". Collective.
+
+    is_named: whether tokens name version 0; otherwise they are not compared with those of the run.
+    """
+    if not broadcast_record(has_start(config), bool, source=0):  # nodes may see different disks
+        return f"needs the folder model.lora.path={config.model.lora.path}"
+    begun_with = broadcast_record(_begun_with(run) if is_named else "", str, source=0)
+    if begun_with and begun_with != weights_digest(config.model.path, shape):
+        return f"needs the weights that the run began with; model.path={config.model.path} holds others"
+    return ""
+
+
+def _begun_with(run: Path) -> str:
+    """Return the digest that the newest checkpoint has of the run's first weights, or ""."""
+    for step in step_folder.candidates(run / "checkpoints")[:1]:
+        with suppress(OSError, ValueError):  # it is reported when its weights are loaded
+            return str(step_folder.read_state(run / "checkpoints" / f"step_{step}").get("begun_with", ""))
+    return ""
+
+
+def _saved(run: Path, start: bool) -> set[int]:
+    """Return the versions whose weights can be read. Steps after the one that LATEST names are abandoned."""
+    steps = step_folder.candidates(run / "checkpoints")  # the first is the one that LATEST names
+    return {step for step in steps if 0 < step <= steps[0]} | ({0} if start else set())
+
+
+def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
+    for one in played:
+        naming = [
+            (line, t)
+            for line, t in enumerate(one.trajectories, 1)
+            if any(version == v for turn in t.turns for v, _ in turn.versions)
+        ]
+        for first in range(0, len(naming), TOGETHER):
+            part = naming[first : first + TOGETHER]
+            yield _piece(replace(learner, config=one.config), one.iteration, part, version)
+
+
+def _piece(learner: Learner, iteration: int, part: Sequence[tuple[int, Trajectory]], version: int) -> Piece:
+    batch = to_batch([trajectory for _, trajectory in part])
+    return Piece(iteration, [line for line, _ in part], batch, batch.version_T == version, learner)
+
+
+def _score(learner: Learner, pieces: Sequence[Piece], version: int, tolerance: float | None) -> Scored:
+    """Score the tokens of the version whose weights are loaded. Collective."""
+    eps = max(torch.finfo(process.dtype(piece.learner.config)).eps for piece in pieces)
+    for piece in pieces:
+        piece.under[version] = piece.logprobs()
+    named_T = torch.cat([piece.under[version] for piece in pieces])
+    logit_T = torch.cat([piece.largest_logits() for piece in pieces])
+    engine_T = torch.cat([piece.engine_T for piece in pieces])
+    moved_T, nudged_T = torch.zeros_like(named_T), named_T
+    with limits.nudging(learner.policy, eps) as nudge:
+        for seed in range(limits.NUDGES):
+            nudge(seed)
+            nudged_T = torch.cat([piece.logprobs() for piece in pieces])
+            moved_T = torch.maximum(moved_T, (nudged_T - named_T).abs())
+        if tolerance is not None:
+            return Scored(named_T, nudged_T, torch.full_like(named_T, tolerance), tolerance)
+        rounding_T = limits.roundings(moved_T, named_T, logit_T, eps)
+        beyond_T = ~((named_T - engine_T).abs() <= limits.FACTOR * rounding_T)
+        if int(beyond_T.sum()) <= max(limits.FEW, limits.MANY * len(beyond_T)):
+            rounding_T = rounding_T + _moved_more(nudge, pieces, version, beyond_T, moved_T) - moved_T
+    return Scored(named_T, nudged_T, limits.FACTOR * rounding_T, limits.MEAN * float(rounding_T.mean()))
+
+
+def _moved_more(
+    nudge: Callable[[int], None], pieces: Sequence[Piece], version: int, beyond_T: Tensor, moved_T: Tensor
+) -> Tensor:
+    """Return how far more nudges move the log-probs at most, in the pieces with tokens of `beyond_T`; moved_T
+    elsewhere. Collective."""
+    sizes = [len(piece.under[version]) for piece in pieces]
+    suspects = [n for n, part in enumerate(beyond_T.split(sizes)) if part.any()]
+    moved = list(moved_T.split(sizes))
+    for seed in range(limits.NUDGES, limits.NUDGES + limits.MORE if suspects else 0):
+        nudge(seed)
+        for n in suspects:
+            change_T = (pieces[n].logprobs() - pieces[n].under[version]).abs()
+            moved[n] = torch.maximum(moved[n], change_T)
+    return torch.cat(moved)
+
+
+def _finding(pieces: Sequence[Piece], version: int, scored: Scored, single: bool) -> VersionFinding:
+    engine_T = torch.cat([piece.engine_T for piece in pieces])
+    sequence_T = torch.cat([piece.sequence_T for piece in pieces])
+    iteration_T = sequence_T // 2**32
+    difference_T, limit_T = (scored.named_T - engine_T).abs(), scored.limit_T
+    excess_T = (difference_T / limit_T.clamp(min=1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    others = {}
+    for other in (version - 1, version + 1):
+        if all(other in piece.under for piece in pieces):
+            under_T = torch.cat([piece.under[other] for piece in pieces])
+            given = (scored.named_T, scored.nudged_T, under_T, engine_T, sequence_T)
+            parts = [given, *(tuple(x[iteration_T == n] for x in given) for n in iteration_T.unique())]
+            found = [one for one in (limits.resemblance(*part) for part in parts) if one]
+            others[other] = max(found, key=lambda one: one.least, default=None)
+    ends = list(accumulate(len(piece.under[version]) for piece in pieces))
+    worst = []
+    for t in excess_T.topk(min(report.WORST, len(excess_T))).indices.tolist():
+        at = bisect_right(ends, t)
+        place = pieces[at].place(t - (ends[at - 1] if at else 0))
+        excess, engine, trainer = (float(x[t]) for x in (excess_T, engine_T, scored.named_T))
+        worst.append(Token(excess, engine, trainer, place))
+    return VersionFinding(
+        version,
+        len(engine_T),
+        float(difference_T.mean()),
+        scored.most,
+        float(limit_T.median()),
+        int((excess_T > 1).sum()) if single else 0,
+        others,
+        worst,
+    )

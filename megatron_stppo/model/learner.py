@@ -1,0 +1,113 @@
+"""One rank's share of the models without the engine: everything that scoring and updating need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.offload import Offloader, Phase
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.model.trunk import frozen
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import LowRank, Scaled, scaled_terms
+from megatron_stppo.weights.sharding.peft_tensors import check_one_file
+from megatron_stppo.weights.sharding.spans import training_spans
+from megatron_stppo.weights.sharding.weights_digest import weights_digest
+
+
+@dataclass
+class Learner:
+    """The models of one rank, and what loads them, packs their batches and offloads their memory."""
+
+    config: Config
+    mesh: MeshRank
+    shape: ModelShape
+    policy: list[TokenModel]  # the model that an engine serves
+    actor: Trainer | None  # the policy with its optimizer; None for evaluation
+    critic: Trainer | None  # None for group-normalised advantages, and for evaluation
+    reference: list[TokenModel] | None  # None without a KL penalty
+    packer: Packer
+    offloader: Offloader
+
+    @property
+    def trainers(self) -> dict[str, Trainer]:
+        given = {"actor": self.actor, "critic": self.critic}
+        return {role: trainer for role, trainer in given.items() if trainer is not None}
+
+    @property
+    def begun_with(self) -> str:
+        """The hash of the weights in model.path, which are those of version 0 and of the KL reference."""
+        return weights_digest(self.config.model.path, self.shape)
+
+    def check_beginning(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
+        model.path. Checkpoints of converted models do not record them."""
+        if state.get("begun_with", self.begun_with) != self.begun_with:
+            raise ConfigError(
+                f"model.path={self.config.model.path}: holds other weights than those that the run began "
+                "with, which are its KL reference and its version 0; give that model, or another run.name"
+            )
+
+    def load_for(self, phase: Phase) -> None:
+        """Load what the phase needs from host memory and offload the rest."""
+        self.offloader.to(phase)
+
+    def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
+        """Return the head that computes log-probs from the last layer of actor or reference."""
+        on_gpu = torch.cuda.is_available()
+        return PolicyHead.configured(model, self.mesh, self.shape.vocab, self.config, on_gpu)
+
+
+def build_learner(
+    config: Config, shape: ModelShape, mesh: MeshRank, dtype: torch.dtype, training: bool = True
+) -> Learner:
+    """Build the models of this rank. Collective.
+
+    `training=False` leaves optimizers, critic and reference out. With adapters, critic and reference share
+    the actor's frozen weights.
+    """
+    actor = critic = reference = None
+    if training:
+        actor = build.trainer("actor", shape, config, mesh, dtype)
+        policy = actor.chunks
+    else:
+        policy = build.from_hf("actor", shape, config, mesh, dtype)
+    trunk = policy if config.model.lora.rank else None
+    if training and config.needs_critic:
+        critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
+    if training and config.needs_reference:
+        reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
+    every = [policy, *([critic.chunks] if critic else []), *([reference] if reference else [])]
+    check_one_file(config.model.lora.path, [of[0].adaptation.initial for of in every if of[0].adaptation])
+    if training:  # kept: when a checkpoint is saved, the folder can be away
+        weights_digest(config.model.path, shape)
+    trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
+    offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
+    packer = Packer.of(config, shape, mesh)
+    return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
+
+
+def served_terms(
+    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
+) -> Mapping[tuple[str, str], LowRank | Scaled]:
+    """Return the terms with which an engine's rows are computed from a rank's (weights/reshard/merging.py).
+
+    parameters: build.named_parameters of the actor. Without adapters there are none.
+    """
+    lora = config.model.lora
+    if not lora.rank or lora.sync == "merged":
+        return build.low_rank(parameters, shape, config, mesh)
+    weights = training_spans(shape, mesh.layout, mesh.rank, spec=layer_spec(config))
+    return scaled_terms(weights, lora.names, lora.scale)

@@ -1,0 +1,103 @@
+"""The products of a chunk's gradient with hidden states and weight, and the rows that have a gradient.
+
+The gradient of the logits is written over the logits, and all further work stays in this memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from megatron_stppo.ops.shard import rows_of
+
+
+class Gradient:
+    """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows.
+
+    is_trained: False for a frozen weight, which gets no dW (None).
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, longest: int, is_trained: bool) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._spare = longest * len(weight) * weight.itemsize // 10  # bytes: a tenth of a chunk of logits
+        self.of_hidden = torch.zeros_like(hidden)
+        self.of_weight: Tensor | None = None
+        if is_trained:
+            self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def add(self, of_logits: Tensor, rows: range | Tensor) -> None:
+        """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
+        if not len(of_logits):
+            return
+        if of_logits.dtype != self._weight.dtype:
+            of_logits = _rounded(of_logits, self._weight.dtype)
+        hidden = rows_of(self._hidden, rows)
+        if isinstance(rows, range):
+            torch.mm(of_logits, self._weight, out=self.of_hidden[rows.start : rows.stop])
+        else:
+            self.of_hidden[rows] = of_logits @ self._weight
+        if self.of_weight is None:
+            return
+        if hidden.dtype == torch.float32:
+            self.of_weight.addmm_(of_logits.t(), hidden)
+        elif hidden.is_cuda:  # the product is added to the float32 sums without rounding and without a copy
+            torch.addmm(self.of_weight, of_logits.t(), hidden, out_dtype=torch.float32, out=self.of_weight)
+        else:
+            self._add_in_pieces(self.of_weight, of_logits, hidden)
+
+    def _add_in_pieces(self, of_weight: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
+        """Add dW of bfloat16 factors on a CPU. In float32 a piece and its factors take a tenth of a chunk."""
+        block = max(64, self._spare // (4 * max(1, hidden.shape[1] + len(hidden))))
+        for start in range(0, of_logits.shape[1], block):
+            columns = slice(start, start + block)
+            of_weight[columns] += product(of_logits[:, columns].t(), hidden)
+
+
+def kept(logits: Tensor, rows: Tensor) -> Tensor:
+    """Return logits[rows], moved to the front of the same memory. `rows` must be ascending.
+
+    Rows are moved in blocks of a sixteenth of the logits, so the temporary copies are small.
+    """
+    step = max(1, len(logits) // 16)
+    for start in range(0, len(rows), step):  # row i comes from a row >= i, not yet overwritten
+        chosen = rows[start : start + step]
+        logits[start : start + len(chosen)] = logits[chosen]
+    return logits[: len(rows)]
+
+
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a float32 gradient [rows, V_local] in bfloat16, written to the front of its own memory.
+
+    Rows are rounded in blocks of a sixteenth. Only the first block overlaps its own target, so only this one
+    needs a temporary copy.
+    """
+    rows, columns = gradient.shape
+    out = gradient.view(dtype).flatten()[: rows * columns].view(rows, columns)
+    step = max(1, rows // 16)
+    for start in range(0, rows, step):  # the rounded rows take half the bytes of the rows before them
+        block = gradient[start : start + step]
+        out[start : start + step] = block.to(dtype) if start == 0 else block
+    return out
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of two matrices of bfloat16 or float32, accumulated and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
+
+    None is also returned if all cotangents are None, for fake tensors, and on a GPU, where the host would
+    wait for the number of rows in every chunk.
+    """
+    given = [x for x in cotangents if x is not None]
+    if not given or given[0].is_cuda or isinstance(given[0], FakeTensor):
+        return None
+    live = torch.nonzero(torch.stack([x != 0 for x in given]).any(0)).squeeze(1)
+    return live if len(live) < 0.9 * len(given[0]) else None

@@ -1,0 +1,237 @@
+"""Multi-turn rollout in lock-step: play one episode per task, all of which begin together.
+
+Between two engine steps the first rank of an engine group broadcasts the environments' answers (play.py).
+With `overlap_tools=False` the rollout waits for all answers and processes them in order of submission; a run
+is then bitwise reproducible, whatever the timing of the tools.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.types import Task, Trajectory
+from megatron_stppo.config import ConfigError
+from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.parallel.collectives import broadcast_record
+from megatron_stppo.parallel.raise_together import by_rank, raise_together
+from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.episodes.play import InProgress, Player
+from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.vllm.generation import EngineFailure, RolloutError
+
+if TYPE_CHECKING:
+    from megatron_stppo.rollout.vllm.engine import Engine
+
+log = logging.getLogger(__name__)
+# Seconds that a failed rank waits for the others of its engine, after those for which environments may close.
+# The others are in the same step, or wait for it.
+ALONE = 60.0
+Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of a rollout.
+
+    Example: RolloutSettings(Limits(2048, 500, 500, 7048), temperature=0.0) is greedy.
+    """
+
+    limits: Limits
+    temperature: float = 1.0
+    top_p: float = 1.0
+    overlap_tools: bool = True
+    concurrency: int = 64  # environment calls at a time
+    deadline: float = 30.0  # seconds per environment call
+    tool_wait: float = 0.0  # seconds to wait for tools that do not answer
+
+
+def collect(
+    engine: Engine,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    make_environment: Callable[[], AnyEnvironment],
+    settings: RolloutSettings,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    *,
+    first_index: int = 0,
+    groups: Sequence[int] | None = None,
+) -> list[Trajectory]:
+    """Play one episode per task. Return the trajectories in task order. Collective over all ranks.
+
+    The result is equal on all ranks of the engine group. Every replica passes its own tasks; `first_index` is
+    the number of its first task among the tasks of all replicas. Random numbers depend only on (seed, number
+    of the task, turn), not on how tasks are distributed. `groups`: one number per task for Trajectory.group;
+    default: the number of the task.
+
+    All ranks raise if any rank failed: EngineFailure if all failures are engine failures, ToolsStayAway if
+    all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
+    and all other ranks raise RolloutError. Raises ConfigError for an object that is not an
+    environment.
+    Raises RolloutError on a rank that failed alone while the others of its engine wait for it, and only
+    there: the process has to end, so that the launcher ends the others.
+    """
+    assert tokenizer.chat_template is not None, "validation/model_folder.py requires one"
+    numbers = range(first_index, first_index + len(tasks))
+    episodes = [
+        Episode(task, number if groups is None else groups[i], settings.limits, tokenizer)
+        for i, (task, number) in enumerate(zip(tasks, numbers, strict=True))
+    ]
+    started = [
+        InProgress(index, episode, seed, number, settings.temperature, settings.top_p)
+        for index, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
+    ]
+    rollout = _Rollout(engine, settings, group, progress)
+    trouble: BaseException | None = None
+    try:
+        try:
+            rollout.run(started, make_environment)
+        finally:
+            engine.abort_all()
+    except ToolsStayAway as error:  # its message is complete; no traceback is logged
+        trouble = error
+    except Exception as error:  # raised again below, after all replicas have exchanged their reports
+        if not isinstance(error, ConfigError):  # its message is complete
+            log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
+        trouble = error
+    meet(trouble, group, settings.deadline + ALONE)
+    raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
+    return [episode.trajectory() for episode in episodes]
+
+
+def meet(trouble: BaseException | None, group: dist.ProcessGroup | None, seconds: float) -> None:
+    """Wait until all ranks of an engine have ended their rollout. Collective over `group`, which is of gloo.
+
+    trouble: why this rank's rollout failed, or None. If it failed, and another rank does not arrive within
+    `seconds`, that rank waits in a collective of vLLM that this rank has left, and would wait until the
+    deadline of the rollout. Raises RolloutError in this case.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    met = dist.barrier(group, async_op=True)
+    if trouble is None:
+        met.wait()
+        return
+    try:
+        met.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        said = f"{type(trouble).__name__}: {trouble}"
+        raise RolloutError(
+            f"the rollout failed on rank {dist.get_rank()}, and the other ranks of its engine did not end "
+            f"theirs within {seconds:g} s: {said}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Why a rank's rollout failed; sent to all other ranks."""
+
+    trouble: str
+    place: str = ""  # EngineFailure.place
+    misuse: str = ""  # the message of a ConfigError
+    away: str = ""  # why the rollout stopped waiting for tools
+
+
+def _report(trouble: BaseException | None) -> _Report | None:
+    if trouble is None:
+        return None
+    return _Report(
+        trouble=f"{type(trouble).__name__}: {trouble}",
+        place=trouble.place if isinstance(trouble, EngineFailure) else "",
+        misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
+        away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
+    )
+
+
+def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> BaseException:
+    """Return the exception for this rank, whose own one is `trouble`, from the reports of all that failed."""
+    failed = list(reports.values())
+    if misuse := next((report.misuse for report in failed if report.misuse), ""):
+        return ConfigError(misuse)
+    if all(report.away for report in failed):
+        return ToolsStayAway(failed[0].away)
+    said = by_rank({rank: report.trouble for rank, report in reports.items()})
+    if all(report.place for report in failed):
+        places = by_rank({rank: report.place for rank, report in reports.items()})
+        return EngineFailure(f"rollout failed on {said}", places)
+    if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
+        return trouble
+    return RolloutError(f"rollout failed on {said}")
+
+
+@dataclass(frozen=True)
+class _News:
+    """What the first rank of an engine group broadcasts between two engine steps."""
+
+    answers: tuple[Answer, ...] = ()
+    trouble: str = ""
+    away: str = ""  # why the rollout stopped waiting for tools
+
+
+class _Rollout:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: RolloutSettings,
+        group: dist.ProcessGroup | None,
+        progress: Progress | None,
+    ) -> None:
+        self._engine, self._settings, self._group = engine, settings, group
+        self._progress = progress
+        self._first = dist.get_rank(group) == 0
+        self._host: EnvironmentHost | None = None  # on the first rank
+
+    def run(self, episodes: Sequence[InProgress], make_environment: Callable[[], AnyEnvironment]) -> None:
+        if not self._first:
+            return self._drive(episodes)
+        settings = self._settings
+        rank = dist.get_rank()
+        tools = ToolWait(settings.tool_wait, f"rank {rank}: " if rank else "")
+        with EnvironmentHost(
+            make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
+        ) as host:
+            self._host = host
+            self._drive(episodes)
+
+    def _drive(self, episodes: Sequence[InProgress]) -> None:
+        player, ended = Player(self._engine, self._host), 0
+        player.begin(episodes)
+        while player.asked or player.runs:
+            gone = player.apply(self._news(len(player.asked))) if player.asked else []
+            for _ in gone + player.step():
+                ended += 1
+                if self._host and self._progress:
+                    self._progress(ended, len(episodes))
+
+    def _news(self, asked: int) -> tuple[Answer, ...]:
+        """Return the environments' answers, equal on every rank.
+
+        asked: environment calls without an answer. If the engine is idle, wait for at least one of them.
+        """
+        news = broadcast_record(self._listen(asked) if self._host else None, _News, 0, self._group)
+        if news.trouble:
+            raise RolloutError(news.trouble)
+        if news.away:
+            raise ToolsStayAway(news.away)
+        return news.answers
+
+    def _listen(self, asked: int) -> _News:
+        assert self._host is not None
+        idle = self._engine.unfinished == 0
+        wait_for = asked if not self._settings.overlap_tools else int(idle)
+        try:
+            return _News(tuple(self._host.take(wait_for)))
+        except RolloutError as error:  # sent to the other ranks before this rank raises
+            return _News(trouble=str(error))
+        except ToolsStayAway as error:
+            return _News(away=str(error))

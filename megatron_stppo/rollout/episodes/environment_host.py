@@ -1,0 +1,259 @@
+"""The environments of one engine group, run by asyncio in a separate thread beside the engine's steps.
+
+At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. Any exception of an
+environment, such as SystemExit, or a missed deadline becomes the outcome of its episode; it is logged and
+does not stop the other episodes. So does a value that cannot be used (environments/contract.py). After
+ToolAway, however, the call is repeated (tool_wait.py), each time with a new deadline. An object that is not
+an environment ends the run.
+The host runs on the group's first rank only. Its answers are plain data, which is broadcast to the other
+ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Message, Task
+from megatron_stppo.environments import contract
+from megatron_stppo.environments.base import (
+    AnyEnvironment,
+    Completion,
+    CompletionEnvironment,
+    Request,
+    StepResult,
+    ToolAway,
+)
+from megatron_stppo.rollout.episodes.failures import FailureLines, described, text_of
+from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.vllm.generation import RolloutError
+
+log = logging.getLogger(__name__)
+BEAT = 0.5  # seconds between signs of life of the event loop
+PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one environment call: messages or a request (reset), a StepResult (step) or a failure.
+
+    Example: Answer(3, result=StepResult("..", 0.0, False, True, 1)), or
+    Answer(3, failure="timeout", detail="no answer within 30 s").
+    """
+
+    index: int
+    messages: tuple[Message, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    request: Request | None = None  # in place of the messages, of a CompletionEnvironment
+    result: StepResult | None = None
+    failure: Literal["error", "timeout"] | None = None
+    tool_calls: int = 0  # of a failure, if the environment knows them
+    detail: str = ""
+    misuse: str = ""  # a programming error in the environment; it ends the run
+
+
+class EnvironmentHost:
+    """The thread that runs environments. Use it as a context manager.
+
+    On exit it cancels running calls, closes all environments and ends the thread.
+    """
+
+    def __init__(
+        self,
+        make_environment: Callable[[], AnyEnvironment],
+        *,
+        concurrency: int,
+        deadline: float,
+        tools: ToolWait | None = None,
+        answered: Callable[[], object] = lambda: None,
+    ) -> None:
+        """tools: how long to wait for tools that do not answer; default: not at all.
+
+        answered: called for every answer, in the thread of the environments, as soon as `take` returns it.
+        """
+        self._make, self._deadline = make_environment, deadline
+        self._tools, self._answered = tools or ToolWait(0), answered
+        self._lines = FailureLines(log)
+        self._environments: dict[int, AnyEnvironment] = {}
+        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        self._submitted = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._ready = threading.Event()
+        self._concurrency = concurrency
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+
+    def __enter__(self) -> EnvironmentHost:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(self._deadline + PATIENCE)
+        if self._thread.is_alive():
+            log.error("an environment blocks the event loop; its thread is abandoned")
+
+    def reset(self, index: int, task: Task, seed: int) -> None:
+        """Make the environment of episode `index` and reset it, in the background; see `take`."""
+
+        async def call() -> Answer:
+            if index not in self._environments:  # a first attempt
+                self._environments[index] = self._make()
+            environment = self._environments[index]
+            messages = await contract.reset(environment, task, seed)
+            if isinstance(messages, Request):
+                return Answer(index, request=messages)
+            return Answer(index, messages=messages, stop_strings=contract.stop_strings(environment))
+
+        self._submit(index, call)
+
+    def step(self, index: int, action: str | Completion) -> None:
+        """Pass an action to the environment of episode `index`, in the background; see `take`."""
+
+        async def call() -> Answer:
+            return Answer(index, result=await contract.step(self._environments[index], action))
+
+        self._submit(index, call)
+
+    def close(self, index: int) -> None:
+        """Close the environment of a finished episode, in the background."""
+        asyncio.run_coroutine_threadsafe(self._close(index), self._loop)
+
+    def take(self, wait_for: int) -> list[Answer]:
+        """Wait for at least `wait_for` answers. Return all new answers, in order of submission.
+
+        If `wait_for` is the number of all running calls, the result does not depend on timing. Raises
+        RolloutError if an environment blocks the event loop (a call that neither awaits nor returns), and
+        ToolsStayAway if tools did not answer in time.
+        """
+        answers: list[tuple[int, Answer]] = []
+        while len(answers) < wait_for:
+            answers.append(self._next())
+            self._check_tools()
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        self._check_tools()  # an episode that a missing tool ended is among the answers
+        return [answer for _, answer in sorted(answers, key=_ticket)]
+
+    def check(self) -> None:
+        """Raise what `take` raises while it waits, for a caller that waits for other things too."""
+        self._check_tools()
+        self._check_loop()
+
+    def renew_patience(self) -> None:
+        """Wait for tools again as long as at the start, and log failures again, as a new rollout does."""
+        self._tools.renew()
+        self._lines.renew()
+
+    def _next(self) -> tuple[int, Answer]:
+        while True:
+            try:
+                return self._answers.get(timeout=BEAT)
+            except queue.Empty:
+                self._check_loop()
+
+    def _check_tools(self) -> None:
+        if self._tools.gave_up:
+            raise ToolsStayAway(self._tools.gave_up)
+
+    def _check_loop(self) -> None:
+        silent = time.monotonic() - self._beat
+        if silent > self._deadline + PATIENCE:
+            raise RolloutError(
+                f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
+                "await, or run what blocks in asyncio.to_thread"
+            )
+
+    def _submit(self, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
+        ticket, self._submitted = self._submitted, self._submitted + 1
+        asyncio.run_coroutine_threadsafe(self._guarded(ticket, index, call), self._loop)
+
+    async def _guarded(self, ticket: int, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._calls.add(this)
+        this.add_done_callback(self._calls.discard)
+
+        async def attempt() -> Answer:
+            async with asyncio.timeout(self._deadline):
+                return await call()
+
+        def failed(kind: Literal["error", "timeout"], detail: str) -> Answer:
+            environment = self._environments.get(index)
+            known = isinstance(environment, CompletionEnvironment)
+            calls = getattr(environment, "tool_calls", 0) if known else 0
+            counted = calls if type(calls) is int and calls > 0 else 0
+            return Answer(index, failure=kind, tool_calls=counted, detail=one_line(detail))
+
+        async with self._semaphore:
+            try:
+                answer = await self._tools.call(attempt)
+            except ToolAway as away:  # take() ends the rollout
+                answer = failed("error", str(away))
+            except TimeoutError as error:
+                answer = failed("timeout", text_of(error) or f"no answer within {self._deadline:g} s")
+                self._lines.log(f"episode {index}: environment timed out", error, answer.detail)
+            except contract.NotAnEnvironment as error:
+                answer = Answer(index, misuse=one_line(str(error)))
+            except BaseException as error:  # Ctrl-C reaches the main thread only
+                if self._stop.is_set():
+                    raise  # __exit__ cancelled the call, not the environment
+                # a failure of an environment is an outcome of its episode and does not end the run
+                answer = failed("error", described(error))
+                self._lines.log(f"episode {index}: environment failed", error, answer.detail)
+        self._answers.put((ticket, answer))
+        self._answered()
+
+    async def _close(self, index: int) -> None:
+        environment = self._environments.pop(index, None)
+        if environment is None:
+            return
+        try:
+            async with asyncio.timeout(self._deadline):
+                await contract.close(environment)
+        except BaseException as error:  # the episode has ended; its result stays valid
+            self._lines.log(f"episode {index}: closing failed", error, one_line(described(error)))
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            serving = loop.create_task(self._serve())
+            while not serving.done():
+                # a task that an environment has made leaves the loop so; what awaits the task gets it too
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_until_complete(serving)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._semaphore = asyncio.Semaphore(self._concurrency)
+        beating = asyncio.create_task(self._keep_beating())
+        self._ready.set()
+        await self._stop.wait()
+        for call in list(self._calls):
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for index in list(self._environments):
+            self.close(index)
+        beating.cancel()
+        await asyncio.sleep(0)  # so that the scheduled calls of _close become tasks
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(BEAT)
+
+
+def _ticket(entry: tuple[int, Answer]) -> int:
+    return entry[0]

@@ -1,0 +1,205 @@
+"""The state of one episode: the tokens that the policy has read and written so far, and the outcome.
+
+Every rank of an engine group holds the same Episode objects and passes them the same answers. All ranks
+therefore have the same tokens without exchanging them.
+
+- The prompt is the chat template applied to the environment's messages (data/text/chat.py: special tokens in
+  a message are plain text). Nothing is tokenised twice: turns are the engine's token ids, and an observation
+  is encoded once, with special tokens in it as plain text.
+- A turn cut by the limit on its tokens goes to the environment unchanged. It rarely parses and is then an
+  invalid action. If the context is full instead, the episode ends as truncated. It also ends as truncated if
+  an observation leaves no room for an answer; that observation is dropped, because the policy never reads it.
+- The reward of an environment step belongs to the turn that it evaluates.
+- An agent (CompletionEnvironment) sends requests instead of messages and observations: token ids, which are
+  taken as they are. Its episode may have several histories; the reward belongs to the last turn of each. A
+  full context does not end it, because the agent may go on with another history.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Message, Outcome, Task, Trajectory, Turn
+from megatron_stppo.config import Config
+from megatron_stppo.data.text.chat import encode_chat
+from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
+from megatron_stppo.environments.base import Completion, Request, StepResult
+from megatron_stppo.rollout.episodes.history import History
+from megatron_stppo.rollout.vllm.generation import Finished
+
+# A closing tag at the end of an observation, such as "</information>\n\n". An observation that is too long is
+# cut before this tag, so that the tag stays.
+_CLOSING = re.compile(r"</[A-Za-z_]{1,32}>\s{0,8}\Z")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Token counts, each at least 1. Example: Limits(2048, 500, 500, 7048)."""
+
+    max_prompt_tokens: int
+    max_turn_tokens: int
+    max_observation_tokens: int
+    max_context: int
+
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        r, e = config.rollout, config.environment
+        return cls(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context)
+
+    @property
+    def prompt(self) -> tuple[int, str]:
+        """The largest number of tokens of a prompt, and the field of the configuration that limits it."""
+        prompt, context = self.max_prompt_tokens, self.max_context
+        return min(
+            (prompt, f"rollout.max_prompt_tokens={prompt}"),
+            (context - 1, f"rollout.max_context={context}, less 1 for a turn"),
+        )
+
+
+@dataclass
+class Episode:
+    """One episode.
+
+    Example: start(messages), add_turn(finished), answer(result), .. until `outcome` is set.
+    """
+
+    task: Task
+    group: int
+    limits: Limits
+    tokenizer: Any
+    stop_strings: tuple[str, ...] = ()
+    histories: list[History] = field(default_factory=lambda: [History()])
+    history: int = 0  # the number of the one that is continued
+    request: Request | None = None  # of an agent, the last one
+    outcome: Outcome | None = None
+    tool_calls: int = 0
+    valid_actions: int = 0
+    detail: str = ""
+    overlong_prompt: int = 0
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self._current.prompt_ids
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._current.turns
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt, turns and observations of the history that is continued: the policy's input."""
+        return self._current.context
+
+    @property
+    def played(self) -> int:
+        """The number of turns of all histories."""
+        return sum(len(history.turns) for history in self.histories)
+
+    def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
+        """Tokenise the prompt. One that is too long, or that the chat template fails on, ends the episode."""
+        self.stop_strings = stop_strings
+        try:
+            ids = encode_chat(self.tokenizer, messages)
+        except Exception as error:  # a template may fail in any way on messages that it was not written for
+            return self.end("error", one_line(f"the chat template failed: {type(error).__name__}: {error}"))
+        self._current.begin(ids)
+        limit, field = self.limits.prompt
+        if len(ids) > limit:
+            self._current.begin(ids[:limit])  # not played; cut, so as not to fill a micro-batch
+            self.overlong_prompt = len(ids)
+            self.end("error", f"prompt of {len(ids)} tokens exceeds {field}")
+
+    def ask(self, request: Request) -> None:
+        """Continue a history with an agent's request, or begin one."""
+        self.request, self.history, self.stop_strings = request, request.history, request.stop_strings
+        if request.history == len(self.histories):
+            self.histories.append(History())
+        if self.turns:
+            self._current.observe(request.token_ids)
+        else:
+            self._current.begin(request.token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of tokens of the next turn."""
+        asked = self.request.max_tokens if self.request is not None else None
+        return min(self.limits.max_turn_tokens, self._room, self._room if asked is None else asked)
+
+    @property
+    def _current(self) -> History:
+        return self.histories[self.history]
+
+    @property
+    def _room(self) -> int:
+        return self.limits.max_context - len(self.context)
+
+    def add_turn(self, finished: Finished) -> None:
+        """Append a complete turn. If the context is full, the episode is truncated, except an agent's."""
+        self._current.add(finished)
+        if finished.reason == "length" and self._room < 1 and self.request is None:
+            self.end("truncated", f"context of {self.limits.max_context} tokens is full")
+
+    def action(self, finished: Finished) -> str:
+        """Return the text of the turn, for the environment, without the end-of-text token."""
+        ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
+        return decode_plain(self.tokenizer, ids)
+
+    def completion(self, finished: Finished) -> Completion:
+        """Return the turn, for the environment."""
+        return Completion(self.action(finished), finished.token_ids, finished.logprobs, finished.reason)
+
+    def answer(self, result: StepResult) -> None:
+        """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""
+        self.tool_calls += result.tool_calls
+        self.valid_actions += result.valid
+        self.metrics |= result.metrics
+        if result.done:
+            for history in self.histories:
+                history.credit(result.reward)
+            assert result.outcome is not None, "environments/contract.py refuses other results"
+            self.end(result.outcome, result.detail)
+            return
+        self._current.credit(result.reward)
+        if result.request is not None:
+            return self.ask(result.request)
+        ids = self._observe(result.observation)
+        if len(ids) < self._room:
+            self._current.observe(ids)
+        else:
+            self.end("truncated", f"no room for {len(ids)} observation tokens and an answer")
+
+    def end(self, outcome: Outcome, detail: str) -> None:
+        assert self.outcome is None, f"episode ended twice: {self.outcome}, then {outcome}"
+        self.outcome, self.detail = outcome, detail
+
+    def trajectory(self) -> Trajectory:
+        """Return the trajectory of the episode, which must have ended."""
+        assert self.outcome is not None, "the episode has not ended"
+        first, *others = (history.branch() for history in self.histories)
+        return Trajectory(
+            self.task,
+            first.prompt_ids,
+            first.turns,
+            self.outcome,
+            self.group,
+            self.tool_calls,
+            self.valid_actions,
+            self.detail,
+            self.overlong_prompt,
+            first.routes,
+            tuple(others),
+            metrics=self.metrics,
+        )
+
+    def _observe(self, text: str) -> tuple[int, ...]:
+        limit, ids = self.limits.max_observation_tokens, encode_plain(self.tokenizer, text)
+        if len(ids) <= limit:
+            return tuple(ids)
+        closing = _CLOSING.search(text)
+        tail = encode_plain(self.tokenizer, closing.group()) if closing else []
+        kept = limit - len(tail) if len(tail) < limit else limit
+        return tuple(ids[:kept] + tail[: limit - kept])

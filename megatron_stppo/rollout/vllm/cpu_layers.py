@@ -1,0 +1,94 @@
+"""vLLM's layers on a CPU, computed directly from the engine's parameters.
+
+When vLLM loads a model, it copies linear weights into a layout for oneDNN, and experts' weights into one for
+its own kernel. A reshard that writes into the parameters would then not change the result. Its LoRA copies A
+and B once per token, because each token could have another adapter: 5 GB for a step of 8,192 tokens, 4,864
+rows and rank 32. Here all tokens have one adapter.
+
+The functions set private switches and replace private methods of vLLM for all engines of this process. They
+may be called more than once, and are tested with the pinned version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+
+def plain_linears() -> None:
+    """Keep the weights of linear layers and of the head as the parameters have them."""
+    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
+    setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
+
+
+def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
+    layer.cpu_linear = linear
+
+
+def plain_experts() -> None:
+    """Keep the experts' weights as the parameters have them, and compute with these."""
+    setattr(CPUUnquantizedExperts, "process_weights_after_loading", _leave)  # noqa: B010
+    setattr(CPUUnquantizedExperts, "apply", _experts)  # noqa: B010
+
+
+def _leave(experts: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+    """Leave the weights in the layout in which they were created."""
+
+
+def _experts(
+    experts: CPUUnquantizedExperts,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: MoEActivation,
+    **kwargs: Any,
+) -> None:
+    """Write the experts' result to output [T, H].
+
+    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up; w2 [E, H, F]; topk_weights and topk_ids [T, k]: the
+    weights and indices of the chosen experts.
+    """
+    assert activation == MoEActivation.SILU and not kwargs["apply_router_weight_on_input"]
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
+        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        answer = linear(silu(gate) * up, w2[expert]) * topk_weights[token, choice, None]
+        output.index_add_(0, token, answer.to(output.dtype))
+
+
+def one_adapter() -> None:
+    """Compute LoRA as two products of matrices per layer. A x and B A x are rounded to the type of x, as in
+    model/adapters.py."""
+    setattr(PunicaWrapperCPU, "add_lora_linear", _lora)  # noqa: B010
+
+
+def _lora(
+    wrapper: PunicaWrapperCPU,
+    y: Tensor,
+    x: Tensor,
+    a: tuple[Tensor, ...],
+    b: tuple[Tensor, ...],
+    scale: float,
+    slices: tuple[int, ...],
+    **kwargs: Any,
+) -> None:
+    """Add scale * B A x to y [T, sum(slices)], for each of the layers that are joined.
+
+    x [T, in]; a [1, 1, rank, in] and b [1, 1, out, rank] of each layer.
+    """
+    if wrapper.no_lora:
+        return
+    for part, one_a, one_b in zip(y.split(slices, dim=-1), a, b, strict=True):
+        part += (x @ one_a[0, 0].t()) @ one_b[0, 0].t() * scale

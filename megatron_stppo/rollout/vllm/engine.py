@@ -1,0 +1,349 @@
+"""The serving engine: vLLM in this process, driven step by step.
+
+Every rank holds one shard of one replica: rank r serves replica r // tensor as tensor rank r % tensor. All
+ranks of a replica must add and abort the same requests in the same order between the same steps. They then
+produce the same tokens without exchanging requests or tokens.
+
+Differences from vLLM's own front end (LLM, LLMEngine), which is bypassed:
+- vLLM's output processor renders a string per token and per log-prob, which costs more than the forward pass
+  of a small model. Here tokens stay ids (requests.py).
+- A turn keeps every token that the model emitted, with one log-prob each (requests.py).
+
+The weights come from the reshard (load_format="dummy"). The engine generates only after `published` returns
+their version without an error.
+
+New weights may arrive between two steps while requests are running: call `settle`, write the weights, and
+call `refresh(recompute=True)`. Then the same turns continue, and every token has the version of the
+weights that computed it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from megatron_stppo.rollout.vllm.engine_adapters import REQUEST, EngineAdapters
+from megatron_stppo.rollout.vllm.engine_memory import EngineMemory
+from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RolloutError
+from megatron_stppo.rollout.vllm.in_flight import computed_tokens, no_new_steps, steps_under_way
+from megatron_stppo.rollout.vllm.requests import Requests, given_id
+
+# vllm_setup sets the environment variables that vLLM reads while it is imported.
+from megatron_stppo.rollout.vllm.vllm_setup import build_vllm, end_of_text_ids, join_world, tear_down, weights
+from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
+from megatron_stppo.weights.sharding.transfers import ServedAdapters
+
+
+class Engine:
+    """One rank's shard of a vLLM replica; see the module.
+
+    `published` returns the version of the weights. The loop sets it; before that the engine refuses to
+    generate.
+    """
+
+    published: Callable[[], int]
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        tensor: int = 1,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        float32_logits: bool = False,
+        seed: int = 0,
+        max_context: int = 4096,
+        max_sequences: int = 256,
+        kv_cache_gib: float = 1.0,
+        gpu_memory_utilization: float = 0.6,
+        timeout: timedelta = timedelta(minutes=30),
+        routes: bool = False,
+        adapters: ServedAdapters | None = None,
+    ) -> None:
+        """Build this rank's shard. Collective over the default process group, which is made here if missing.
+
+        timeout: the timeout of vLLM's process groups, over which the ranks of a replica communicate.
+        routes: record the experts of every token (Finished.routes), for a model with experts.
+        adapters: A and B that the engine applies itself, and that `parameters` returns too.
+        vLLM re-seeds torch, numpy and random: restore their states after building the engine.
+        Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or
+        the number of ranks.
+        """
+        join_world()
+        config = load_config(Path(model_path))
+        self._build = functools.partial(
+            build_vllm,
+            model_path,
+            tensor=tensor,
+            dtype=dtype,
+            float32_logits=float32_logits,
+            seed=seed,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            timeout=timeout,
+            routes=routes,
+            adapters=adapters,
+        )
+        self._records, self._served = routes, adapters
+        self.tokenizer = load_tokenizer(Path(model_path))
+        self.max_context = max_context
+        self.vocabulary = int(config.vocab_size)
+        self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
+        self.published = _never_published
+        ends = end_of_text_ids(model_path, config, self.tokenizer)
+        self._requests = Requests(self.tokenizer, ends, max_context, self.vocabulary)
+        self._version: int | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._llm = self._build()
+        self._core: Any = self._llm.engine_core  # the client of an engine in this process
+        worker = self._llm.model_executor.driver_worker.worker
+        self._routes = worker.routes if self._records else None
+        if self._routes is not None:
+            self._routes.follow(self._core)
+        self._adapters = EngineAdapters(worker, self._served) if self._served is not None else None
+        self._memory = EngineMemory(self._core)
+        self._steps = 0  # of this rollout
+        self._failed = False
+        # gloo group of this replica's ranks, over which the environments' answers are broadcast
+        self.group: dist.ProcessGroup = get_tp_group().cpu_group
+
+    def rebuild(self) -> None:
+        """Replace vLLM by a new one after an EngineFailure. Collective over the default process group.
+
+        Running requests are dropped. The new weights are undefined and the engine refuses to generate:
+        `parameters()` returns new tensors, which a reshard must fill before `refresh` is called.
+        """
+        self._requests.clear()
+        self.published, self._version = _never_published, None
+        tear_down(self._llm)
+        # everything that refers to the old model, or both models would be in memory at once
+        del self._llm, self._core, self._routes, self._adapters, self._memory
+        gc.collect()  # reference cycles hold the weights and the key-value cache
+        torch.cuda.empty_cache()  # the new engine takes its memory from the driver
+        self._start()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shard by vLLM's names. Writing into the tensors changes the engine's weights.
+
+        Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
+        """
+        own = weights(self._llm.model_executor.driver_worker.worker.get_model())
+        return own if self._adapters is None else own | self._adapters.tensors()
+
+    def settle(self) -> list[Finished]:
+        """Complete the steps that vLLM has under way, without a new one. Return the complete generations.
+
+        Call this before the weights change while requests are running: afterwards nothing reads the weights.
+        Raises RolloutError as `step` does, and EngineFailure if vLLM raises an error.
+        """
+        if not self._requests:  # _drain has waited for the steps
+            return []
+        self._synchronised()
+        finished: list[Finished] = []
+        with no_new_steps(self._core.engine_core):
+            while steps_under_way(self._core.engine_core):
+                finished += self._complete(self._output())
+        return finished
+
+    def refresh(self, *, recompute: bool = False) -> int:
+        """Drop the key-value blocks that older weights wrote, and return the published version.
+
+        Call this after each sync. With `recompute`, running requests lose their blocks too: the next steps
+        compute them again with the new weights, and the requests continue. Raises RolloutError if requests
+        are running, and `recompute` is False or the engine records routes; if a step is under way; or if vLLM
+        keeps its prefix cache.
+        """
+        version = self.published()
+        if self._requests and not recompute:
+            raise RolloutError(f"{len(self._requests)} requests are running; abort them before refreshing")
+        if self._requests and self._routes is not None:
+            raise RolloutError(
+                f"{len(self._requests)} requests are running; their recorded experts would be of several "
+                "versions; complete the requests before refreshing"
+            )
+        if steps_under_way(self._core.engine_core):
+            raise RolloutError("a step is under way while the weights change; call settle() before each sync")
+        if not self._core.reset_prefix_cache(reset_running_requests=recompute):
+            raise RolloutError("vLLM kept its prefix cache because blocks are in use; abort requests first")
+        if self._routes is not None:
+            self._routes.clear()
+        self._version = version
+        return version
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_strings: Sequence[str] = (),
+    ) -> None:
+        """Queue a generation that continues `token_ids`; temperature 0 is greedy.
+
+        At most max_context - len(token_ids) tokens are generated. `request_id` may be used again after the
+        generation is complete: vLLM gets an id that is never used twice. Raises ValueError if `request_id`
+        is running, a token id is outside the vocabulary or the context is full; RolloutError if the weights
+        are not synchronised.
+        """
+        self._synchronised()
+        request = self._requests.begin(
+            request_id,
+            token_ids,
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop_strings=stop_strings,
+            lora=None if self._adapters is None else REQUEST,
+        )
+        try:
+            self._core.add_request(request)
+        except BaseException:
+            self._requests.drop(request_id)
+            raise
+
+    def step(self) -> list[Finished]:
+        """Run one forward pass, which adds a token to the running sequences.
+
+        Return the complete generations. With asynchronous scheduling (on a GPU), these are the generations
+        that the pass before completed.
+        """
+        if not self._requests:
+            return []
+        self._synchronised()
+        self._steps += 1
+        finished = self._complete(self._output())
+        self._drain()
+        return finished
+
+    def _complete(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
+        """Append a step's tokens to their requests. Return the complete generations, which vLLM drops."""
+        assert self._version is not None, "step() refuses to run without a version"
+        finished, stopped = [], []
+        for output in filter(self._requests.awaits, outputs):
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._failed = True
+                said = f"request {given_id(output)} ended with {output.finish_reason} in step {self._steps}"
+                raise EngineFailure(f"vLLM failed: {said}", said)
+            done = self._requests.take(output, self._version, self._routes)
+            if done is not None:
+                finished.append(done)
+                stopped += [output.request_id] if done.reason == "stop" else []
+        # vLLM gets no stop strings and would continue. Of several at once it makes a set, whose order differs
+        # between processes, and frees their cache in this order: the schedulers of two ranks would diverge.
+        for request in stopped:
+            self._core.abort_requests([request])
+        return finished
+
+    def _output(self) -> list[EngineCoreOutput]:
+        """Return vLLM's outputs of one step.
+
+        Raises EngineFailure if vLLM raises an error, because vLLM's state is then undefined.
+        """
+        try:
+            outputs: list[EngineCoreOutput] = self._core.get_output().outputs
+        except Exception as error:  # the caller rebuilds the engine, and restarts are counted
+            self._requests.clear()
+            self._failed = True
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno} in step {self._steps}"
+            said = f"{type(error).__name__} at {where}"
+            raise EngineFailure(f"vLLM failed: {said}: {error}", said) from error
+        return outputs
+
+    def _drain(self) -> None:
+        """Wait for the steps that vLLM has under way, if no request is running.
+
+        With asynchronous scheduling, vLLM begins a step before it returns the tokens of the step before. The
+        tokens of the last steps belong to requests that have ended, and are dropped. Afterwards the engine
+        may sleep and its cache may be reset: nothing reads the weights.
+        Raises EngineFailure if vLLM raises an error.
+        """
+        while not self._requests and steps_under_way(self._core.engine_core):
+            self._output()
+
+    def abort(self, request_id: str) -> None:
+        """Drop a running request and its tokens. Unknown ids are ignored: the request may have finished."""
+        vllm_id = self._requests.drop(request_id)
+        if vllm_id is not None:
+            self._core.abort_requests([vllm_id])
+            self._drain()
+
+    def abort_all(self) -> None:
+        """End a rollout: drop all running requests. Raises EngineFailure if vLLM raises an error."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._steps = 0
+
+    def close(self) -> None:
+        """Shut down vLLM and the process groups. No collective may follow."""
+        self.abort_all()
+        self._core.shutdown()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def computed_tokens(self) -> int:
+        """The number of tokens of running requests whose keys and values have been computed.
+
+        This many tokens are computed again after `refresh(recompute=True)`; fewer if requests share a prefix.
+        """
+        return computed_tokens(self._core.engine_core)
+
+    def sleep(self) -> None:
+        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory."""
+        if self._requests:
+            raise RolloutError(f"{len(self._requests)} requests are running; the engine cannot sleep")
+        self._memory.sleep(self._failed)
+        self._version = None
+
+    def wake_weights(self) -> bool:
+        """Allocate memory for the weights. Return whether their content is undefined, until a reshard fills
+        it, because the engine has slept; on a CPU, it never is."""
+        dropped = self._memory.wake("weights")
+        if dropped and self._adapters is not None:  # its layers keep tensors that no reshard fills
+            self._adapters.clear()
+        return dropped
+
+    def wake(self) -> None:
+        """Allocate memory for the rest. After this and `refresh` the engine generates again."""
+        self.wake_weights()
+        self._memory.wake("kv_cache")
+
+    def _synchronised(self) -> int:
+        """Return the published version.
+
+        Raises RolloutError if the engine is asleep or was not refreshed for that version. Exceptions of
+        `published` are passed on.
+        """
+        version = self.published()
+        if self._memory.is_asleep:
+            raise RolloutError("the engine is asleep; wake it before generating")
+        if version != self._version:
+            raise RolloutError(
+                f"weights of version {version} are published but the engine was refreshed for "
+                f"{self._version}; call refresh() after each sync, or the prefix cache serves old weights"
+            )
+        return version
+
+
+def _never_published() -> int:
+    raise RolloutError("no weights were published to the engine; reshard first (Engine.published is not set)")

@@ -1,0 +1,314 @@
+"""Construction of vLLM in this process: checks before it, and the arguments.
+
+vLLM reads environment variables while it is imported. They are therefore set before the imports of vLLM
+below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import sys
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.cluster.launch.vllm_environment import (
+    PINNED_VLLM,
+    SHARED_MEMORY,
+    check_cuda_functions,
+    prepare_environment,
+)
+from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.collectives import broadcast_bytes
+
+prepare_environment()
+
+import vllm  # noqa: E402
+from transformers import PretrainedConfig  # noqa: E402
+from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
+from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
+from megatron_stppo.weights.sharding.hf_fields import FAMILIES  # noqa: E402
+from megatron_stppo.weights.sharding.hf_load import load_config, load_generation  # noqa: E402
+from megatron_stppo.weights.sharding.transfers import ServedAdapters  # noqa: E402
+
+if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from megatron_stppo.rollout.vllm import cpu_layers
+    from megatron_stppo.rollout.vllm.cpu_worker import ROUTES, TOKEN
+
+
+def build_vllm(
+    model_path: Path | str,
+    *,
+    tensor: int,
+    dtype: Literal["float32", "bfloat16"],
+    float32_logits: bool,
+    seed: int,
+    max_context: int,
+    max_sequences: int,
+    kv_cache_gib: float,
+    gpu_memory_utilization: float,
+    timeout: timedelta,
+    routes: bool,
+    adapters: ServedAdapters | None = None,
+) -> LLMEngine:
+    """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
+
+    float32_logits: compute the logits in float32 even if the dtype is bfloat16.
+    timeout: the timeout of vLLM's process groups; part of the key of vLLM's compile cache.
+    routes: the worker records the experts that its routers choose (engine_routes.py).
+    adapters: A and B that vLLM applies itself (engine_adapters.py).
+    Raises ConfigError if vLLM does not have the pinned version or no LoRA for `adapters`, if torch.cuda was
+    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes, for instance because
+    another process holds the GPU's memory. validation/ has checked that the sizes fit the model and the
+    ranks.
+    """
+    _check_version()
+    check_cuda_functions()
+    config = load_config(Path(model_path))
+    if not config.architectures:
+        raise ConfigError(
+            f"model.path={model_path}: config.json has no architectures, by which vLLM chooses the model; "
+            f'add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
+        )
+    if on_cpu():
+        _check_on_cpu(config)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cache = max_context, _bytes_per_token(config, tensor, dtype), ranks, cpu_cache.machine_memory()
+        cpu_cache.check(kv_cache_gib, *cache)
+        _keep_weights_plain()
+    token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
+    with warnings.catch_warnings(), _llvmlite_hidden():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # vLLM inspects all names of torch, including deprecated ones
+        arguments = engine_arguments(
+            model_path,
+            tensor=tensor,
+            dtype=dtype,
+            float32_logits=float32_logits,
+            seed=seed,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            timeout=timeout,
+            token=token,
+            routes=routes,
+            adapters=adapters,
+        )
+        try:
+            engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:  # vLLM's own message says which size does not fit
+            raise ConfigError(
+                f"vLLM cannot be built with rollout.gpu_memory_utilization={gpu_memory_utilization}, "
+                f"rollout.max_sequences={max_sequences} and a context of {max_context} tokens: {error}"
+            ) from error
+    # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
+    # processes end, even if they are killed.
+    dist.barrier()
+    for path in SHARED_MEMORY.glob(f"{token}-*"):
+        path.unlink(missing_ok=True)
+    return engine
+
+
+def engine_arguments(
+    model_path: Path | str,
+    *,
+    tensor: int,
+    dtype: Literal["float32", "bfloat16"],
+    float32_logits: bool,
+    seed: int,
+    max_context: int,
+    max_sequences: int,
+    kv_cache_gib: float,
+    gpu_memory_utilization: float,
+    timeout: timedelta,
+    token: str,
+    routes: bool = False,
+    adapters: ServedAdapters | None = None,
+) -> EngineArgs:
+    """Return vLLM's arguments for this platform.
+
+    token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
+    from those of all other engines. timeout, routes, adapters: see build_vllm.
+    """
+    return EngineArgs(
+        model=str(model_path),
+        trust_remote_code=False,
+        dtype=dtype,
+        hf_overrides={"head_dtype": "float32"} if float32_logits and dtype != "float32" else {},
+        seed=seed,
+        tensor_parallel_size=tensor,
+        distributed_executor_backend="external_launcher",
+        load_format="dummy",
+        max_model_len=max_context,
+        max_num_seqs=max_sequences,
+        # In one step several new prompts can be prefilled beside all running sequences.
+        max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
+        gpu_memory_utilization=gpu_memory_utilization,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        skip_tokenizer_init=True,  # input and output are token ids
+        generation_config="vllm",  # ignore top_k and temperature of the checkpoint
+        enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
+        disable_log_stats=True,
+        distributed_timeout_seconds=int(timeout.total_seconds()),
+        cpu_distributed_timeout_seconds=int(timeout.total_seconds()),
+        **lora_arguments(adapters),
+        **_platform_arguments(kv_cache_gib, token, routes),
+    )
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of one of vLLM's models by name. They share memory with the model.
+
+    Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        slices = parameter.data.unbind() if parameter.ndim == 3 else ()
+        plain = name.replace(".base_layer.", ".")  # vLLM puts a layer into one that applies adapters
+        found |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
+    return found
+
+
+def tear_down(engine: LLMEngine) -> None:
+    """Shut down an engine and the process groups that it made, so that this process can build another one.
+
+    Unlike vLLM's own shutdown, it keeps the default process group, which training uses.
+    """
+    client: Any = engine.engine_core  # the client of an engine in this process
+    client._finalizer.detach()  # it would destroy the default group on garbage collection
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _llvmlite_hidden() -> Iterator[None]:
+    """Remove llvmlite from sys.modules inside the context.
+
+    llvmlite is installed with numba, which bm25s uses if it is installed. vLLM reads the __dict__ of every
+    global of every module. llvmlite's library handle returns a function for every attribute name, __dict__
+    included, and vLLM fails on it.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.startswith("llvmlite.binding")}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+def on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def join_world() -> None:
+    """Make the default process group if there is none, and set the variables of torchrun that vLLM requires.
+
+    A plain process has neither, and srun sets other variables.
+    """
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        else:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
+def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
+    """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted (Qwen has two)."""
+    given = [tokenizer.eos_token_id, config.eos_token_id]
+    if (generation := load_generation(Path(model_path))) is not None:
+        given.append(generation.eos_token_id)
+    ids: set[int] = set()
+    for value in given:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(ids)
+
+
+def _check_version() -> None:
+    if vllm.__version__.split("+")[0] != PINNED_VLLM:
+        raise ConfigError(
+            f"vllm={vllm.__version__}: the engine writes into vLLM's parameters with private switches, which "
+            f"are tested with {PINNED_VLLM} only; install that version"
+        )
+
+
+def _check_on_cpu(config: PretrainedConfig) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in known:
+        raise ConfigError(
+            f"model.path: its head size {head_size} cannot be served on a CPU; choose a model with one of "
+            f"{known}"
+        )
+    if getattr(config, "num_experts", None) and config.hidden_size % 32:
+        raise ConfigError(
+            f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
+            "choose a model with a multiple of 32"
+        )
+
+
+def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
+    """Return the bytes that a token takes in the key-value cache of one rank."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = torch.finfo(getattr(torch, dtype)).bits // 8
+    return 2 * config.num_hidden_layers * max(1, heads // tensor) * size * itemsize
+
+
+def _keep_weights_plain() -> None:
+    """Keep vLLM's CPU weights in their plain layout, so that writing into a parameter takes effect.
+
+    They stay plain, because later engines of the process need them too.
+    """
+    cpu_layers.plain_linears()
+    cpu_layers.plain_experts()
+    cpu_layers.one_adapter()
+
+
+def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:
+    if not on_cpu():
+        return {
+            "enable_sleep_mode": True,
+            # the only MoE backend that keeps the experts' weights in the layout that the reshard writes
+            "moe_backend": "triton",
+            # vLLM begins a step before it returns the tokens of the step before (see Engine.add and _drain)
+            "async_scheduling": True,
+            **({"worker_cls": "megatron_stppo.rollout.vllm.gpu_worker.RecordingWorker"} if routes else {}),
+        }
+    return {
+        "async_scheduling": False,  # vLLM sets it to False on a CPU
+        "enforce_eager": True,
+        # For a prompt prefilled in two chunks vLLM rewinds the request's random generator; only CUDA's can.
+        "enable_chunked_prefill": False,
+        # With vLLM's default of 128, a short history is never found in the prefix cache. 32 saved a fifth of
+        # the time.
+        "block_size": 32,
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+        "worker_cls": "megatron_stppo.rollout.vllm.cpu_worker.NamedCPUWorker",
+        "additional_config": {TOKEN: token, ROUTES: routes},
+    }

@@ -1,0 +1,98 @@
+"""Advantages and returns of the action tokens of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.algorithm.baselines import group_relative, whitened
+from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.algorithm.ratio import spread
+from megatron_stppo.base.types import Batch
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.observed import action_rows, with_observations
+from megatron_stppo.training.rewards import outcomes, with_kl_penalty
+
+
+def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
+    """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
+
+    With gae_observations, return_R is filled too, and whitening includes the observation tokens.
+
+    group_N: int64 [N], equal for the trajectories of one task. Every rank has the columns of all action
+    tokens, so no collective is needed.
+    Raises ValueError if the batch lacks values or log-probs that the settings need.
+    """
+    if algorithm.gae_observations:
+        whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
+        assert whole.advantage_T is not None and whole.return_T is not None
+        given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
+        return replace(batch, **given, return_R=whole.return_T)
+    return _over_actions(batch, algorithm, group_N)
+
+
+def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
+    in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
+    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
+    if algorithm.advantage != "gae":
+        # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
+        # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
+        # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
+        outcome_N = outcomes(batch.reward_T, batch.action_offsets)
+        advantage_N = group_relative(
+            outcome_N, group_N, batch.live_N, algorithm.advantage == "group", batch.first_N
+        )
+        penalty_T = (reward_T - batch.reward_T).float()
+        to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
+        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T.float()
+        return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
+    advantage_T, return_T = _gae(batch, reward_T, algorithm)
+    dead_T = ~batch.live_T
+    advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
+    if algorithm.whiten and _rewards_vary(batch):
+        advantage_T = whitened(advantage_T, batch.live_T)
+    return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
+
+
+def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> bool:
+    """Return whether the environment's rewards differ between live trajectories.
+
+    For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
+    Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
+    noise. Adam is invariant to the gradient's size and would make full steps along it. With GAE and
+    gamma < 1, equal nonzero rewards count as a signal too, because they are discounted by when they arrive.
+
+    Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, but not for advantage="group".
+    """
+    if algorithm.advantage == "gae":
+        discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
+        return discounted or _rewards_vary(batch)
+    outcome_N = outcomes(batch.reward_T, batch.action_offsets)
+    return bool(group_relative(outcome_N, group_N, batch.live_N, False, batch.first_N).any())
+
+
+def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    if batch.value_T is None:
+        raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
+    given = (reward_T.float(), batch.value_T)
+    factors = (algorithm.gamma, algorithm.lam)
+    if algorithm.gae_level == "turn":
+        advantage_T, return_T = turn_level(*given, batch.turn_offsets, batch.action_offsets, *factors)
+    else:
+        advantage_T, return_T = token_level(*given, batch.action_offsets, *factors)
+    return advantage_T.float(), return_T.float()
+
+
+def _rewards_vary(batch: Batch) -> bool:
+    """Return whether the environment's reward differs between live trajectories of the global batch.
+
+    If it does not, whitening would scale the critic's noise up to advantages of size 1.
+    """
+    reward = outcomes(batch.reward_T, batch.action_offsets)[batch.live_N]
+    count, total, squares = float(len(reward)), float(reward.sum()), float(reward.square().sum())
+    if count == 0:
+        return False
+    # a smaller difference may be the rounding error of its two terms
+    return bool(squares / count - (total / count) ** 2 > 1e-12 * squares / count)

@@ -1,0 +1,172 @@
+"""The command `cold-start`: train a language model on scripted trajectories before reinforcement learning.
+
+Reinforcement learning can only select among skills that the model has; the cold start teaches these skills.
+The loss is on every token but the first, observations included: a small model learns to copy names from
+documents only if it also learns what documents look like. (The loss of reinforcement learning is on action
+tokens only.) Prompts and observations have the weight `cold_start.context_weight`: names and values in them
+cannot be predicted, and at the full weight this noise is most of the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.errors import DoNotRestart
+from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.checkpoint.convert import export_hf
+from megatron_stppo.checkpoint.export_peft import export_peft
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config, ConfigError, OptimizerConfig
+from megatron_stppo.data import demonstrations
+from megatron_stppo.data.demonstrations import Demonstration
+from megatron_stppo.data.packing import Microbatch, to_batch
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
+from megatron_stppo.observe.console import say, timed
+from megatron_stppo.observe.metrics import progress
+from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.weights.sharding.hf_load import load_tokenizer
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.spans import training_layouts
+
+SCRIPT = Task("demonstrations", (), ("",), "train", 0)
+
+
+def cold_start(config: Config) -> None:
+    """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output.
+
+    With model.lora only adapters are trained, and the folder has these, in the format of the package peft.
+    """
+    settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
+    assert output is not None and data is not None, "validation/checks.py requires both"
+    tokenizer = load_tokenizer(config.model.path)
+    scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
+    mesh, shape = process.start(config), read_shape(config.model.path)
+    first_rank = mesh.rank == 0
+    steps = list(batches(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
+    if not steps:
+        raise ConfigError(
+            f"data.demonstrations={data}: {len(scripts)} rows are read, and each of the {mesh.data_size} "
+            "data-parallel ranks needs one; give more rows, more cold_start.tokens, or fewer ranks"
+        )
+    with timed("model", first_rank):
+        model = build.data_parallel(
+            build.from_hf("actor", shape, config, mesh, process.dtype(config)),
+            config,
+            distributed_optimizer=True,
+        )
+    optimizer = OptimizerConfig(
+        lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
+    )
+    trainer = Trainer(model, optimizer, len(steps))
+    packer = Packer.of(config, shape, mesh)
+    float32_logits = config.model.float32_logits(torch.cuda.is_available())
+    rows = config.update.logit_rows
+    head = PolicyHead.of(model, mesh, shape.vocab, chunk=rows, float32_logits=float32_logits)
+    for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
+        rate = _cosine(step, len(steps), settings.warmup_fraction)
+        loss = train_step(trainer, head, batch, mesh, packer, rate)
+        _check_refused(trainer, config.run.nonfinite_budget, len(steps))
+        if step % 20 == 0 or step == len(steps) - 1:
+            say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
+    say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
+    process.stop()
+
+
+def _check_refused(trainer: Trainer, budget: int, steps: int) -> None:
+    """Raise DoNotRestart if more than `budget` or all steps were not finite. All ranks raise together."""
+    if trainer.skipped > budget or trainer.skipped == steps:
+        raise DoNotRestart(
+            f"{trainer.skipped} of {steps} steps were not finite, run.nonfinite_budget={budget}; nothing is "
+            "written; lower cold_start.lr"
+        )
+
+
+def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank) -> str:
+    """Write what was trained, and return a sentence that says what that is. Collective."""
+    trained, base = build.named_parameters(trainer.chunks), config.model.path
+    if config.model.lora.rank:
+        size = export_peft(output, trained, shape, config, mesh, overwrite=True)
+        return f"the adapters ({size}) are {output}; train with model.lora.path={output} model.path={base}"
+    layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
+    export_hf(output, trained, layouts, shape, base, overwrite=True)
+    return f"the model is {output}"
+
+
+def batches(
+    scripts: Sequence[Demonstration], budget: int, ranks: int, context_weight: float
+) -> Iterator[Batch]:
+    """Yield a batch per step: scripts in order, up to `budget` tokens, but at least one script per rank."""
+    step: list[Demonstration] = []
+    tokens = 0
+    for script in scripts:
+        if len(step) >= ranks and tokens + len(script) > budget:
+            yield as_batch(step, context_weight)
+            step, tokens = [], 0
+        step.append(script)
+        tokens += len(script)
+    if len(step) >= ranks:  # a last step too small for every rank is dropped
+        yield as_batch(step, context_weight)
+
+
+def as_batch(scripts: Sequence[Demonstration], context_weight: float) -> Batch:
+    """Return a batch in which each script is one long turn after a prompt of one token.
+
+    advantage_T is the weight of each token in the loss: 1 if it is written by the model, else context_weight.
+    """
+    batch = to_batch(
+        [
+            Trajectory(
+                SCRIPT,
+                ids[:1],
+                (Turn(ids[1:], (0.0,) * (len(ids) - 1), (), 0.0, ((0, len(ids) - 1),)),),
+                "ok",
+            )
+            for ids in (script.token_ids for script in scripts)
+        ]
+    )
+    written_T = torch.tensor([written for script in scripts for written in script.written[1:]])
+    return replace(batch, advantage_T=torch.where(written_T, 1.0, context_weight))
+
+
+def train_step(
+    trainer: Trainer, head: PolicyHead, batch: Batch, mesh: MeshRank, packer: Packer, rate: float
+) -> float:
+    assert batch.advantage_T is not None
+    loss = partial(_loss, head=head, weight_T=batch.advantage_T, total_weight=float(batch.advantage_T.sum()))
+    trainer.zero()
+    records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
+    trainer.step(trainer.reduce(), rate_scale=rate)
+    return float(total(records, 1, mesh))
+
+
+def _loss(
+    hidden: Tensor, microbatch: Microbatch, head: PolicyHead, weight_T: Tensor, total_weight: float
+) -> tuple[Tensor, Tensor]:
+    def terms(chunk: ActionTokens) -> tuple[Tensor, Tensor]:
+        own_T = to_device(weight_T[chunk.rows_T], chunk.logprob_T.device)
+        loss = -(chunk.logprob_T * own_T).sum() / total_weight
+        return loss, loss.detach().reshape(1)
+
+    loss, record, _ = head.loss(hidden, microbatch, terms)
+    return loss, record
+
+
+def _cosine(step: int, steps: int, warmup_fraction: float) -> float:
+    """Return the factor of the learning rate: linear warm-up, then a cosine from 1 to 0.1."""
+    warmup = max(1, math.ceil(warmup_fraction * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -1,0 +1,157 @@
+"""Check the metrics of every update for refused steps and spikes: warn, dump, roll back, or end the run.
+
+A rollback happens in place. The trainers load the newest checkpoint. The iteration keeps its number and the
+task cursor its position, so that the run continues with the tasks after those that caused the spike. The run
+rolls back to the same checkpoint only once. A further spike before there is a newer checkpoint is only
+reported, because it did not come from the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stppo.base.errors import DoNotRestart
+from megatron_stppo.base.types import Batch
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.config import RunConfig
+from megatron_stppo.data.finite import not_finite
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.parallel.collectives import any_rank, gather_records
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.training.guard import dumps
+from megatron_stppo.training.guard.spikes import Spikes
+
+log = logging.getLogger(__name__)
+
+
+# {whether rewards do not vary: (why no step of the actor was applied, what the user can do)}
+_HELD = {
+    True: ("rewards do not vary", "look at the episodes and their rewards, or use more or other tasks"),
+    False: (
+        "no token carries loss",
+        "look at the outcomes of the episodes; algorithm.mismatch=mask can remove all tokens",
+    ),
+}
+
+
+class UpdateGuard:
+    """Checks every update, and warns, dumps, rolls back or ends the run as the configuration requires.
+
+    Example: row |= guard.look(12, row, batch, group_N) after the update of iteration 12.
+    """
+
+    def __init__(
+        self, run: RunConfig, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
+    ) -> None:
+        self._run, self._mesh, self._trainers, self._saver = run, mesh, dict(trainers), saver
+        self._spikes = Spikes(run.spike_window, run.spike_deviations)
+        self._taken: int | None = None  # step of the last rollback's checkpoint
+        self._held = 0  # iterations in a row in which no step of the actor was applied
+
+    def look(
+        self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor, hold: bool = False
+    ) -> dict[str, float]:
+        """Check an update; return the columns fault/* for the iteration's row.
+
+        hold: whether the actor's steps were held because rewards do not vary. The metrics of steps that were
+        not applied are no spikes, and later ones are not compared with them.
+
+        Collective. All ranks return the same values. Raises DoNotRestart when more steps than
+        run.nonfinite_budget were refused.
+        """
+        unapplied = row.get("actor/held", 0.0) == 1.0
+        self._count_held(iteration, unapplied, hold)
+        compared = {k: v for k, v in row.items() if not (unapplied and k.startswith("actor/"))}
+        spikes = [str(spike) for spike in self._spikes.look(compared)]
+        refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
+        spiked = any_rank(bool(spikes))
+        where = _where_not_finite(batch) if refused else []
+        reasons = [*refused, *where, *spikes]
+        for reason in reasons:
+            self._warn(iteration, reason)
+        if {"none": False, "faults": spiked or bool(refused), "all": True}[self._run.dump]:
+            given = (self._run.folder, iteration, batch, group_N, self._mesh)
+            dumps.write(*given, reasons, self._run.keep_dumps)
+        self._spend_budget(where)
+        found = {"fault/spikes": float(len(spikes))}
+        return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for the checkpoint, which JSON can represent."""
+        return {"spikes": self._spikes.state(), "held": self._held}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._spikes.restore(state.get("spikes", {}))
+        self._held = state.get("held", 0)
+
+    def _count_held(self, iteration: int, held: bool, by_rewards: bool) -> None:
+        """Count the iterations in a row in which no step of the actor was applied.
+
+        Warns at the 1st, 2nd, 4th, 8th, .. of them, so that a long series does not fill the console.
+        """
+        self._held = self._held + 1 if held else 0
+        if self._held & (self._held - 1) == 0 and self._held:
+            often = f", {self._held} iterations in a row" if self._held > 1 else ""
+            why, advice = _HELD[by_rewards]
+            self._warn(iteration, f"{why}, so the actor is not updated{often}; {advice}")
+
+    def _spend_budget(self, where: list[str]) -> None:
+        """Raise DoNotRestart if more steps than run.nonfinite_budget were not finite.
+
+        `where`: which columns of the last batch are not finite.
+        """
+        skipped, budget = sum(t.skipped for t in self._trainers.values()), self._run.nonfinite_budget
+        if skipped > budget:
+            cause = f"; the last batch: {where[0]}" if where else ""
+            advice = remedy(where, any(t.updates for t in self._trainers.values()))
+            raise DoNotRestart(
+                f"{skipped} steps were not finite, run.nonfinite_budget={budget}{cause}; {advice}"
+            )
+
+    def _roll_back(self, iteration: int) -> dict[str, float]:
+        newest = self._saver.newest()
+        if newest == self._taken:
+            self._warn(iteration, "no second rollback before there is a newer checkpoint")
+            return {}
+        skipped = {role: trainer.skipped for role, trainer in self._trainers.items()}
+        state = self._saver.load(self._trainers)
+        if state is None:
+            self._warn(iteration, "no rollback: there is no checkpoint yet")
+            return {}
+        for role, trainer in self._trainers.items():
+            trainer.skipped = skipped[role]  # a rollback does not refill the budget
+        self._taken = newest
+        self._warn(iteration, f"rolled back to step_{state['iteration']}, continuing with the next tasks")
+        return {"fault/rolled_back_to": float(state["iteration"])}
+
+    def _warn(self, iteration: int, text: str) -> None:
+        if self._mesh.rank == 0:
+            log.warning("iteration %d: %s", iteration, text)
+
+
+def remedy(where: list[str], applied: bool) -> str:
+    """Return what the user can change. It depends on which columns of the batch are not finite, and on
+    whether any step was applied before.
+
+    Example: remedy(["reward_T: 1 of 40 .."], True).
+    """
+    if any(text.startswith("reward_T") for text in where):
+        return "the environment returned these rewards, correct it to return finite numbers"
+    if not applied:
+        return "no step was applied, so the model of model.path itself computes them; give another model"
+    return "lower update.actor.lr and update.critic.lr"
+
+
+def _where_not_finite(batch: Batch) -> list[str]:
+    """Return which columns of the batch are not finite, and on which ranks if not on all. Collective.
+
+    Example: ["value_T: 3 of 40 not finite on ranks [1]"], although all ranks should hold the same values.
+    """
+    of_rank = gather_records(not_finite(batch), str)
+    every = list(range(len(of_rank)))
+    ranks = {text: [rank for rank in every if text in of_rank[rank]] for said in of_rank for text in said}
+    return [text if on == every else f"{text} on ranks {on}" for text, on in ranks.items()]

@@ -1,0 +1,240 @@
+"""The training loop, with the stages in the paper's order.
+
+rollout  ->  score  ->  advantage  ->  update  ->  reshard  ->  (rollout)
+
+Row k of metrics.jsonl describes iteration k, which updates policy version k - 1. This version generated its
+rollouts, in asynchronous training also older ones; evaluate/* are of version k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_stppo.base.errors import EngineLost, Requeue, ToolsStayAway, TooManyFailures
+from megatron_stppo.checkpoint import saving
+from megatron_stppo.cluster.deadlines import Watchdog
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.preemption import PreemptionNotice
+from megatron_stppo.config import Config
+from megatron_stppo.data.packing import groups_of
+from megatron_stppo.observe import console
+from megatron_stppo.observe.describe import describe, describe_groups
+from megatron_stppo.observe.metrics import progress
+from megatron_stppo.observe.observer import Observer
+from megatron_stppo.observe.reporters import Reporter, WeightsAndBiases
+from megatron_stppo.observe.trajectory_log import TrajectoryLog
+from megatron_stppo.parallel.collectives import any_rank
+from megatron_stppo.rollout.episodes.failures import warn
+from megatron_stppo.rollout.episodes.playable import Playable, playable
+from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.held_out import held_out
+from megatron_stppo.training.rollouts import Rollouts
+from megatron_stppo.training.stages import distribute, score, update
+from megatron_stppo.training.update.turns import turns
+from megatron_stppo.validation import attempts
+from megatron_stppo.weights.reshard.verify import ReshardError
+
+SKIPPED = "step_{0} is not evaluated ({1}); `megatron-stppo evaluate CONFIG --checkpoint step_{0}` does it"
+Assemble = Callable[[Config, bool], Rollouts]  # the flag: the run is resumed
+
+
+def train(
+    config: Config, resume: bool, watchdog: Watchdog, notice: PreemptionNotice, assemble: Assemble
+) -> None:
+    """Train up to iteration run.iterations. Collective.
+
+    assemble: builds the models and what plays the episodes; worker.assemble or serving.start.assemble.
+    With `resume`, it continues from the newest checkpoint, if there is one. A preemption notice to any rank,
+    tools that stay unreachable, and an engine that fails on a GPU lead to a checkpoint and to Requeue.
+    """
+    run, leave = config.run, False
+    training = _Training.build(config, resume, watchdog, assemble)
+    rollouts, observer, log = training.rollouts, training.observer, training.log
+    learner = rollouts.learner
+    if run.evaluate_every and training.first == 0:
+        observer.log(0, training.evaluate(0))
+    for iteration in training.iterations():
+        done = iteration + 1
+        # rollout: multi-turn episodes against the environment
+        with observer.phase("rollout"), training.leaving(iteration):
+            played = rollouts.draw(iteration)
+        written = log.write(done, played.own) | {attempts.ATTEMPT: training.attempt}
+        warn(f"iteration {done}", played.with_dropped, learner.mesh.rank)
+        # score: log-probs by actor (unless the update computes them) and reference, values by the critic
+        with observer.phase("score"):
+            rollouts.load_for("score")
+            batch = score(learner, distribute(learner, played, iteration), iteration)
+        # advantage: advantages and returns of the action tokens
+        with observer.phase("advantage"):
+            group_N = groups_of(played.every)
+            batch = estimate(batch, config.algorithm, group_N)
+            hold = not has_signal(batch, config.algorithm, group_N)
+        # update: optimizer steps of actor (ST-PPO) and critic
+        with observer.phase("update"):
+            rollouts.load_for("update")
+            row, last, batch = update(learner, batch, iteration, hold)
+            row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
+            row |= training.guard.look(done, row, batch, group_N, hold)
+        log.write_turns(done, turns(batch, last, config.algorithm))
+        row |= observer.measure(batch) | rollouts.measure() | written
+        _check(config, row)
+        # reshard: copy the actor's weights to the engine
+        with observer.phase("reshard"), training.leaving(done, row):
+            rollouts.publish(version=done)
+        # evaluate: episodes of held-out tasks, unless the run must leave, because they may take too long
+        evaluates = bool(run.evaluate_every) and (done % run.evaluate_every == 0 or done == run.iterations)
+        leave = notice.due(any_rank, begins="evaluation" if evaluates else "iteration")
+        console.say(SKIPPED.format(done, notice.reason), learner.mesh.rank == 0 and evaluates and leave)
+        if evaluates and not leave:
+            row |= training.evaluate(done, row)
+            leave = notice.due(any_rank, ended="evaluation")
+        observer.log(done, row)
+        # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
+        if done % run.checkpoint_every == 0 or done == run.iterations or leave:
+            training.checkpoint(done)
+        training.saver.check()
+        if leave:
+            break
+    training.finish()
+    if leave and done < run.iterations:
+        raise Requeue(f"step_{done} of {run.iterations} is checkpointed and can be resumed: {notice.reason}")
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What the iterations of a run share."""
+
+    rollouts: Rollouts
+    saver: saving.Saver
+    guard: UpdateGuard
+    observer: Observer
+    log: TrajectoryLog
+    held: Playable | None  # the held-out tasks, if they are evaluated during training
+    first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
+    attempt: int  # at this run, from 1; 0 on other ranks than the first
+
+    @classmethod
+    def build(cls, config: Config, resume: bool, watchdog: Watchdog, assemble: Assemble) -> _Training:
+        """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
+        run, rank, preset = config.run, process.rank(), config.algorithm.preset
+        reporting: list[Reporter] = [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        if rank == 0 and config.telemetry.wandb_project is not None:
+            reporting.append(WeightsAndBiases(config))
+        held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
+        rollouts = assemble(config, resume)
+        learner = rollouts.learner
+        saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
+        guard = UpdateGuard(run, learner.mesh, learner.trainers, saver)
+        first = _restore(rollouts, saver, guard) if resume else 0
+        console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
+        process.log_to(run.folder, rank)
+        attempt = attempts.record(config, rank, first)
+        observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
+        log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
+        with console.timed("first reshard", rank == 0):
+            rollouts.publish(version=first)
+        return cls(rollouts, saver, guard, observer, log, held, first, attempt)
+
+    def iterations(self) -> Iterator[int]:
+        """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
+        config = self.rollouts.learner.config
+        left = range(self.first, config.run.iterations)
+        shown = self.rollouts.learner.mesh.rank == 0
+        return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
+
+    def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
+        with self.observer.phase("evaluate"), self.leaving(done, row):
+            assert self.held is not None, "evaluations are due only with run.evaluate_every"
+            try:
+                return held_out(self.rollouts, self.held)
+            except TooManyFailures as error:
+                error.resumable = False  # a resumed run would not repeat the evaluation, and hide the failure
+                raise
+
+    def checkpoint(self, done: int) -> None:
+        """Start to write a checkpoint. The next row reports how long this takes. Collective."""
+        with self.observer.phase("checkpoint"):
+            self.rollouts.load_for("checkpoint")
+            self._save(done)
+            self.rollouts.publish(version=done)
+
+    def _save(self, done: int) -> None:
+        rollouts = self.rollouts
+        begun = {"iteration": done, "begun_with": rollouts.learner.begun_with}
+        state = begun | rollouts.state() | self.guard.state()
+        self.saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint and close everything. Collective."""
+        with self.observer.phase("checkpoint"):
+            self.saver.finish()
+        self.observer.close()
+        self.rollouts.close()
+
+    @contextmanager
+    def leaving(self, done: int, row: dict[str, Any] | None = None) -> Iterator[None]:
+        """Context for playing episodes, or waiting for them.
+
+        It turns ToolsStayAway and EngineLost into a checkpoint and Requeue, and writes a checkpoint before
+        TooManyFailures is raised.
+        Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
+        progress is completed.
+        done: the number of iterations that are done. row: metrics of the last one, if they are not reported
+        yet; they are reported before the checkpoint is saved.
+        """
+        try:
+            yield
+        except (ToolsStayAway, EngineLost, TooManyFailures) as reason:
+            of = self.rollouts.learner.config.run.iterations
+            if isinstance(reason, TooManyFailures) and (not reason.resumable or done == self.first):
+                raise  # nothing was trained yet, or a resumed run would not repeat what failed
+            if row is not None:
+                self.observer.log(done, row)
+            with self.observer.phase("checkpoint"):
+                if any_rank(process.gpu_failed()):
+                    self.saver.finish()
+                    newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
+                    raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
+                self.rollouts.load_for("checkpoint")
+                self._save(done)
+            self.finish()
+            if isinstance(reason, TooManyFailures):
+                raise
+            raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
+
+
+def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int:
+    """Load the newest checkpoint and return its iteration; return 0 if there is none."""
+    state = saver.load(rollouts.learner.trainers)
+    if state is None:
+        return 0
+    rollouts.learner.check_beginning(state)
+    if "cursor" in state:  # absent in the checkpoint of a converted model
+        rollouts.restore(state, saver.episodes)
+        guard.restore(state)
+    return int(state["iteration"])
+
+
+def _check(config: Config, row: dict[str, Any]) -> None:
+    """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
+
+    Only tokens of the version that was updated are compared: older versions have other log-probs. Without
+    such tokens nothing is compared, which is usual in asynchronous training with max_staleness above 0. The
+    row is equal on all ranks, so all ranks raise together. A refused update has compared nothing.
+
+    The engine divides the probability of a token by that of all tokens which nucleus sampling keeps. They
+    have top_p of the probability or more, so this raises a log-prob by -log(top_p) nats or less.
+    """
+    difference, r = row.get("mismatch/current_mean_abs", 0.0), config.rollout
+    if difference > r.max_mismatch - math.log(r.top_p):  # NaN passes: the update has skipped and counted it
+        nucleus = f" (rollout.top_p={r.top_p} explains up to {-math.log(r.top_p):.3g})" if r.top_p < 1 else ""
+        raise ReshardError(
+            f"engine and trainer disagree by {difference:.3g} nats per token{nucleus}, rollout.max_mismatch="
+            f"{r.max_mismatch}; the engine uses other weights or another precision than the trainer"
+        )

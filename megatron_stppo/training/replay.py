@@ -1,0 +1,157 @@
+"""The command `replay`: train again from what a run recorded, without an engine.
+
+rollouts: read trajectories/, which every run writes, and compute score, advantage and update. On a CPU,
+metrics and weights are bit for bit those of the run, unless the run rolled back.
+batches: read the scored batches in dumps/, which contain log-probs and values, and compute advantage and
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import Batch
+from megatron_stppo.checkpoint import loading
+from megatron_stppo.checkpoint.saving import Saver
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.model.learner import Learner, build_learner
+from megatron_stppo.observe import trajectory_files, trajectory_log
+from megatron_stppo.observe.console import RowLines, say, timed
+from megatron_stppo.observe.describe import describe_batch, describe_groups, describe_rollouts
+from megatron_stppo.observe.metrics import Metrics, progress
+from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.training.guard import dumps
+from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.stages import score, update, with_behaviour
+from megatron_stppo.validation import attempts, checks
+from megatron_stppo.weights.sharding.hf_names import read_shape
+
+Read = Callable[[Learner, Path, int], tuple[Batch, Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of scored batches."""
+
+    recorded: Callable[[Path], list[int]]  # from a run's folder to its recorded iterations
+    read: Read  # returns (scored batch, group_N, metrics of the rollouts); collective
+
+
+def replay(config: Config, records: str, run: Path, start: str | None = None) -> None:
+    """Replay the recorded iterations of the folder `run` up to run.iterations. Collective.
+
+    Starts from model.path, or from the run's checkpoint `start`, "step_N" or "latest".
+
+    Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
+    Raises ConfigError for records that are missing, damaged or do not fit the layout.
+    """
+    source = SOURCES[records]
+    shape = read_shape(config.model.path)
+    mesh, first_rank = process.start(config), process.rank() == 0
+    with timed("models", first_rank):
+        learner = build_learner(attempts.as_begun(config, run), shape, mesh, process.dtype(config))
+    state = _start(learner, run, start) if start else {"iteration": 0}
+    first = int(state["iteration"])
+    done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
+    if not done:
+        raise ConfigError(
+            f"RUN_DIR={run}: holds no {records} of iterations {first + 1} to {config.run.iterations}; choose "
+            "another run, --start or run.iterations"
+        )
+    rank, folder = learner.mesh.rank, config.run.folder
+    process.log_to(folder, rank)
+    attempts.record(config, rank)
+    name = f"replay of {records}"
+    metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
+    saver = Saver(folder / "checkpoints", config, learner.mesh.layout)
+    # no rollback: the checkpoints for it are in the replayed run's folder
+    kept = config.run.model_copy(update={"rollback": False})
+    guard = UpdateGuard(kept, learner.mesh, learner.trainers, saver)
+    guard.restore(state)
+    for number in progress(done, name, rank == 0, every=None):
+        with metrics.phase("score"):
+            learner.load_for("score")
+            batch, group_N, numbers = source.read(learner, run, number)
+        with metrics.phase("advantage"):
+            batch = estimate(batch, config.algorithm, group_N)
+        with metrics.phase("update"):
+            learner.load_for("update")
+            hold = not has_signal(batch, config.algorithm, group_N)
+            row, _, batch = update(learner, batch, number - 1, hold)
+            row |= describe_batch(batch) | numbers
+            row |= guard.look(number, row, batch, group_N, hold)
+        metrics.log(number, row)
+    learner.load_for("checkpoint")
+    state = {"iteration": done[-1], "begun_with": learner.begun_with} | guard.state()
+    saver.save(done[-1], learner.trainers, state)
+    saver.finish()
+    metrics.close()
+    say(f"done; metrics and checkpoint are in {folder}", rank == 0)
+    process.stop()
+
+
+def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
+    """Load the checkpoint `start` into the models, and return the loop's state in it."""
+    state = loading.load(run / "checkpoints", learner.trainers, loading.step_of(start))
+    if state is None:
+        raise ConfigError(f"--start={start}: {run} holds no checkpoint; omit --start")
+    learner.check_beginning(state)
+    return state
+
+
+def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    played = trajectory_log.read(run, iteration, learner.shape.vocab)
+    batch, every = to_batch(played), [t.summary for t in played]
+    _check(learner, batch, run, iteration)
+    row = describe_rollouts(every, iteration - 1) | describe_groups(every)
+    return score(learner, batch, iteration - 1), groups_of(every), row
+
+
+def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+    batch, group_N = dumps.read(run, iteration, learner.mesh)
+    _check(learner, batch, run, iteration)
+    for column, needed in (
+        ("value_T", learner.config.needs_critic),
+        ("value_R", learner.config.algorithm.gae_observations),
+        ("reference_logprob_T", learner.config.needs_reference),
+        ("routes_P", learner.config.algorithm.routing_replay != "off"),
+    ):
+        if needed and getattr(batch, column) is None:
+            raise ConfigError(
+                f"RUN_DIR={run}: the batch of iteration {iteration} has no {column}; set the section "
+                "algorithm as in that run, or replay its rollouts"
+            )
+    if learner.config.old_logprob_source == "behaviour":  # also if the run had another old policy
+        return with_behaviour(batch), group_N, {}
+    engine_T, old_T = batch.rollout_logprob_T, batch.old_logprob_T
+    if old_T is not None and len(old_T) and torch.equal(old_T, engine_T):
+        raise ConfigError(
+            f"algorithm.old_policy=score: RUN_DIR={run}: the old log-probs of iteration {iteration} are the "
+            "engine's; set it to behaviour, or replay the run's rollouts"
+        )
+    return batch, group_N, {}
+
+
+def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
+    episodes = len(batch.live_N) if batch.first_N is None else int(batch.first_N.sum())
+    checks.check_trajectories(learner.config, learner.mesh.layout, episodes)
+    largest = int(batch.tokens_P.max()) if len(batch.tokens_P) else 0  # all of this rank's episodes failed
+    if largest >= learner.shape.vocab:
+        raise ConfigError(
+            f"model.path={learner.config.model.path}: has {learner.shape.vocab} tokens, but {run} contains "
+            f"token {largest} in iteration {iteration}; give the model of that run"
+        )
+
+
+SOURCES = {
+    "rollouts": Source(trajectory_files.recorded, _rollouts),
+    "batches": Source(dumps.recorded, _batches),
+}

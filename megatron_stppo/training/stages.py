@@ -1,0 +1,188 @@
+"""Distribution of the trajectories, and scoring and update of a whole batch, which replay does too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import Batch
+from megatron_stppo.data.exchange import Played, deal
+from megatron_stppo.data.finite import not_finite
+from megatron_stppo.data.observed import action_rows, with_observations
+from megatron_stppo.data.packing import rows_of
+from megatron_stppo.model.experts.routing import Record, recording, routed_layers
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import logprobs, values
+from megatron_stppo.observe import rows
+from megatron_stppo.observe.describe import current_mismatch, mean_of
+from megatron_stppo.parallel.collectives import any_rank
+from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.training.update.critic_step import critic_step
+from megatron_stppo.training.update.minibatches import minibatches
+from megatron_stppo.training.update.ratios import Ratios, StepRatios
+
+
+def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
+    """Return the batch of all trajectories, in which this rank holds the tokens that it trains on.
+
+    Collective.
+    """
+    batch, layout = played.described(), learner.mesh.layout
+    parts = _parts(learner, batch, iteration, learner.config.update.epochs)
+    wanted = [parts[layout.coordinates(rank).data] for rank in range(layout.world)]
+    batch, shape = played.delivered(batch, wanted), learner.shape
+    if not learner.config.replays_rollout or learner.actor is None:
+        return batch
+    routes_P = played.routes(batch, wanted, shape.layers, shape.experts_per_token, shape.experts)
+    return replace(batch, routes_P=routes_P[:, routed_layers(learner.actor.chunks)])
+
+
+def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
+    """Return the batch with the old and reference log-probs and the critic's values filled. Collective.
+
+    Log-probs of the reference and values are computed only if the learner has these models. The old log-probs
+    are left to `update` if config.old_logprob_source is "update".
+    """
+    reference, given = learner.reference, (learner.packer, _minibatches(learner, batch, iteration, epoch=0))
+    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch, iteration)
+    if reference is not None:
+        reference_T = logprobs(reference, learner.head(reference), batch, *given)
+        scored = replace(scored, reference_logprob_T=reference_T)
+    if learner.critic is None:
+        return scored
+    if learner.config.algorithm.gae_observations:
+        value_R = values(learner.critic.model, with_observations(batch), *given)
+        return replace(scored, value_R=value_R, value_T=value_R[action_rows(batch)])
+    return replace(scored, value_T=values(learner.critic.model, batch, *given))
+
+
+def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
+    """Return the batch with the actor's log-probs as old_logprob_T. Collective.
+
+    The actor's expert routes are recorded and filled too with algorithm.routing_replay=old_policy. With
+    `rollout` the batch has the engine's already.
+    """
+    actor, given = learner.actor, learner.config.replays_rollout
+    assert actor is not None and (batch.routes_P is not None or not given)
+    with recording(() if given else actor.chunks) as record:
+        first_epoch = _minibatches(learner, batch, iteration, epoch=0)
+        old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, first_epoch)
+        routes_P = _routes(learner, record, batch, iteration) if record else batch.routes_P
+    return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
+
+
+def with_behaviour(batch: Batch) -> Batch:
+    """Return the batch with the engine's log-probs as old_logprob_T: a copy, because a dump refuses tensors
+    that share memory."""
+    return replace(batch, old_logprob_T=batch.rollout_logprob_T.clone())
+
+
+# config.old_logprob_source: what `score` does about the old log-probs
+_OLD_LOGPROBS: dict[str, Callable[[Learner, Batch, int], Batch]] = {
+    "score": _with_old,
+    "update": lambda learner, batch, iteration: batch,
+    "behaviour": lambda learner, batch, iteration: with_behaviour(batch),
+}
+
+
+def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> Tensor:
+    """Return the recorded experts of the tokens that this rank trains on, 0 for others it holds. Collective.
+
+    In later epochs a rank trains on trajectories that other data-parallel ranks have scored.
+    """
+    mesh, routes_P = learner.mesh, record.routes(len(batch.tokens_P))
+    given, wanted = (_parts(learner, batch, iteration, n) for n in (1, learner.config.update.epochs))
+    own = rows_of(batch, given[mesh.data_rank])
+    dealt = deal(routes_P[own], batch, given, wanted, mesh.data_group)
+    return torch.zeros_like(routes_P).index_copy(0, rows_of(batch, wanted[mesh.data_rank]), dealt)
+
+
+def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[list[int]]:
+    """Return the trajectories, ascending, that each data-parallel rank trains on in the first epochs."""
+    parts = [set[int]() for _ in range(learner.mesh.data_size)]
+    for epoch in range(epochs):
+        for chosen in _minibatches(learner, batch, iteration, epoch):
+            for part, more in zip(parts, learner.packer.partition(batch, chosen), strict=True):
+                part.update(more)
+    return [sorted(part) for part in parts]
+
+
+def update(
+    learner: Learner, batch: Batch, iteration: int, hold: bool = False
+) -> tuple[dict[str, float], StepRatios | None, Batch]:
+    """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
+
+    Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old log-probs. The
+    metrics and ratios are equal on every rank. The ratios of a minibatch are computed before the step on it.
+    If the batch has no old log-probs, they are those of the first step, which must be on all trajectories.
+
+    iteration: the policy version that is updated.
+    hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
+    whose rewards carry no signal.
+    If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
+    would spread that number over all advantages. This counts as one skipped step of each model, and None is
+    returned instead of ratios.
+    """
+    config, a, actor, critic = learner.config, learner.config.algorithm, learner.actor, learner.critic
+    assert actor is not None
+    if any_rank(bool(not_finite(batch))):
+        batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
+        return _skipped(learner, *learner.trainers), None, batch
+    if not hold:
+        _MOMENTUM[a.momentum](actor)
+    head, packer = learner.head(actor.model), learner.packer
+    valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
+    ratios, steps = Ratios(batch, a), list[dict[str, float]]()
+    count = config.update.epochs * config.update.minibatches
+    for epoch in range(config.update.epochs):
+        for chosen in _minibatches(learner, batch, iteration, epoch):
+            loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
+            step = actor_step(actor, loss, chosen, packer, hold, len(steps), count)
+            if batch.old_logprob_T is None:
+                assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"
+                batch = replace(batch, old_logprob_T=step.ratios.logprob_T)
+                if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
+                    return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
+            ratios.add(step.ratios)
+            row = step.metrics
+            steps.append(row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row)
+    if a.correction_probe and learner.mesh.rank == 0:
+        rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
+    # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
+    first = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
+    return mean_of(steps) | ratios.row() | first | agreement, ratios.last, batch
+
+
+# algorithm.momentum: what becomes of Adam's state when the steps on a new batch begin
+_MOMENTUM: dict[str, Callable[[Trainer], None]] = {
+    "keep": lambda actor: None,
+    "reset": Trainer.forget_moments,
+    "clock": Trainer.restart_clock,
+}
+
+
+def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:
+    """Return (logprob_T, known_T): log-probs of the trainer's policy at the iteration's start, and for which
+    tokens they are known: for those of the first step if the old log-probs are not the trainer's."""
+    assert batch.old_logprob_T is not None and ratios.first is not None
+    if source == "behaviour":
+        return ratios.first.logprob_T, ratios.first.chosen_T
+    return batch.old_logprob_T, torch.ones_like(batch.live_T)
+
+
+def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> list[list[int]]:
+    """Return the trajectories of each optimizer step of an epoch."""
+    count, seed = learner.config.update.minibatches, learner.config.run.seed
+    return minibatches(len(batch.live_N), count, seed, iteration, epoch)
+
+
+def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
+    """Count a skipped step of these models. Return the metrics of an update without steps."""
+    for role in roles:
+        learner.trainers[role].skipped += 1
+    return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)

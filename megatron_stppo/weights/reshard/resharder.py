@@ -1,0 +1,250 @@
+"""The interface of the reshard for the training loop: sync a version, and return the version that is served.
+
+    SYNCED(v) -> UPDATING -> SYNCED(v+1)   or   POISONED
+
+A sync succeeds on all ranks or fails on all ranks. After an error the engine must not generate, because it
+holds rows of two versions and would use them without an error. The remedy is another whole sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
+from megatron_stppo.parallel.raise_together import by_rank, raise_together
+from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange
+from megatron_stppo.weights.reshard.merging import Term
+from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
+from megatron_stppo.weights.reshard.verify import Checks, ReshardError
+from megatron_stppo.weights.sharding.tiles import PADDING, Spans
+
+
+class State(Enum):
+    SYNCED = "synced"
+    UPDATING = "updating"
+    POISONED = "poisoned"
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """The result of a sync.
+
+    Example: two ranks, each of which holds half of a 1 MB model and serves all of it: each sends its half to
+    the other and copies it to itself, so bytes_moved = bytes_self = 1 MB.
+    """
+
+    version: int
+    bytes_moved: int  # between ranks, over all ranks; the minimum for this pair of layouts
+    bytes_self: int  # copied within a rank, over all ranks
+    buckets: int
+    compared: int  # copies whose checksums were compared, over all ranks
+    checksum: int  # sum of these checksums; equal for equal weights under equal layouts
+    seconds: float  # on this rank, until the device is idle
+
+
+def nothing(bucket: int) -> None:
+    """Do nothing. The default of `on_bucket`."""
+
+
+class Resharder:
+    """Writes the trainer's parameters into the engine's parameters, in place.
+
+    source, target: this rank's tensors by name.
+    source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
+    widths: {hf_key: elements per row}.
+    terms: {(source tensor, hf_key): term} of this rank's adapters, with which rows are computed while they
+    are packed (merging.py): the engine gets W + scale * B A, or scale * B.
+    bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
+    verify_share: n compares one copy in n, and a different set with each version.
+    on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
+
+    Construction is collective. It raises ReshardError on all ranks if the tensors of any rank do not match
+    its layout, or if two ranks made different plans.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        source_layouts: Mapping[int, Spans],
+        target_layouts: Mapping[int, Spans],
+        widths: Mapping[str, int],
+        terms: Mapping[tuple[str, str], Term] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+        verify_share: int = 1,
+        ranks_per_node: int = 8,
+        on_bucket: Callable[[int], None] = nothing,
+    ) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._verify_share, self._on_bucket = verify_share, on_bucket
+        self._state, self._version, self._reason = State.POISONED, -1, "no sync has run yet"
+        self._device = next((t.device for t in [*source.values(), *target.values()]), torch.device("cpu"))
+        own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
+        problem = mismatch("source", source, own_source, widths, all_named=False)
+        problem += mismatch("target", target, own_target, widths, all_named=True)
+        plan = ReshardPlan(())
+        try:
+            plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
+        except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
+            problem += str(error)
+        raise_together(problem or None, _mismatches, str, group)
+        dtypes = self._agree(plan.digest, target)
+        limit = bucket_bytes or BUCKET_BYTES[self._device.type]
+        self._padding = _padding(target, own_target)
+        self._exchange = Exchange(
+            *(plan, source, target, dtypes, widths, terms or {}),
+            group=group,
+            device=self._device,
+            bucket_bytes=limit,
+        )
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def published(self) -> int:
+        """Return the version of the engine's weights.
+
+        Raises ReshardError unless the last sync succeeded on all ranks.
+        """
+        if self._state is not State.SYNCED:
+            raise ReshardError(
+                f"the engine's weights are {self._state.value} ({self._reason}); run a whole sync first"
+            )
+        return self._version
+
+    def poison(self, reason: str) -> None:
+        """Refuse generation until the next sync, for errors that the loop finds. Call it on all ranks."""
+        self._state, self._reason = State.POISONED, reason
+
+    def sync(self, version: int) -> SyncReport:
+        """Write all of the engine's weights, which then have version `version`. Collective.
+
+        Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
+        again, because every call writes all rows.
+        """
+        self._state, self._reason = State.UPDATING, f"sync to version {version} has not ended"
+        started = time.perf_counter()
+        try:
+            compared, total = self._sync(version)
+        except BaseException as error:
+            self.poison(f"sync to version {version} failed: {error}")
+            raise
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._state, self._version = State.SYNCED, version
+        seconds = time.perf_counter() - started
+        moved, at_home = self._exchange.bytes_moved, self._exchange.bytes_self
+        return SyncReport(version, moved, at_home, len(self._exchange.buckets), compared, total, seconds)
+
+    def _sync(self, version: int) -> tuple[int, int]:
+        guard, share = ErrorHolder(), self._verify_share
+        checks = Checks(
+            self._group,
+            dist.get_world_size(self._group),
+            self._device,
+            lambda number: (number + version) % share == 0,
+        )
+        self._exchange_rows(guard, checks)
+        sums = guard(checks.sum)
+        self._raise_together(guard.error)
+        assert sums is not None, "a rank without them has raised"
+        checks.exchange(sums)
+        differ, compared, total = guard(sums.compare) or ((), 0, 0)
+        error = guard.error
+        if differ:
+            first = differ[0]
+            error = ReshardError(
+                f"{len(differ)} copies arrived changed, first {first.target} rows {first.target_offset}.."
+                f"{first.target_offset + first.size - 1} from rank {first.source_rank}"
+            )
+        self._raise_together(error)
+        totals = all_reduce_sum(torch.tensor([compared, total]), self._group)
+        return int(totals[0]), int(totals[1])
+
+    def _exchange_rows(self, guard: ErrorHolder, checks: Checks) -> None:
+        """Write all rows. Collective. The buffers are freed on return, before the checksums need memory."""
+        staging = guard(self._exchange.prepare)
+        guard(self._zero_padding)
+        self._raise_together(guard.error)
+        assert staging is not None, "a rank without it has raised"
+        self._exchange.run(staging, guard, self._on_bucket, checks)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise ReshardError on all ranks if any rank has an error. Collective."""
+        own = f"{type(error).__name__}: {error}" if error else None
+        raise_together(own, lambda found: ReshardError(by_rank(found)), str, self._group, cause=error)
+
+    @torch.no_grad()
+    def _zero_padding(self) -> None:
+        for rows in self._padding:
+            rows.zero_()
+
+    def _agree(self, digest: str, target: Mapping[str, Tensor]) -> dict[tuple[int, str], torch.dtype]:
+        """Return the types of the target tensors, {(rank, name): type}. Collective.
+
+        Raises ReshardError if two ranks made different plans.
+        """
+        types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
+        said = [
+            declared for (declared,) in gather_records([_Declared(digest, types)], _Declared, self._group)
+        ]
+        odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
+        if odd:
+            raise ReshardError(
+                f"ranks {odd} planned a different reshard from rank 0; give all ranks the same layouts"
+            )
+        return {
+            (rank, name): getattr(torch, dtype)
+            for rank, record in enumerate(said)
+            for name, dtype in record.types.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What a rank sends to all other ranks before the first sync."""
+
+    digest: str
+    types: dict[str, str]  # of its target tensors
+
+
+def _mismatches(problems: dict[int, str]) -> ReshardError:
+    return ReshardError(" ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
+
+
+def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:
+    return [
+        target[name].detach().narrow(span.dim, span.local, span.size)
+        for name, tensor_spans in spans.items()
+        for span in tensor_spans
+        if span.hf_key == PADDING
+    ]
+
+
+def mismatch(
+    side: str, tensors: Mapping[str, Tensor], spans: Spans, widths: Mapping[str, int], *, all_named: bool
+) -> str:
+    """Return how a rank's tensors differ from its layout, or "" if they match.
+
+    all_named: every tensor must be named in the layout.
+    """
+    odd = sorted(set(spans) - set(tensors)) + (sorted(set(tensors) - set(spans)) if all_named else [])
+    if odd:
+        return f"{side} tensors and layout have different names: {odd[:4]}."
+    for name, tensor_spans in spans.items():
+        shape, last = tuple(tensors[name].shape), tensor_spans[-1]
+        rows = last.local + last.size
+        width = {widths[span.hf_key] for span in tensor_spans if span.hf_key != PADDING}
+        if shape[last.dim] != rows or any(tensors[name].numel() != rows * w for w in width):
+            return f"{side} {name} has shape {shape}, its layout {rows} rows of {width} along dim {last.dim}."
+    return ""

@@ -1,0 +1,113 @@
+"""Loads one rank's parameters from a Hugging Face folder, reading only the rows that this rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, weight_map
+from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.spans import hf_spans
+from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
+
+
+@torch.no_grad()
+def load_hf(
+    folder: Path, spans: Spans, parameters: Mapping[str, Tensor], *, keep: Collection[str] = ()
+) -> None:
+    """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's dtype.
+
+    Padding rows are set to zero. `keep` names parameters that the checkpoint does not contain (a value head).
+    Raises ConfigError, with the tensor's name, if a tensor is missing in the folder, has another shape, or
+    has NaN or infinity.
+    """
+    read: list[tuple[str, Tensor]] = []  # names, and the smallest and largest value
+    unknown = (set(parameters) - set(keep)) ^ set(spans)
+    assert not unknown, f"parameters and layout name different tensors: {sorted(unknown)}"
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(folder), stack)
+        for name, tensor_spans in spans.items():
+            parameter = parameters[name]
+            for span in tensor_spans:
+                rows = parameter.narrow(span.dim, span.local, span.size)
+                if span.hf_key == PADDING:
+                    rows.zero_()
+                else:
+                    rows.copy_(checkpoint.read(span, tuple(rows.shape)))
+                    read.append((span.hf_key, torch.stack(rows.aminmax())))
+    _check_finite(folder, read)
+
+
+def _check_finite(folder: Path, read: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError for a tensor with NaN or infinity. The host waits for the device once."""
+    finite = torch.stack([range_ for _, range_ in read]).isfinite().all(1).tolist() if read else []
+    if not all(finite):
+        raise ConfigError(
+            f"{folder}: tensor {read[finite.index(False)][0]!r} has NaN or infinity; fetch the folder again, "
+            "or give an earlier model"
+        )
+
+
+def tensor_digests(folder: Path, shape: ModelShape, keys: Iterable[str]) -> list[str]:
+    """Return a SHA-256 of each tensor's name, type, shape and bytes, in the order of `keys`.
+
+    Raises ConfigError if a tensor is missing in the folder or has another shape than a model of this shape.
+    """
+    digests, shapes, spans = [], hf_shapes(shape), hf_spans(shape)
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(folder), stack)
+        for key in keys:
+            size = shapes[key]
+            tensor = checkpoint.read(spans[key][0], size).contiguous()
+            digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(size)}".encode())
+            digest.update(tensor.view(torch.uint8).numpy().data)
+            digests.append(digest.hexdigest())
+    return digests
+
+
+class _Checkpoint:
+    """The safetensors files of a folder. Each is memory-mapped when its first tensor is read."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self._file_of = weight_map(folder)
+        self._open: dict[str, safe_open] = {}
+
+    def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:
+        """Return the rows of a span, which must have this shape."""
+        key, dim, start, size, _ = span
+        if self._file_of is not None and key not in self._file_of:
+            raise ConfigError(f"{self.folder}/{INDEX}: has no tensor {key!r}; the checkpoint is not complete")
+        file = self._file(SINGLE if self._file_of is None else self._file_of[key])
+        try:
+            view: Any = file.get_slice(key)  # type: ignore[no-untyped-call]
+        except SafetensorError:
+            raise ConfigError(
+                f"{self.folder}: has no tensor {key!r}; the checkpoint is not complete"
+            ) from None
+        held = view.get_shape()
+        across = (held[:dim] + held[dim + 1 :], [*shape[:dim], *shape[dim + 1 :]])
+        if across[0] != across[1] or held[dim] < start + size:
+            raise ConfigError(
+                f"{self.folder}: tensor {key!r} has shape {held}, config.json disagrees; correct it"
+            )
+        rows = slice(start, start + size)
+        read: Tensor = view[rows] if dim == 0 else view[:, rows]
+        return read
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            path = self.folder / name
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
+        return self._open[name]

@@ -1,0 +1,197 @@
+"""Describes where the rows of a checkpoint are: on a training rank, on a serving rank, in the checkpoint.
+
+The functions here do not move or convert weights. The resharding into the engine, the import and the export
+use these three descriptions. mlp_spans.py describes the MLP that follows attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.mlp_spans import LayerSpec, serving_mlp, training_mlp
+from megatron_stppo.weights.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
+
+# w2 is Mixtral's down projection; of an adapter B A, A has the columns
+ROW_PARALLEL = (
+    "o_proj.weight",
+    "down_proj.weight",
+    "w2.weight",
+    "o_proj.lora_A.weight",
+    "down_proj.lora_A.weight",
+)
+
+
+def training_spans(
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    *,
+    spec: LayerSpec = "local",
+    head: bool = True,
+    tied_copy: bool = False,
+) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of this rank's megatron parameters.
+
+    With several model chunks, names begin with `chunk_prefix`. head=False leaves out the vocabulary head (a
+    critic has its own head). tied_copy=True adds the copy of a tied embedding that megatron keeps on the last
+    of several stages. An import must fill this copy; a reshard or an export reads the first stage's.
+    """
+    tensor, stage = (at := layout.coordinates(rank)).tensor, at.pipeline
+    padded, spans = shape.padded_vocab(layout.tensor), {}
+    for chunk, layers in enumerate(layout.chunks(shape.layers, stage)):
+        prefix = chunk_prefix(layout.virtual, chunk)
+        if stage == chunk == 0:
+            spans[prefix + "embedding.word_embeddings.weight"] = _vocabulary(
+                EMBEDDING, shape, padded, tensor, layout.tensor
+            )
+        for local, layer in enumerate(layers):
+            source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
+            spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+            spans |= training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
+        if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
+            continue
+        spans[prefix + "decoder.final_layernorm.weight"] = whole(NORM, shape.hidden)
+        output = prefix + "output_layer.weight"
+        if head and not shape.tied:
+            spans[output] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
+        if head and shape.tied and tied_copy and layout.pipeline > 1:
+            spans[output] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
+    return spans
+
+
+def chunk_prefix(virtual: int, chunk: int) -> str:
+    """Return the prefix of parameter names on a pipeline rank with several model chunks, for example "1.";
+    empty with one chunk."""
+    return f"{chunk}." if virtual > 1 else ""
+
+
+def _training_layer(
+    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: LayerSpec
+) -> dict[str, tuple[Span, ...]]:
+    heads, fused = shape.heads * shape.head_dim // size, spec == "transformer_engine"
+    norms = (
+        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight" if fused and not shape.experts else "pre_mlp_layernorm.weight",
+    )
+    spans = {
+        target + "self_attention.linear_proj.weight": tile(
+            1, [(source + "self_attn.o_proj.weight", tensor * heads, heads)]
+        ),
+        target + norms[0]: whole(source + "input_layernorm.weight", shape.hidden),
+        target + norms[1]: whole(source + "post_attention_layernorm.weight", shape.hidden),
+    }
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        spans[target + f"self_attention.linear_qkv.{kind}"] = _grouped_qkv(
+            shape, size, tensor, source + "self_attn.", kind
+        )
+    for x in "qk" if shape.qk_norm else "":
+        spans[target + f"self_attention.{x}_layernorm.weight"] = whole(
+            source + f"self_attn.{x}_norm.weight", shape.head_dim
+        )
+    return spans
+
+
+def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: str) -> tuple[Span, ...]:
+    """Return the spans of megatron's linear_qkv: the query heads, key and value of each KV group.
+
+    The rows are divided evenly over the tensor axis. With more tensor ranks than KV groups, a boundary may be
+    anywhere inside a group (megatron gathers the activations of the group). A rank may then hold only query
+    rows, or a part of a key.
+    """
+    dim, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
+    parts: list[Part] = []
+    for group in range(shape.kv_heads):
+        parts += [
+            (f"{prefix}q_proj.{kind}", group * queries, queries),
+            (f"{prefix}k_proj.{kind}", group * dim, dim),
+            (f"{prefix}v_proj.{kind}", group * dim, dim),
+        ]
+    rows = (shape.heads + 2 * shape.kv_heads) * dim // size
+    return cut(tile(0, parts), tensor * rows, rows)
+
+
+def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of the engine's parameters (vLLM's modules) on tensor rank `tensor` of `tensor_size`.
+
+    vLLM pads the vocabulary to a multiple of 64. If there are fewer KV heads than tensor ranks, it repeats
+    each KV head on tensor_size / kv_heads ranks. A tied model has no lm_head parameter.
+    """
+    padded = -(-shape.vocab // 64) * 64
+    spans = {EMBEDDING: _vocabulary(EMBEDDING, shape, padded, tensor, tensor_size)}
+    if not shape.tied:
+        spans[HEAD] = _vocabulary(HEAD, shape, padded, tensor, tensor_size)
+    spans[NORM] = whole(NORM, shape.hidden)
+    queries = shape.heads // tensor_size * shape.head_dim
+    keys = max(1, shape.kv_heads // tensor_size) * shape.head_dim
+    key_rank = tensor // max(1, tensor_size // shape.kv_heads)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            parts = [
+                (f"{attention}q_proj.{kind}", tensor * queries, queries),
+                (f"{attention}k_proj.{kind}", key_rank * keys, keys),
+                (f"{attention}v_proj.{kind}", key_rank * keys, keys),
+            ]
+            spans[f"{attention}qkv_proj.{kind}"] = tile(0, parts)
+        spans[attention + "o_proj.weight"] = tile(
+            1, [(attention + "o_proj.weight", tensor * queries, queries)]
+        )
+        spans |= serving_mlp(shape, layer, tensor_size, tensor)
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            spans[prefix + norm] = whole(prefix + norm, shape.hidden)
+        for x in "qk" if shape.qk_norm else "":
+            spans[f"{attention}{x}_norm.weight"] = whole(f"{attention}{x}_norm.weight", shape.head_dim)
+    return spans
+
+
+def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:
+    """Return {rank: training_spans} of every rank, the source of a reshard or an export."""
+    return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
+
+
+def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int, Spans]:
+    """Return {rank: serving_spans} for engines that each use `tensor_size` neighbouring ranks."""
+    per_rank = [serving_spans(shape, tensor_size, tensor) for tensor in range(tensor_size)]
+    return {rank: per_rank[rank % tensor_size] for rank in range(world)}
+
+
+def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of a whole checkpoint, as if one rank held all tensors."""
+    return whole_spans(hf_shapes(shape))
+
+
+def whole_spans(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of whole tensors of these shapes, by their checkpoint names."""
+    return {
+        name: (Span(name, dim, 0, shapes[name][dim], 0),) for name in shapes for dim in (shard_dim(name),)
+    }
+
+
+def shard_dim(hf_key: str) -> int:
+    """Return the dimension that training and serving shard: 1 (the input) for a row-parallel projection,
+    otherwise 0 (the output)."""
+    return 1 if hf_key.endswith(ROW_PARALLEL) else 0
+
+
+def row_widths(shape: ModelShape) -> dict[str, int]:
+    """Return {hf_key: number of elements per index of the sharded dimension}.
+
+    Example: the hidden size, for the rows of q_proj.
+    """
+    return widths_of(hf_shapes(shape))
+
+
+def widths_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return {hf_key: number of elements per index of the sharded dimension} of tensors of these shapes."""
+    return {key: size[1 - shard_dim(key)] if len(size) == 2 else 1 for key, size in shapes.items()}
+
+
+def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:
+    parts: list[Part] = [(key, 0, shape.vocab)]
+    if padded > shape.vocab:
+        parts.append((PADDING, 0, padded - shape.vocab))
+    rows = padded // size
+    return cut(tile(0, parts), tensor * rows, rows)

@@ -1,0 +1,96 @@
+"""Agents that are commands, with the real engine: their environment, their task, their failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_stppo.agents.endpoint.agents import open_agent
+from megatron_stppo.config import EnvironmentConfig
+from tests.agents.endpoint.claims_agents import EXAMPLES
+from tests.agents.endpoint.world import World
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+{extra}
+body = json.dumps({{"messages": [{{"role": "user", "content": str(task["index"])}}]}}).encode()
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+    {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}})
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("text of the agent")
+print({result})
+"""
+PLAYS = 'json.dumps({"reward": 0.25, "outcome": "ok", "detail": " ".join(sorted(os.environ))})'
+
+
+def command(result: str, extra: str = "", **given: Any) -> Any:
+    program = [sys.executable, "-c", COMMAND.format(extra=extra, result=result)]
+    return open_agent(EnvironmentConfig(kind="agent", command=program, **given))
+
+
+def test_a_command_is_an_agent_with_an_allow_listed_environment(world: World) -> None:
+    os.environ |= {"PLANTED_SECRET": "a41f", "WANTED": "yes"}
+    (played,) = world.play(command(PLAYS, command_variables=["WANTED"]))
+    assert (played.outcome, played.reward, len(played.turns)) == ("ok", 0.25, 1)
+    names = played.detail.split()
+    assert "WANTED" in names and "OPENAI_API_KEY" in names and "PATH" in names
+    assert "PLANTED_SECRET" not in names and not [name for name in names if "TOKEN" in name]
+    (number,) = world.play(command("1.5"))
+    assert (number.outcome, number.reward) == ("ok", 1.5)
+
+
+def test_a_command_reads_a_task_of_any_size_or_does_not_read_it(world: World) -> None:
+    """Linux limits one variable to 128 KiB, and a pipe that nobody reads holds 64 KiB."""
+    (given,) = world.tasks
+    world.tasks = [replace(given, extra={"image": "iVBOR" * 100_000})]
+    there, size = 'str("MEGATRON_STPPO_TASK" in os.environ)', 'len(task["extra"]["image"])'
+    (read,) = world.play(command(f'json.dumps({{"reward": {size}, "detail": {there}}})'))
+    assert (read.outcome, read.reward, read.detail) == ("ok", 500_000.0, "False")
+    program = COMMAND.format(extra="", result="2").replace("json.load(sys.stdin)", '{"index": 0}')
+    agent = open_agent(EnvironmentConfig(kind="agent", command=[sys.executable, "-c", program]))
+    (unread,) = world.play(agent)
+    assert (unread.outcome, unread.reward) == ("ok", 2.0)
+    world.tasks = [given]
+    (small,) = world.play(command(f'json.dumps({{"reward": 1, "detail": {there}}})'))
+    assert small.detail == "True", "for agents that were written for the variable"
+
+
+def test_a_command_that_fails_hangs_or_prints_no_result_is_an_outcome(world: World) -> None:
+    (failed,) = world.play(command("1", extra="raise SystemExit('no \\x1b[2J tool')"))
+    assert failed.outcome == "error" and failed.detail.startswith(
+        "CommandFailed: the command ended with status 1: no "
+    )
+    assert "\x1b" not in failed.detail
+    (said,) = world.play(command("'good'"))
+    assert said.outcome == "error" and said.detail.startswith(
+        "CommandFailed: the command's last line is 'good'"
+    )
+    child = "import subprocess; subprocess.Popen(['sleep', '54321']); import time; time.sleep(60)"
+    (hung,) = world.play(command("1", extra=child), deadline=1.0)
+    assert hung.outcome == "timeout"
+    deadline = time.monotonic() + 5
+    while [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "54321"]]:
+        assert time.monotonic() < deadline, "its children are ended too"
+        time.sleep(0.05)
+
+
+def test_the_agent_for_a_hosted_model_plays_with_nothing_but_the_address_changed(world: World) -> None:
+    folder = EXAMPLES.parent / "hosted_agent"
+    with tempfile.TemporaryDirectory() as scratch:
+        facts = Path(scratch) / "facts.json"
+        facts.write_text("{}")
+        os.environ["FACTS"] = str(facts)
+        program = [sys.executable, str(folder / "reward.py")]
+        agent = open_agent(EnvironmentConfig(kind="agent", command=program, command_variables=["FACTS"]))
+        (played,) = world.play(agent)
+    assert (played.outcome, len(played.turns)) == ("wrong", 1), played.detail
+    assert world.rules.tokenizer.decode(played.prompt_ids).startswith("<|im_start|>user\nQuestion 0: which")

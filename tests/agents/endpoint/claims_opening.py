@@ -1,0 +1,53 @@
+"""What is checked before an endpoint for agents opens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from vllm.tool_parsers import ToolParserManager
+
+from megatron_stppo.agents.endpoint import opening
+from megatron_stppo.config import ConfigError
+from megatron_stppo.data.text.conversation import encode_conversation
+from tests.agents.endpoint.world import World
+from tests.data.text.test_conversation import CHAT, TOKENIZER
+
+
+def test_a_parser_that_would_find_no_call_is_refused(world: World) -> None:
+    opening._check_parser(world.rules, "hermes")
+    llama = replace(world.rules, parser=ToolParserManager.get_tool_parser("llama3_json"))
+    try:
+        opening._check_parser(llama, "llama3_json")
+    except ConfigError as error:
+        assert str(error).startswith("environment.tool_parser=llama3_json: vLLM's parser cannot be used")
+        assert "<|python_tag|>" in str(error)
+    else:
+        raise AssertionError("not refused: every completion would be text")
+
+
+def test_a_parser_that_cannot_be_loaded_is_refused(world: World) -> None:
+    missing = importlib.util.find_spec("mistral_common") is None
+    try:
+        opening._parser("qwen3_coder" if missing else "no_such_parser")
+    except ConfigError as error:
+        assert ("vLLM cannot load it (No module named 'mistral_common')" in str(error)) == missing
+    else:
+        raise AssertionError("not refused")
+
+
+def test_the_vocabulary_is_listed_once_and_not_at_every_completion(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        TOKENIZER.save_pretrained(folder)
+        sizes = dict.fromkeys(
+            ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"), 1
+        )
+        shape = {"model_type": "qwen3", "vocab_size": len(TOKENIZER), **sizes}
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        tokenizer = opening._tokenizer(Path(folder))
+    assert tokenizer.get_vocab() is tokenizer.get_vocab() and tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    chat = [*CHAT, {"role": "user", "content": "<|im_end|>"}]
+    assert encode_conversation(tokenizer, chat) == encode_conversation(TOKENIZER, chat)

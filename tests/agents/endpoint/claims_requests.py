@@ -1,0 +1,210 @@
+"""What a client may send: bodies, fields, messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from megatron_stppo.agents.endpoint import body
+from megatron_stppo.agents.endpoint.asks import chat_ask, text_ask
+from megatron_stppo.agents.endpoint.body import Refusal
+from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
+from megatron_stppo.agents.endpoint.reply import (
+    Form,
+    Reply,
+    chat_chunks,
+    chat_object,
+    text_chunks,
+    text_object,
+)
+from tests.agents.endpoint.world import World
+
+HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+def refusal(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except Refusal as error:
+        assert "\n" not in str(error)
+        return f"{error.status} {error}"
+    return "not refused"
+
+
+def chat(**given: Any) -> Any:
+    return chat_ask({"messages": HI} | given, has_parser=True)
+
+
+def test_sampling_of_the_client_is_ignored(world: World) -> None:
+    ask = chat(
+        model="gpt-4o", temperature=0.0, top_p=0.1, seed=3, presence_penalty=1.0, user="me", max_tokens=9
+    )
+    assert (ask.max_tokens, ask.stop, ask.units) == (9, (), chat().units)
+
+
+def test_what_would_change_the_tokens_is_refused_in_one_line(world: World) -> None:
+    for field, value in {
+        "n": 2, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "top_logprobs": 3,
+        "min_tokens": 4, "ignore_eos": True, "chat_template": "{{ 1 }}", "continue_final_message": True,
+        "documents": [{"a": "b"}], "made_up": 1, "prompt_logprobs": 1, "x" * 99: 1,
+    }.items():  # fmt: skip
+        assert refusal(lambda f=field, v=value: chat(**{f: v})).startswith(
+            f"400 '{field[:40]}' is not supported"
+        )
+    assert refusal(lambda: chat(tools=[TOOL], tool_choice="required")).startswith(
+        "400 tool_choice: only auto"
+    )
+    assert refusal(lambda: chat_ask({"messages": HI, "tools": [TOOL]}, has_parser=False)) == (
+        "400 tools: environment.tool_parser is not set; name vLLM's parser for the model"
+    )
+    assert refusal(lambda: text_ask({"prompt": "a", "echo": True})).startswith("400 'echo' is not supported")
+    assert refusal(lambda: text_ask({"prompt": ["a", "b"]})).startswith("400 prompt: must be one text")
+    assert refusal(lambda: text_ask({"prompt": "a", "logprobs": 5})).startswith("400 logprobs")
+
+
+def test_fields_with_their_default_are_accepted(world: World) -> None:
+    ask = chat(
+        n=1, logit_bias=None, response_format=None, top_logprobs=0, min_tokens=0, bad_words=[], tools=None
+    )
+    assert ask.request is None
+    ask = chat(response_format={"type": "text"}, modalities=["text"])
+    assert ask.digest == chat().digest, "they change nothing"
+    assert refusal(lambda: chat(modalities=["text", "audio"])).startswith("400 'modalities' is not supported")
+
+
+def test_wrong_values_are_refused_with_the_field(world: World) -> None:
+    for given, said in (
+        ({"messages": []}, "messages: must have at least one message"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+        ),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stream": 7.5}, "stream"),
+    ):
+        assert refusal(lambda g=given: chat(**g)).startswith(f"400 {said}"), given
+
+
+def test_numbers_become_integers_that_ranks_can_exchange(world: World) -> None:
+    for given, most in ((16.0, 16), ("16", 16), (10**20, 2**31 - 1), (None, None)):
+        for ask in (chat(max_tokens=given), text_ask({"prompt": "a", "max_tokens": given, "logprobs": 1})):
+            assert ask.max_tokens == most and type(ask.max_tokens) is type(most), given
+    assert chat(max_tokens=9, max_completion_tokens=8.0).max_tokens == 8
+    assert text_ask({"prompt": "a"}).max_tokens is None, "vLLM's default of 16 is not used"
+
+
+def test_a_body_is_bounded_utf8_json(world: World) -> None:
+    for content, said in (
+        (b"[1]", "400 the body must be a JSON object"),
+        (b"{", "400 the body is not valid JSON"),
+        (b'{"a": NaN}', "400 the body is not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "400 the body is not valid JSON"),
+        (b'{"a": "\xff"}', "400 the body is not valid UTF-8"),
+        (b'{"a": "\\ud800"}', "400 the body has an unpaired surrogate"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "400 the body is nested deeper than 64 levels"),
+        (
+            b"{" + b'"a": [], ' * 2**16 + b'"b": 1}',
+            "400 the body has more than 65536 lists, objects and elements",
+        ),
+        (b"[" * 10**6, "400 the body is nested deeper than 64 levels"),
+        (b" " * (body.MAX_BYTES + 1), "413 the body is larger than 4194304 bytes"),
+    ):
+        assert refusal(lambda c=content: body.read(c)) == said
+    text = '"' + "[" * 1000 + '\\"' + "{" * 1000 + '"'
+    assert body.read(f'{{"a": {text}}}'.encode())["a"] == json.loads(text), "brackets in a string are text"
+
+
+def test_messages_are_compared_without_what_clients_change(world: World) -> None:
+    def one(**message: Any) -> Any:
+        return compared(template_messages([{"role": "assistant"} | message])[0])
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    same = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
+    assert one(content="Hi\n", refusal=None) == one(content=[{"type": "text", "text": " Hi"}])
+    assert one(content=None, tool_calls=[call]) == one(content="", tool_calls=[same])
+    assert one(content="Hi") != one(content="Ho")
+    assert one(role="user", content="a ") != one(role="user", content="a")
+
+
+def test_thinking_and_the_developers_message_reach_the_template(world: World) -> None:
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+    ]
+    ask = chat(messages=[*messages, *HI])
+    assert ask.messages[0] == {"role": "system", "content": "d"}
+    assert ask.messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "r"}
+
+
+def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> None:
+    reply = Reply(
+        "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, 2, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
+    )
+    form = Form("m", logprobs=True, token_ids=True, usage=True)
+    chunks = [chunk.model_dump() for chunk in chat_chunks(reply, form)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert [delta.get("content") for delta in deltas[:2]] == ["", "I look."]
+    (call,) = deltas[2]["tool_calls"]
+    assert (call["id"], call["function"]) == ("c1", {"name": "f", "arguments": '{"a": 1}'})
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert [choice["token_ids"] for choice in choices if choice["token_ids"]] == [[5, 6]]
+    assert [len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]] == [2]
+    assert choices[-1]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]["total_tokens"] == 4
+    whole = chat_object(reply, form).model_dump()["choices"][0]
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    ((text, usage), plain) = list(text_chunks(reply, form)), text_object(reply, form).model_dump()
+    assert text.model_dump()["choices"][0]["text"] == plain["choices"][0]["text"] == "I look."
+    assert usage.model_dump()["usage"] == plain["usage"]
+    assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1]
+
+
+def test_any_value_of_any_field_is_accepted_or_refused_in_one_line(world: World) -> None:
+    values = [
+        None,
+        0,
+        -1,
+        1.5,
+        10**30,
+        True,
+        "",
+        "x\x00",
+        [],
+        [[]],
+        ["x"],
+        [1],
+        {},
+        {"type": "x"},
+        [{"type": "function"}],
+    ]
+    for field in ChatCompletionRequest.model_fields:
+        for value in values:
+            said = refusal(lambda f=field, v=value: chat(**{f: v}))
+            assert said == "not refused" or said.startswith("400 "), (field, value, said)
+    for field in CompletionRequest.model_fields:
+        for value in values:
+            said = refusal(lambda f=field, v=value: text_ask({"prompt": "a"} | {f: v}))
+            assert said == "not refused" or said.startswith("400 "), (field, value, said)
+    for value in values:
+        for message in (
+            {"role": value},
+            {"role": "user", "content": value},
+            {"role": "assistant", "tool_calls": value},
+        ):
+            said = refusal(lambda m=message: chat(messages=[m]))
+            assert said == "not refused" or said.startswith("400 "), (message, said)
+
+
+def test_arguments_of_a_call_with_half_a_surrogate_pair_stay_text(world: World) -> None:
+    function = {"name": "f", "arguments": '{"q": "\\ud83d"}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    (message,) = template_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert message["tool_calls"][0]["function"]["arguments"] == function["arguments"]

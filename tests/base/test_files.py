@@ -1,0 +1,53 @@
+"""Files and folders are replaced in one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.base.files import replace_folder, replacing
+
+
+def test_the_old_file_is_there_until_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with replacing(path) as scratch:
+        scratch.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_block_that_raises_leaves_the_old_file_and_the_next_attempt_works(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as scratch:
+        scratch.write_text("half of a very long ")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    with replacing(path) as scratch:
+        scratch.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_two_files_that_differ_in_their_suffix_have_two_scratch_files(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a.json") as first, replacing(tmp_path / "a.yaml") as second:
+        assert first != second
+        first.write_text("json")
+        second.write_text("yaml")
+    assert (tmp_path / "a.json").read_text() == "json"
+
+
+def test_a_folder_replaces_an_older_one_and_what_an_interrupted_call_left(tmp_path: Path) -> None:
+    for name in ("step.tmp-removed", "step", "scratch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "scratch", tmp_path / "step")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["step", "step/scratch"]
+
+
+def test_a_folder_takes_a_name_that_is_free(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    replace_folder(tmp_path / "scratch", tmp_path / "step")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]

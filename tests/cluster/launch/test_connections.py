@@ -1,0 +1,68 @@
+"""CUDA_DEVICE_MAX_CONNECTIONS is 1 where megatron's collectives rely on it, and a user's value is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_stppo.cluster.launch import connections
+from megatron_stppo.config import ParallelConfig
+
+HOPPER, BLACKWELL = 9, 10
+SPLIT = ParallelConfig(tensor=2, sequence=True)
+
+# Warns as megatron's layer does.
+PROGRAM = """
+import warnings
+from megatron_stppo.cluster.launch import process
+
+process._ignore_warnings([{generation}])
+for text in ("it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1", "other"):
+    warnings.warn_explicit(text, UserWarning, "a.py", 1, module="megatron.core.layers", registry={{}})
+"""
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [SPLIT, ParallelConfig(tensor=2), ParallelConfig(context=2), ParallelConfig(tensor=4, context=2)],
+)
+def test_tensor_and_context_parallelism_set_it_on_a_gpu_before_blackwell(parallel: ParallelConfig) -> None:
+    environment: dict[str, str] = {}
+    assert connections.keep_order(environment, parallel, [HOPPER]) is None
+    assert environment == {connections.NAME: "1"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "generations"),
+    [
+        (ParallelConfig(), [HOPPER]),
+        (ParallelConfig(pipeline=2, expert=2), [HOPPER]),
+        (SPLIT, [BLACKWELL, BLACKWELL]),
+        (SPLIT, []),
+    ],
+)
+def test_it_is_left_alone_where_nothing_relies_on_it(
+    parallel: ParallelConfig, generations: list[int]
+) -> None:
+    environment: dict[str, str] = {}
+    assert connections.keep_order(environment, parallel, generations) is None
+    assert environment == {}
+
+
+def test_a_value_of_the_user_is_kept_and_another_than_1_is_warned_about() -> None:
+    environment = {connections.NAME: "8"}
+    warning = connections.keep_order(environment, ParallelConfig(tensor=2, context=4), [HOPPER])
+    assert environment == {connections.NAME: "8"}
+    assert warning is not None
+    assert warning.startswith("CUDA_DEVICE_MAX_CONNECTIONS=8: with parallel.tensor=2 and parallel.context=4 ")
+    assert connections.keep_order({connections.NAME: "1"}, SPLIT, [HOPPER]) is None
+
+
+@pytest.mark.parametrize(("generation", "shown"), [(HOPPER, 1), (BLACKWELL, 0)])
+def test_megatrons_warning_is_shown_on_a_gpu_where_the_variable_matters(generation: int, shown: int) -> None:
+    program = PROGRAM.format(generation=generation)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("CUDA_DEVICE_MAX_CONNECTIONS") == shown
+    assert "other" not in done.stderr

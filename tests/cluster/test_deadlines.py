@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.cluster.deadlines import Beat, is_reader, place, read, verdict
+from tests.cluster import in_step
+
+START = """
+import ctypes, threading, time
+from pathlib import Path
+from megatron_stppo.cluster import deadlines
+deadlines.BEAT, deadlines.SILENT, deadlines.GRACE, deadlines.END = 0.05, 0.1, 0.5, 0.5
+limits = {"start_up": 9, "score": 0.8, "rollout": 9, "other": 9}
+"""
+
+
+def run(body: str, folder: Path) -> tuple[int, str, float]:
+    """Return (exit code, stderr, seconds) of a process with short deadlines."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{START}\nfolder = Path({str(folder)!r})\n{body}"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return done.returncode, done.stderr, time.monotonic() - started
+
+
+def beat(
+    number: int, entered: int = 4, phase: str = "score", at: str = "a.py:1 f", waits: bool = True
+) -> Beat:
+    return Beat(number, entered, phase, at, waits)
+
+
+def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Path) -> None:
+    """Three real processes use gloo; the second gets SIGSTOP."""
+    context, deadline = mp.get_context("spawn"), 2.0
+    ranks = [context.Process(target=in_step.walk, args=(r, 3, tmp_path, deadline)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        paths = [tmp_path / "heartbeats" / f"rank-{rank}.json" for rank in range(3)]
+        until = time.monotonic() + 200
+        while not all((b := read(path)) and b.entered > 20 for path in paths):
+            assert time.monotonic() < until and all(process.is_alive() for process in ranks)
+            time.sleep(0.05)
+        assert ranks[1].pid is not None
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        for rank in (0, 2):
+            ranks[rank].join(30)
+        assert time.monotonic() - stopped < deadline + 10
+        assert [process.exitcode for process in ranks] == [1, None, 1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for rank in (0, 2):
+        told = (tmp_path / f"stderr-{rank}").read_text()
+        start = f"rank {rank}: phase score exceeded its deadline of 2 s (deadlines.score)"
+        assert f"megatron-stppo: {start}: rank 1 has been silent since phase " in told
+        assert "; rank 2: score, " in told
+        left = rf"rank {rank}: collectives that have not ended: gloo:all_reduce [1-9]\d* of default_pg\n"
+        assert re.search(left, told)
+        logged = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert start in logged and re.search(left, logged)
+        assert "thread MainThread:" in logged and "in all_reduce" in logged
+
+
+def test_a_single_rank_past_its_deadline_prints_its_stacks_and_ends(tmp_path: Path) -> None:
+    body = 'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"): time.sleep(9)'
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 5
+    assert "rank 0: phase score exceeded its deadline of 0.8 s (deadlines.score)" in told
+    assert "thread MainThread:" in told
+
+
+def test_a_thread_that_never_releases_the_gil_is_ended_by_the_timer(tmp_path: Path) -> None:
+    """PyDLL holds the GIL during its call, so that no Python thread runs."""
+    body = (
+        'with deadlines.Watchdog(folder, limits, 0, 1) as watch, watch.phase("score"):\n'
+        "    ctypes.PyDLL(None).sleep(15)"
+    )
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 8
+    assert "Timeout" in told and "<module>" in told
+
+
+def test_a_phase_is_timed_from_its_own_start_and_its_time_is_not_charged_to_the_outer_phase(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "with deadlines.Watchdog(folder, limits, 0, 1) as watch:\n"
+        "    for _ in range(3):\n"
+        '        with watch.phase("rollout"), watch.phase("score"): time.sleep(0.3)\n'
+        "    time.sleep(0.9)\n"
+        "time.sleep(1.4)\n"
+    )
+    code, told, _ = run(body, tmp_path)
+    assert (code, told) == (0, "")
+
+
+def test_a_run_that_raised_ends_even_if_one_of_its_threads_does_not(tmp_path: Path) -> None:
+    body = (
+        "threading.Thread(target=time.sleep, args=(15,)).start()\n"
+        "with deadlines.Watchdog(folder, limits, 0, 1): raise ValueError('out of blocks')\n"
+    )
+    code, told, seconds = run(body, tmp_path)
+    assert code == 1 and seconds < 8
+    assert "ValueError: out of blocks" in told
+
+
+def test_a_run_that_raised_keeps_its_exit_code_while_it_waits_for_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "import atexit, sys\n"
+        "deadlines.END = 9\n"
+        "atexit.register(time.sleep, 1.5)\n"
+        "try:\n"
+        "    with deadlines.Watchdog(folder, limits, 0, 1): raise ValueError('too many are not finite')\n"
+        "except ValueError: sys.exit(93)\n"
+    )
+    assert run(body, tmp_path)[:2] == (93, "")
+
+
+def test_a_full_disk_does_not_end_the_heartbeats(tmp_path: Path) -> None:
+    """A folder at the path of the temporary file makes the writes fail."""
+    body = (
+        "blocked = folder / 'heartbeats' / 'rank-0.json.tmp'\n"
+        "blocked.mkdir(parents=True)\n"
+        "with deadlines.Watchdog(folder, limits, 0, 1):\n"
+        "    time.sleep(0.3)\n"
+        "    blocked.rmdir()\n"
+        "    until = time.monotonic() + 8\n"
+        "    while deadlines.read(folder / 'heartbeats' / 'rank-0.json') is None:\n"
+        "        assert time.monotonic() < until\n"
+        "        time.sleep(0.05)\n"
+    )
+    assert run(body, tmp_path)[:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (
+            [beat(9), beat(2)],
+            "rank 1 has been silent since phase score. rank 0: score, a.py:1 f; rank 1: score,",
+        ),
+        ([beat(9), None], "rank 1 never wrote a heartbeat. rank 0: score, a.py:1 f"),
+        ([beat(9), beat(9, 3, "advantage")], "rank 1 is still in phase advantage. "),
+        (
+            [beat(9), beat(9, at="b.py:7 g", waits=False)],
+            "rank 1 is in b.py:7 g and is not seen to wait as others are. ",
+        ),
+        (
+            [beat(9), beat(9)],
+            "all ranks wait for others, or for their GPU: compare what they say of their collectives. ",
+        ),
+        (
+            [beat(9, waits=False), beat(9, waits=False)],
+            "no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen: "
+            "compare what the ranks say of their collectives). ",
+        ),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(after: list[Beat | None], said: str) -> None:
+    before = [beat(2), beat(2) if after[1] else None]
+    assert verdict(before, after).startswith(said)
+
+
+def test_of_many_ranks_some_read_all_heartbeats() -> None:
+    for world, count in ((1, 1), (4, 4), (64, 64), (100, 50), (1024, 64)):
+        assert sum(is_reader(rank, world) for rank in range(world)) == count
+
+
+def test_the_reported_place_is_the_innermost_frame_of_the_package() -> None:
+    at, waits = place(sys._getframe())
+    assert at.startswith("cluster/test_deadlines.py:") and at.endswith(sys._getframe().f_code.co_name)
+    assert not waits
+
+
+@pytest.mark.parametrize("file", ["torch/cuda/streams.py", "torch/distributed/distributed_c10d.py"])
+def test_a_thread_waits_in_a_collective_and_for_its_gpu(file: str) -> None:
+    seen: list[tuple[str, bool]] = []
+    source = compile("see()", f"/packages/{file}", "exec")
+    exec(source, {"see": lambda: seen.append(place(sys._getframe()))})
+    assert [waits for _, waits in seen] == [True]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.cluster.preemption import SIGNALS, PreemptionNotice
+from megatron_stppo.config import ConfigError
+
+# A replacement for a training that prints its progress.
+PRINTS = """
+import pathlib, sys, time
+from megatron_stppo.cluster.preemption import PreemptionNotice
+notice = PreemptionNotice(margin=0)
+print("ready", flush=True)
+while not notice.due(bool):
+    time.sleep(0.05)
+for _ in range(3):
+    print("saved", flush=True)
+    print("saved", file=sys.stderr, flush=True)
+pathlib.Path(sys.argv[1]).write_text(notice.reason)
+"""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def alone(flag: bool) -> bool:
+    return flag
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_takes_effect_at_the_next_check_and_a_second_one_does_nothing(
+    number: signal.Signals,
+) -> None:
+    notice = PreemptionNotice(margin=0)
+    assert not notice.due(alone)
+    os.kill(os.getpid(), number)
+    assert notice.due(alone)
+    assert notice.reason == number.name
+    for again in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), again)
+        assert signal.getsignal(again) == signal.SIG_IGN, "children would be killed by it"
+
+
+def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    notice = PreemptionNotice(margin=0)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert (
+        "SIGINT: writing a checkpoint after this iteration, then ending; a second Ctrl-C"
+        in capfd.readouterr().err
+    )
+    assert notice.due(alone) and notice.reason == "SIGINT"
+    assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_after_the_notice_of_another_rank_does_not_end_this_one() -> None:
+    notice = PreemptionNotice(margin=0)
+    assert notice.due(lambda mine: True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_signals_that_nohup_ignores_stay_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    notice = PreemptionNotice(margin=0)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not notice.due(alone)
+
+
+def test_a_closed_terminal_is_a_notice_and_later_output_raises_no_error(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", PRINTS, str(tmp_path / "reason")])
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "reason").read_text() == "SIGHUP"
+
+
+def test_a_pipe_whose_reader_is_ended_by_the_same_ctrl_c_does_not_end_the_run(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS, str(tmp_path / "reason")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as child:
+        assert child.stdout is not None and child.stdout.read(5) == b"ready"
+        child.stdout.close()
+        child.send_signal(signal.SIGINT)
+    assert child.returncode == 0
+    assert (tmp_path / "reason").read_text() == "SIGINT"
+
+
+def test_a_notice_to_another_rank_applies_to_this_rank() -> None:
+    notice = PreemptionNotice(margin=0)
+    assert notice.due(lambda mine: True)
+    assert notice.reason == "another rank received notice"
+
+
+def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 1040: an iteration follows one of 30 s that ends at 1000, and none one of 20 s at 1030."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    times = iter((970.0, 1000.0, 1010.0, 1030.0))  # the start, and the ends of iterations of 30, 10 and 20 s
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    notice = PreemptionNotice(margin=60)
+    assert [notice.due(alone) for _ in range(3)] == [False, False, True]
+    assert notice.reason == "SLURM_JOB_END_TIME is near"
+
+
+def test_notice_comes_before_an_evaluation_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 1060. Iterations take 10 s, the first evaluation 30 s; a second one would end at 1070."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    times = iter((980.0, 990.0, 1020.0, 1030.0, 1040.0))
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    notice = PreemptionNotice(margin=40)
+    assert not notice.due(alone, begins="evaluation"), "how long one takes is not known yet"
+    assert not notice.due(alone, ended="evaluation")
+    assert not notice.due(alone)
+    assert notice.due(alone, begins="evaluation")
+
+
+def test_an_end_time_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME=tomorrow: is not a time"):
+        PreemptionNotice(margin=0)

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
+from megatron_stppo.config.file import load
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def minimal(folder: Path) -> Path:
+    return written(folder, "model: {path: m}\n")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "medical_choice", "reasoning_gym", "search_agent"])
+def test_examples_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    config = load(EXAMPLES / name / "config.yaml")
+    assert load(written(tmp_path, config.dump())) == config
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(minimal(tmp_path), ["run.root=~/runs", "data.train=~/t.jsonl", "model.path=/m~"])
+    assert (config.run.root, config.data.train) == (tmp_path / "runs", tmp_path / "t.jsonl")
+    assert config.model.path == Path("/m~")
+    with pytest.raises(ConfigError, match=r"run\.root: ~nobody-here/runs names a user who has no home"):
+        load(minimal(tmp_path), ["run.root=~nobody-here/runs"])
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        (
+            "update.actor.betas=0.9",
+            "update.actor.betas=0.9: is not a list; give one, such as [FIRST, SECOND]",
+        ),
+        (
+            "environment.command=ls",
+            "environment.command='ls': is not a list; give one, such as [FIRST, SECOND]",
+        ),
+        (
+            "update.actor.betas=[]",  # one line, not one for each value that is missing
+            "update.actor.betas=[]: has too few values; give all, such as [FIRST, SECOND]",
+        ),
+        ("telemetry.profile=[1]", "telemetry.profile=[1]: has too few values; give all, such as [FIRST,"),
+        ("telemetry.profile=[1,2,3]", "telemetry.profile=[1, 2, 3]: has too many values; give fewer,"),
+        ("run=x", "run='x': is not a section; give one of its fields, such as {name: value}"),
+        (
+            "run.name='a b'",
+            "run.name='a b': is not a name; give 1 to 64 letters, digits,",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_gets_a_remedy(tmp_path: Path, override: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(minimal(tmp_path), [override])
+    assert str(error.value).startswith(why) and "\n" not in str(error.value)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is empty, and must have sections; see examples/"):
+        load(written(tmp_path, ""))
+
+
+def test_the_fields_that_differ_from_the_preset_are_named(tmp_path: Path) -> None:
+    def named(*overrides: str) -> str:
+        return load(minimal(tmp_path), list(overrides)).algorithm.named()
+
+    assert named() == "kl"
+    assert (
+        named("algorithm.preset=ppo", "algorithm.clip_low=0.006") == "ppo with clip_low=0.006 (preset: 0.2)"
+    )
+
+
+@pytest.mark.parametrize("preset", VARIANTS)
+def test_a_preset_alone_differs_in_no_field(preset: str, tmp_path: Path) -> None:
+    assert load(minimal(tmp_path), [f"algorithm.preset={preset}"]).algorithm.named() == preset
+
+
+def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nupdate: {epochs: 1}\n")
+    assert load(path, ["update.epochs=3"]).update.epochs == 3
+
+
+def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None:
+    assert load(minimal(tmp_path), ["update.actor.lr=1e-6"]).update.actor.lr == 1e-6
+
+
+def test_off_is_read_as_a_word_and_true_as_a_boolean(tmp_path: Path) -> None:
+    text = "model: {path: m}\nalgorithm: {correction: off}\nupdate: {actor: {distributed: false}}\n"
+    path = written(tmp_path, text)
+    config = load(path, ["algorithm.routing_replay=off", "rollout.overlap_tools=False"])
+    assert config.algorithm.correction == config.algorithm.routing_replay == "off"
+    assert not config.update.actor.distributed and not config.rollout.overlap_tools
+
+
+def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
+    s_ppo = load(minimal(tmp_path), ["algorithm.preset=s_ppo"]).algorithm
+    assert (s_ppo.segments, s_ppo.correction) == ("token", "logit")
+    mixed = load(minimal(tmp_path), ["algorithm.preset=s_ppo", "algorithm.segments=turn"]).algorithm
+    assert (mixed.segments, mixed.correction) == ("turn", "logit")
+
+
+@pytest.mark.parametrize("name", ["kl", "grpo", "open_loop", "gspo", "st_ppo"])
+def test_another_preset_replaces_what_a_dumped_configuration_has_from_its_own(
+    name: str, tmp_path: Path
+) -> None:
+    chosen = ["algorithm.clip_high=0.3", "algorithm.kl_coefficient=0"]
+    dumped = written(tmp_path, load(minimal(tmp_path), ["algorithm.preset=st_ppo", *chosen]).dump())
+    (tmp_path / "new").mkdir()
+    expected = load(minimal(tmp_path / "new"), [f"algorithm.preset={name}", *chosen]).algorithm
+    assert load(dumped, [f"algorithm.preset={name}"]).algorithm == expected, "what was chosen stays"
+
+
+def test_an_override_wins_over_the_preset_of_a_later_one(tmp_path: Path) -> None:
+    dumped = written(tmp_path, load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).dump())
+    mixed = load(dumped, ["algorithm.segments=turn", "algorithm.preset=kl"]).algorithm
+    assert (mixed.segments, mixed.correction, mixed.rate) == ("turn", "off", "kl")
+
+
+@pytest.mark.parametrize("own", ["preset: none", "preset: [1]", "clip_low: 0.1"])
+def test_a_preset_that_is_not_known_can_be_replaced(own: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"model: {{path: m}}\nalgorithm: {{{own}}}\n")
+    assert load(path, ["algorithm.preset=ppo"]).algorithm.rate == "constant"
+
+
+def test_a_preset_is_a_name(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nalgorithm: {preset: [1]}\n")
+    with pytest.raises(ConfigError, match=r"algorithm: preset=\[1\] is not known; choose from "):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["2026-11-25", "20261125", "7e5", "infinity", "true", "1_000"])
+def test_an_override_of_a_text_is_text_although_yaml_reads_another_type(name: str, tmp_path: Path) -> None:
+    given = load(minimal(tmp_path), [f"run.name={name}", f"model.path={name}", f"data.train={name}"])
+    assert (given.run.name, str(given.model.path), str(given.data.train)) == (name, name, name)
+    assert load(minimal(tmp_path), [f'run.name="{name}"']).run.name == name, (
+        "quotes of YAML are not part of it"
+    )
+    assert load(minimal(tmp_path), ["data.train=null"]).data.train is None
+
+
+def test_a_file_in_which_a_text_is_a_date_is_told_to_quote_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nrun: {name: 2026-11-25}\n")
+    with pytest.raises(
+        ConfigError, match=r"^run.name=.*2026.*: is not text; give text, in the file in quotes$"
+    ):
+        load(path)
+
+
+def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
+    given = load(minimal(tmp_path)).algorithm
+    assert given == AlgorithmConfig() == AlgorithmConfig(preset="kl")
+    assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.002)
+
+
+def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:
+    paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
+    st_ppo = load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).algorithm
+    changed = {k: v for k, v in paper.model_dump().items() if v != st_ppo.model_dump()[k]}
+    assert changed == {
+        "preset": "paper",
+        "correction": "gradient",
+        "correction_apply": "gradient",
+        "correction_unit": "mean",
+        "correction_strength": 1.0,
+        "correction_floor": 0.0,
+        "aggregation": "sequence_mean_token_mean",
+    }
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) -> None:
+    """The fields of a preset, set one by one on top of another preset, give the same algorithm."""
+    parts = [f"algorithm.{field}={value}" for field, value in VARIANTS[name].items()]
+    by_name, by_parts = (
+        load(minimal(tmp_path), given)
+        for given in ([f"algorithm.preset={name}"], ["algorithm.preset=turn_ppo", *parts])
+    )
+    assert by_parts.algorithm.model_dump() | {"preset": name} == by_name.algorithm.model_dump()
+    assert VARIANTS[name].keys() >= {"segments", "correction", "rate", "advantage"}
+    assert by_name.needs_critic == (VARIANTS[name]["advantage"] == "gae")
+
+
+def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "environment": {"max_turns": 3, "max_observation_tokens": 96},
+            "rollout": {"max_prompt_tokens": 96, "max_turn_tokens": 32},
+        }
+    )
+    assert config.max_context == 96 + 4 * (32 + 96)  # three turns and the last generation
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("update.epoch=2", ["update.epoch=2", "no such field", "did you mean update.epochs?"]),
+        ("updat.epochs=2", ["updat=", "no such field", "did you mean update?"]),
+        ("update.actor.wamup_fraction=1", ["did you mean update.actor.warmup_fraction?"]),
+        ("update.actor.x=1", ["update.actor.x=1", "no such field; known here: betas, distributed,"]),
+        ("update.epochs=0", ["update.epochs=0", "greater than or equal to 1"]),
+        ("algorithm.segments=word", ["algorithm.segments='word'", "'token', 'turn' or 'sequence'"]),
+        ("algorithm.preset=stppo", ["preset='stppo'", "did you mean 'st_ppo'?"]),
+        (
+            "algorithm.aggregation=sequence_mean_token_sum_norm",
+            ["aggregation_length=None", "sequence_mean_token_sum_norm needs a length"],
+        ),
+        ("algorithm.aggregation_length=9", ["aggregation_length=9", "the other aggregations take none"]),
+        ("algorithm.rate=open_loop", ["rate_profile=None", "needs a factor for each optimizer step"]),
+        ("algorithm={preset: open_loop, rate: kl}", ["rate_profile=[1.0, 0.55,", "rate='kl'", "give null"]),
+        ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
+        ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
+        ("deadlines.rollout=1e9", ["deadlines.rollout=1000000000.0", "less than or equal to 10000000"]),
+        ("run.name=../elsewhere", ["run.name='../elsewhere'", "is not a name; give"]),
+        ("update.epochs", ["update.epochs", "section.field=value"]),
+        ("run.name.x=1", ["run.name", "'name' is a value, not a section"]),
+    ],
+)
+def test_an_error_names_field_value_and_remedy(override: str, parts: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: m}\nrun: {name: r}\n")
+    with pytest.raises(ConfigError) as raised:
+        load(path, [override])
+    assert len(str(raised.value).splitlines()) == 1
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- 1\n", "holds list"),
+        ("a: [1\n", "is not YAML"),
+        ("{}\n", "model: missing"),
+        (
+            "update: {epochs: 5}\nupdate: {minibatches: 4}\n",
+            r"\(line 2, column 1: update appears twice, remove one\)",
+        ),
+    ],
+)
+def test_a_file_that_is_not_a_configuration_is_refused(text: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=part):
+        load(written(tmp_path, text))
+
+
+def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(written(tmp_path, "run: !!python/object/apply:os.system ['true']\n"))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_every_field_has_a_description() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert "|  |" not in page

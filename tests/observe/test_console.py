@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.observe.console import RowLines, line, say, timed
+from megatron_stppo.observe.metrics import Metrics
+
+ROW = {
+    "seconds": 1.6,
+    "reward/mean": 0.2656,
+    "rollout/exact_match": 0.25,
+    "outcome/ok": 16,
+    "outcome/error": 1,
+    "outcome/timeout": 2,
+    "rollout/tokens_per_second": 2707.4,
+}
+
+
+def test_an_iteration_prints_one_line_with_reward_exact_match_failures_and_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics(tmp_path, 0, reporters=[RowLines("st_ppo", 6)])
+    metrics.log(4, {name: value for name, value in ROW.items() if name != "seconds"})
+    metrics.close()
+    seconds = json.loads((tmp_path / "metrics.jsonl").read_text())["seconds"]
+    assert capsys.readouterr().err == (
+        f"st_ppo 4/6: reward 0.266, exact match 0.250, failed 3, 2,707 tokens/s, {seconds:.1f} s\n"
+    )
+
+
+def test_a_row_shows_the_columns_that_it_has() -> None:
+    assert line({"evaluate/exact_match": 0.5, "seconds": 2.0}) == "held-out exact match 0.500, 2.0 s"
+
+
+def test_an_asynchronous_row_also_shows_staleness_and_who_waits() -> None:
+    shares = {"serving/trainer_idle_share": 0.642, "serving/idle_share": 0.007}
+    row = ROW | {"rollout/staleness": 0.5, "serving/replicas": 2} | shares
+    shown = "2,707 tokens/s, staleness 0.50, trainer idle 64%, replicas idle 1%, 1.6 s"
+    assert line(row).endswith(shown)
+    assert "stale" not in line(ROW | {"rollout/staleness": 0})
+
+
+def test_a_number_that_is_not_finite_is_shown_as_nan() -> None:
+    assert line(ROW | {"reward/mean": None}).startswith("reward nan, exact match 0.250, failed 3")
+
+
+def test_a_part_of_start_up_is_printed_with_its_seconds_by_the_first_rank_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for first in (True, False):
+        with timed("engine", first):
+            pass
+        say("resumed from step_4 of 6", first)
+    engine, resumed = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"megatron-stppo: engine 0\.\d s", engine)
+    assert resumed == "megatron-stppo: resumed from step_4 of 6"
+
+
+def test_a_part_of_start_up_that_fails_is_not_printed_as_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no such model"), timed("models"):
+        raise ValueError("no such model")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_stppo.base.types import Message
+from megatron_stppo.data.text.plain_text import encode_plain
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.vllm.generation import Finished, Reason
+from tests.data.text.tokenizer_kinds import KINDS
+from tests.rollout.vllm.tiny import END, task
+
+LIMITS = Limits(max_prompt_tokens=50, max_turn_tokens=8, max_observation_tokens=20, max_context=100)
+ASK = (Message("user", "which city?"),)
+
+
+def started(tokenizer: PreTrainedTokenizerFast, limits: Limits = LIMITS) -> Episode:
+    episode = Episode(task(0), 0, limits, tokenizer)
+    episode.start(ASK, ("e",))
+    return episode
+
+
+def turn(*ids: int, reason: Reason = "stop") -> Finished:
+    return Finished("0", ids, tuple(-0.5 for _ in ids), reason, versions=((7, len(ids)),))
+
+
+def seen(observation: str) -> StepResult:
+    return StepResult(observation, 0.0, done=False, valid=True, tool_calls=1)
+
+
+def test_prompt_is_the_chat_template_with_the_assistants_opening(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(started(tokenizer).prompt_ids)
+    assert text == "<|im_start|>user\nwhich city?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_messages_on_which_the_template_fails_end_their_episode(tokenizer: PreTrainedTokenizerFast) -> None:
+    strict = copy.deepcopy(tokenizer)
+    for template, said in (
+        ("{{ raise_exception('no roles but user') }}", "ConfigError: model.path: its chat template rejects"),
+        ("{{ messages[0]['content'] + 1 }}", "ConfigError: model.path: its chat template rejects"),
+    ):
+        strict.chat_template = template
+        episode = started(strict)
+        assert episode.outcome == "error"
+        assert episode.detail.startswith(f"the chat template failed: {said}")
+        assert (episode.trajectory().prompt_ids, episode.trajectory().turns) == ((), ())
+
+
+def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5, 9))
+    episode.answer(seen("Paris"))
+    episode.add_turn(turn(6))
+    episode.answer(StepResult("", 1.0, True, True, False, "ok", "six"))
+    paris = tokenizer.encode("Paris")
+    assert episode.context == [*episode.prompt_ids, 5, 9, *paris, 6]
+    trajectory = episode.trajectory()
+    assert list(trajectory.token_ids) == episode.context
+    assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward is on the turn that earned it"
+    assert [t.policy_version for t in trajectory.turns] == [7, 7]
+    assert (trajectory.outcome, trajectory.detail) == ("ok", "six")
+    assert (trajectory.tool_calls, trajectory.valid_actions) == (1, 2)
+
+
+@pytest.mark.parametrize("tokenizer", KINDS.values(), ids=KINDS)
+def test_the_environment_reads_every_space_that_the_policy_writes_and_the_other_way_round(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    episode = started(tokenizer)
+    spoken = turn(*encode_plain(tokenizer, " hi a: "))
+    episode.add_turn(spoken)
+    assert episode.completion(spoken).text == " hi a: "
+    episode.answer(seen("b the"))
+    head = tokenizer.decode(episode.prompt_ids)
+    assert tokenizer.decode(episode.context) == head + " hi a: b the"
+
+
+def test_special_tokens_in_an_observation_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_plain(tokenizer, f"a{END}b")
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == f"a{END}b"
+
+
+def test_long_observation_is_cut_before_its_closing_tag(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    episode.answer(seen("<information>" + "Paris is the capital. " * 20 + "</information>\n\n"))
+    ids = episode.turns[0].observation_ids
+    assert len(ids) == LIMITS.max_observation_tokens
+    text = tokenizer.decode(ids)
+    assert text.startswith("<information>Paris") and text.endswith("</information>\n\n")
+
+
+def test_no_space_comes_between_the_rest_of_a_long_observation_and_its_tag() -> None:
+    """A tag and every "." have at least one token: the limit of 20 falls between dots."""
+    tokenizer = KINDS["prepend"]
+    episode = started(tokenizer)
+    episode.add_turn(turn(*encode_plain(tokenizer, "hi")))
+    episode.answer(seen("." * 60 + "</a>"))
+    text = tokenizer.decode(episode.turns[0].observation_ids)
+    assert set(text.removesuffix("</a>")) == {"."}
+
+
+def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTrainedTokenizerFast) -> None:
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    text = "Paris is the capital. " * 20
+    episode.answer(seen(text))
+    assert list(episode.turns[0].observation_ids) == tokenizer.encode(text)[:20]
+
+
+def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    episode = started(tokenizer, Limits(5, 8, 20, 100))
+    assert episode.outcome == "error"
+    whole = started(tokenizer).prompt_ids
+    assert episode.detail == f"prompt of {len(whole)} tokens exceeds rollout.max_prompt_tokens=5"
+    assert episode.prompt_ids == whole[:5], "cut, so that it does not fill a microbatch"
+
+
+def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    episode = started(tokenizer)
+    finished = turn(*tokenizer.encode("Paris the"), reason="length")
+    episode.add_turn(finished)
+    assert episode.outcome is None
+    assert episode.action(finished) == "Paris the"
+
+
+def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = len(started(tokenizer).prompt_ids)
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
+    assert episode.max_tokens == 3
+    episode.add_turn(turn(5, 6, 7, reason="length"))
+    assert (episode.outcome, len(episode.context)) == ("truncated", prompt + 3)
+
+
+def test_an_answer_that_fills_the_context_is_still_graded(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = len(started(tokenizer).prompt_ids)
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
+    episode.add_turn(turn(5, 6, 7, reason="stop"))
+    assert episode.outcome is None
+    episode.answer(StepResult("", 1.0, True, True, False, "ok"))
+    assert (episode.outcome, episode.trajectory().reward) == ("ok", 1.0)
+
+
+def test_observation_without_room_for_a_reply_is_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, answer = len(started(tokenizer).prompt_ids), tokenizer.encode("Paris France")
+    episode = started(tokenizer, Limits(50, 8, 20, prompt + 1 + len(answer)))
+    episode.add_turn(turn(5))
+    episode.answer(seen("Paris France"))
+    assert episode.outcome == "truncated"
+    assert episode.trajectory().token_ids == (*episode.prompt_ids, 5)
+
+
+def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    episode = started(tokenizer)
+    finished = turn(*tokenizer.encode("Paris"), tokenizer.eos_token_id, reason="end")
+    episode.add_turn(finished)
+    assert episode.action(finished) == "Paris"
+    assert episode.turns[0].token_ids[-1] == tokenizer.eos_token_id

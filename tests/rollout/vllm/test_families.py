@@ -1,0 +1,48 @@
+"""Weights from a checkpoint go through megatron's shards into vLLM, whose log-probs agree with those of
+transformers. (Qwen3 is in test_engine.py.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from tests.rollout.vllm import families
+from tests.rollout.vllm.tiny import CONTEXT, VOCABULARY, build_tokenizer, reference_logprobs
+from tests.training.update.layouts import write_model
+
+CASES = {
+    "llama": (1, {}, 1),
+    "qwen3_moe": (2, {"expert": 2}, 2),  # experts whole on a training rank, cut on an engine rank
+}
+MORE = {
+    "qwen2": (2, {"pipeline": 2}, 2),
+    "mixtral": (1, {}, 1),
+}
+# what an engine on a CPU can serve
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": CONTEXT,
+}
+
+
+@pytest.mark.parametrize("family", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def test_engine_serves_the_checkpoint_that_the_trainer_loaded(tmp_path: Path, family: str) -> None:
+    world, parallel, engine_tensor = (CASES | MORE)[family]
+    write_model(tmp_path, family, **SIZES)
+    build_tokenizer().save_pretrained(tmp_path)
+    seen = run_ranks(families.observe, world, tmp_path, parallel, engine_tensor)
+    assert all(other == seen[0] for other in seen)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for number, prompt in enumerate(families.PROMPTS):
+        ids, logprobs = seen[0][str(number)]
+        expected = reference_logprobs(model, prompt + ids)[len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,74 @@
+"""The functions of torch that importing the engine must not replace on a GPU. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_stppo.cluster.launch.vllm_environment import check_cuda_functions
+from megatron_stppo.config import ConfigError
+
+# Runs in a process of its own, because the platform is chosen once per process. UnspecifiedPlatform is the
+# only platform of vLLM besides the CPU's that needs no driver. It would import a build of vLLM's operations
+# that needs AVX-512. The CPU's platform imports the build that fits the processor.
+IMPORTS = """
+import importlib, json, pkgutil
+import torch
+
+NAMES = {
+    torch: ("Event",),
+    torch.cuda: ("Event", "Stream", "stream", "current_stream"),
+    torch.accelerator: ("synchronize", "empty_cache", "get_memory_info"),
+    torch.Tensor: ("pin_memory", "record_stream"),
+}
+
+def functions():
+    return [getattr(owner, name) for owner, names in NAMES.items() for name in names]
+
+before = functions()
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import UnspecifiedPlatform
+
+class Platform(UnspecifiedPlatform):
+    import_kernels = CpuPlatform.import_kernels
+
+vllm.platforms._current_platform = Platform()
+import megatron_stppo.rollout.episodes
+for found in pkgutil.iter_modules(megatron_stppo.rollout.episodes.__path__):
+    if found.name != "cpu_worker":  # imported on a CPU only, by vllm_setup
+        importlib.import_module(f"megatron_stppo.rollout.episodes.{found.name}")
+print(json.dumps([str(b) for a, b in zip(before, functions()) if a is not b]))
+"""
+
+
+def test_importing_the_engine_does_not_replace_torch_cuda_unless_the_platform_is_a_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [], "replaced"
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_replaced_events_are_refused_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    class Event:
+        __module__ = "vllm.v1.worker.cpu.shm"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    check_cuda_functions() if torch.version.cuda else None  # torch's own class passes
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    if gpu:
+        with pytest.raises(ConfigError, match=r"torch\.cuda\.Event is the stand-in of vllm\.v1\.worker\.cpu"):
+            check_cuda_functions()
+    else:
+        check_cuda_functions()

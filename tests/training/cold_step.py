@@ -1,0 +1,95 @@
+"""Functions that run on a rank: the losses of cold-start steps, of all weights and of adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config.peft_folder import TENSORS
+
+
+def losses(
+    model: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], weights: list[float]
+) -> list[float]:
+    """Return the loss before the first optimizer step, in nats per unit of weight, for each weight."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.data.demonstrations import Demonstration
+    from megatron_stppo.model import build
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.cold_start import as_batch, train_step
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    # 8 tokens per microbatch: each rank has several
+    config = Config.model_validate({"model": {"path": model}, "update": {"tokens_per_microbatch": 8}})
+    mesh, shape = groups.initialize(config.parallel), read_shape(Path(model))
+    found = []
+    for weight in weights:
+        trainer = build.trainer("actor", shape, config, mesh, torch.float32)
+        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
+        batch = as_batch([Demonstration(*script) for script in scripts], weight)
+        found.append(train_step(trainer, head, batch, mesh, packer, 1.0))
+    return found
+
+
+def adapted(
+    model: str, other: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], out: str
+) -> tuple[list[float], float]:
+    """Train adapters for 4 steps on the same scripts, and write them to `out` after 3.
+
+    other: a model of the same shape. Return the losses of the steps, and that of the imported adapters. The
+    frozen weights must not change.
+    """
+    process.prepare(engine=False)
+    import pytest
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from megatron_stppo.config import Config, ConfigError
+    from megatron_stppo.data.demonstrations import Demonstration
+    from megatron_stppo.model import build
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.cold_start import as_batch, export, train_step
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.peft_tensors import check_base
+
+    def start(path: str | None) -> Any:
+        lora = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"], "path": path}
+        sections = {"model": {"path": model, "lora": lora}, "update": {"actor": {"lr": 0.01}}}
+        return Config.model_validate(sections | {"parallel": {"tensor": 2}})
+
+    mesh, shape = groups.initialize(start(None).parallel), read_shape(Path(model))
+    batch = as_batch([Demonstration(*script) for script in scripts], 1.0)
+
+    def step(trainer: Any, config: Any) -> float:
+        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
+        return train_step(trainer, head, batch, mesh, packer, 1.0)
+
+    trainer = build.trainer("actor", shape, start(None), mesh, torch.float32)
+    frozen = [p for p in build.named_parameters(trainer.chunks).values() if not p.requires_grad]
+    before = [p.clone() for p in frozen]
+    found = [step(trainer, start(None)) for _ in range(3)]
+    said = export(Path(out), trainer, start(None), shape, mesh)
+    assert said.startswith("the adapters (12 tensors, 0.0 M parameters) are "), said
+    found.append(step(trainer, start(None)))
+    assert all(map(torch.equal, frozen, before)), "only adapters are trained"
+    with pytest.raises(
+        ConfigError, match=r"trained on other weights than those in model\.path=.*other; give"
+    ):
+        check_base(Path(out), Path(other), shape)
+    own = Path(f"{out}-of-rank-{mesh.rank}")  # as on two nodes, of which one has an adapter without the hash
+    shutil.copytree(out, own)
+    if mesh.rank:
+        save_file(load_file(own / TENSORS), own / TENSORS)
+    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*: is not the same on all nodes; copy one"):
+        check_base(own, Path(model), shape)
+    imported = build.trainer("actor", shape, start(out), mesh, torch.float32)
+    return found, step(imported, start(out))

@@ -1,0 +1,65 @@
+"""What UpdateGuard makes of iterations in which no step of the actor was applied."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.config import RunConfig
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.training.guard import guard
+
+HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
+APPLIED = {"actor/held": 0.0, "actor/objective": 3.0, "actor/gradient_norm": 8.0}
+MESH = MeshRank(0, 1, *(0, 1) * 4, layout=Layout())
+BATCH: Any = None  # a guard without dumps reads no batch
+
+
+@pytest.fixture
+def guarded() -> Iterator[guard.UpdateGuard]:
+    """The guard of a run of one process, without models."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver: Any = None
+    yield guard.UpdateGuard(RunConfig(dump="none", spike_window=8), MESH, {}, saver)
+    dist.destroy_process_group()
+
+
+def test_steps_that_were_not_applied_are_no_spikes_and_later_ones_are_not_compared_with_them(
+    guarded: guard.UpdateGuard,
+) -> None:
+    rows = [HELD] * 8 + [APPLIED] * 8 + [HELD | {"actor/gradient_norm": 1e6}]
+    found = [guarded.look(n, row, BATCH, torch.zeros(0)) for n, row in enumerate(rows, start=1)]
+    assert {x["fault/spikes"] for x in found} == {0}
+    assert (
+        guarded.look(18, APPLIED | {"actor/gradient_norm": 1e6}, BATCH, torch.zeros(0))["fault/spikes"] == 1
+    )
+
+
+def test_the_advice_depends_on_what_was_not_finite() -> None:
+    assert guard.remedy(["old_logprob_T: 1 of 4 not finite"], applied=True).startswith(
+        "lower update.actor.lr"
+    )
+    assert guard.remedy(["old_logprob_T: 1 of 4 not finite"], applied=False).startswith(
+        "no step was applied, so"
+    )
+    assert guard.remedy(["reward_T: 1 of 4 not finite"], applied=False).startswith("the environment returned")
+
+
+def test_the_warning_says_why_no_step_was_applied(
+    guarded: guard.UpdateGuard, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        guarded.look(1, HELD, BATCH, torch.zeros(0), hold=True)
+        guarded.look(2, HELD, BATCH, torch.zeros(0))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("iteration 1: rewards do not vary, so the actor is not updated; look at")
+    assert second == (
+        "iteration 2: no token carries loss, so the actor is not updated, 2 iterations in a row; look at the "
+        "outcomes of the episodes; algorithm.mismatch=mask can remove all tokens"
+    )

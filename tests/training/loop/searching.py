@@ -1,0 +1,40 @@
+"""The search environment for a policy that cannot write tags.
+
+Odd turns are searches, even turns are answers. The reward depends on the length of the answer, so that the
+rewards of a batch vary. The exact matches of a random policy would not vary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_stppo.base.types import Message, Task
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.environments import search
+from megatron_stppo.environments.base import StepResult
+
+
+class Searching:
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, environment: search.SearchEnvironment) -> None:
+        self._environment, self._searched = environment, False
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        return await self._environment.reset(task, seed)
+
+    async def step(self, action: str) -> StepResult:
+        if self._searched:
+            reward = len(action) % 8 / 8
+            return StepResult("", reward, True, True, False, "ok" if reward > 0.4 else "wrong", action[-8:])
+        result = await self._environment.step("<search>capital</search>")
+        self._searched = True
+        return result
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def factory(config: EnvironmentConfig) -> Callable[[], Searching]:
+    make = search.factory(config)
+    return lambda: Searching(make())

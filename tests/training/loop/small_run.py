@@ -1,0 +1,174 @@
+"""A run of the real program that takes seconds: random tiny model, seven facts, real retrieval."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from megatron_stppo.environments.retrieval import BM25Retriever
+from tests.forking import stand_in
+from tests.rollout.vllm.tiny import build_model
+from tests.training.loop.listeners import Listener, Watchdog
+
+# Every run has these variables; no run may write their values anywhere.
+SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
+ROOT = Path(__file__).parents[3]  # where environment.kind finds modules of the tests
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | SECRETS
+CAPITALS = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Accra", "Quito")
+
+
+def write(root: Path) -> Path:
+    """Write a model, one with experts, an index, tasks and a configuration under `root`.
+
+    Return the configuration's path.
+    """
+    build_model(root / "model")
+    build_model(root / "experts", "qwen3_moe")
+    corpus = [
+        {"id": str(i), "contents": f'"{name}"\n{name} is a capital.'} for i, name in enumerate(CAPITALS)
+    ]
+    BM25Retriever.build(corpus, root / "index")
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": f"Which city is number {i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": [name]}},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i, name in enumerate(CAPITALS)
+    ]
+    (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"name": "small", "root": str(root / "runs"), "iterations": 6, "checkpoint_every": 3},
+        "model": {"path": str(root / "model")},
+        "parallel": {"tensor": 2},
+        "data": {"train": str(root / "tasks.jsonl"), "evaluate": str(root / "tasks.jsonl")},
+        "environment": {
+            "kind": "tests.training.loop.searching:factory",  # rewards vary, or there would be no updates
+            "tool_wait": 0,  # only the phases have deadlines
+            "max_turns": 1,
+            "max_observation_tokens": 24,
+            "retrieval": {"index": str(root / "index"), "topk": 1},
+        },
+        "rollout": {
+            "tasks_per_iteration": 4,
+            "max_turn_tokens": 8,
+            "max_prompt_tokens": 64,
+            "kv_cache_gib": 0.05,
+            "overlap_tools": False,
+        },
+        "update": {"minibatches": 2, "epochs": 2, "actor": {"lr": 1e-3}, "critic": {"lr": 1e-3}},
+        "algorithm": {"whiten": False, "kl_coefficient": 0.01},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@dataclass(frozen=True)
+class Done:
+    """Result of a command that has ended, with every address on which it listened."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    listeners: frozenset[Listener]
+
+
+def torchrun(ranks: int = 2, python: str = "") -> list[str]:
+    """Return the words that start the program on `ranks` ranks. python: by default, that of tests/forking."""
+    launcher = [python or stand_in.python(), "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", "-m", "megatron_stppo"]
+
+
+def run(command: str, config: Path, *arguments: str, python: str = "") -> Done:
+    return run_command((command, str(config), *arguments), python=python)
+
+
+def train_until(path: Path, config: Path, *arguments: str) -> None:
+    """Train, and kill all ranks at once and without warning as soon as `path` exists."""
+    command, nothing = [*torchrun(), "train", str(config), *arguments], subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nothing, stderr=nothing, env=ENVIRONMENT) as process:
+        deadline = time.monotonic() + 240
+        while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started = [*psutil.Process(process.pid).children(recursive=True), *stand_in.processes()]
+        for one in (process, *started):
+            one.kill()
+        while any(map(_runs, started)):
+            time.sleep(0.05)
+    assert path.exists()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return False for a process that has ended, also if nobody has asked for its exit status yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") -> Done:
+    """Run a command under torchrun, as a user starts it."""
+    with (
+        subprocess.Popen(
+            [*torchrun(ranks, python), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        ) as process,
+        Watchdog(process.pid) as watchdog,
+    ):
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+    return Done(process.returncode, out, err, frozenset(watchdog.found))
+
+
+@contextmanager
+def retriever(root: Path) -> Iterator[tuple[str, ...]]:
+    """Run `serve-retriever` on the index. Yield the overrides with which a run uses it, with a token."""
+    port = free_port()
+    command = [sys.executable, "-m", "megatron_stppo", "serve-retriever", str(root / "index")]
+    command += ["--port", str(port), "--token-env", "RETRIEVER_TOKEN"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not _answers(port):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            given = {
+                "kind": "http",
+                "url": f"http://127.0.0.1:{port}/retrieve",
+                "token_env": "RETRIEVER_TOKEN",
+            }
+            yield tuple(f"environment.retrieval.{field}={value}" for field, value in given.items())
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    """Return a free port below the ephemeral ports, so that the system does not assign it meanwhile."""
+    while _answers(port := random.randrange(30_000, 32_768)):
+        pass
+    return port
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

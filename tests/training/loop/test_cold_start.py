@@ -1,0 +1,94 @@
+"""A cold start of the real program: what it writes, and when it writes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tests.rollout.vllm.tiny import TEMPLATE, build_tokenizer
+from tests.training.loop import small_run
+
+ROW = {
+    "prompt": [{"role": "user", "content": "Which city is number 1?"}],
+    "segments": [{"text": "<answer>Rome</answer>", "kind": "turn"}],
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose model has two chat templates, and whose cold start has written root/out."""
+    root = tmp_path_factory.mktemp("cold")
+    config = small_run.write(root)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE + "{{ tools | tojson }}"}
+    tokenizer.save_pretrained(root / "model")
+    (root / "demonstrations.jsonl").write_text((json.dumps(ROW) + "\n") * 8)
+    done = start(config)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return config
+
+
+def start(config: Path, *overrides: str) -> small_run.Done:
+    root = config.parent
+    given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/out")
+    return small_run.run("cold-start", config, *given, "cold_start.batch_tokens=75", *overrides)
+
+
+def changed(root: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Return a copy of the model's folder with changed weights."""
+    shutil.copytree(root / "model", root / "changed", dirs_exist_ok=True)
+    weights = load_file(root / "model" / "model.safetensors")
+    change(weights)
+    save_file(weights, root / "changed" / "model.safetensors", {"format": "pt"})
+    return root / "changed"
+
+
+def test_the_written_folder_has_the_tokenizer_and_all_templates_of_the_model(config: Path) -> None:
+    before, after = (AutoTokenizer.from_pretrained(config.parent / name) for name in ("model", "out"))
+    text = "caf\u00e9 \U0001f600 <|im_start|>\n\tx  <search>"
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.chat_template == before.chat_template
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        chat = [{"role": "user", "content": text}]
+        texts = [t.apply_chat_template(chat, tools=tools, tokenize=False) for t in (before, after)]
+        assert texts[0] == texts[1] and ("function" in texts[0]) == bool(tools)
+
+
+def test_a_weight_that_is_not_finite_is_named_by_all_ranks_and_nothing_is_written(config: Path) -> None:
+    def poison(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.down_proj.weight"][3, -1] = float("nan")  # a column of the second rank
+
+    output = config.parent / "out" / "model.safetensors"
+    before = output.read_bytes()
+    done = start(config, f"model.path={changed(config.parent, poison)}")
+    assert done.returncode != 0
+    line = (
+        "/changed: tensor 'model.layers.1.mlp.down_proj.weight' has NaN or infinity; fetch the folder again"
+    )
+    first = f"megatron-stppo: {config.parent}{line}"  # of the first rank
+    assert any(said.startswith(first) for said in done.stderr.splitlines()), done.stderr[-3000:]
+    assert output.read_bytes() == before
+
+
+def test_a_cold_start_without_a_finite_step_replaces_nothing(config: Path) -> None:
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"] *= 3e38  # its products are above the largest float32
+
+    output = config.parent / "out" / "model.safetensors"
+    before = output.read_bytes()
+    folder = changed(config.parent, enlarge)
+    for budget, line in (
+        (1, "2 of 4 steps were not finite, run.nonfinite_budget=1; nothing is written; lower cold_start.lr"),
+        (9, "4 of 4 steps were not finite, run.nonfinite_budget=9; nothing is written; lower cold_start.lr"),
+    ):
+        done = start(config, f"model.path={folder}", f"run.nonfinite_budget={budget}")
+        assert done.returncode != 0
+        assert f"megatron-stppo: {line}" in done.stderr, done.stderr[-3000:]
+        assert output.read_bytes() == before

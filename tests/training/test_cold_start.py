@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_stppo.config.peft_folder import read_folder
+from megatron_stppo.data.demonstrations import Demonstration
+from megatron_stppo.training.cold_start import as_batch, batches
+from tests.ranks import run_ranks
+from tests.training import cold_step
+from tests.training.update import layouts
+
+SCRIPT = Demonstration((7, 8, 3, 9, 4), (False, False, True, False, True))
+SCRIPTS = [
+    ((7, 8, 3, 9, 4), (False, False, True, False, True)),
+    ((2, 5, 11, 6, 1, 13), (False, False, False, True, True, False)),
+    ((9, 1, 4), (False, True, True)),
+    ((3, 3, 12, 10), (False, False, True, True)),
+]
+
+
+def test_a_step_takes_no_more_tokens_than_allowed_but_one_row_per_rank() -> None:
+    def rows(sizes: list[int], budget: int, ranks: int) -> list[int]:
+        scripts = [Demonstration((5,) * size, (True,) * size) for size in sizes]
+        return [len(batch.live_N) for batch in batches(scripts, budget, ranks, 1.0)]
+
+    assert rows([50] * 5, 1, 1) == [1, 1, 1, 1, 1]
+    assert rows([50] * 5, 100, 1) == [2, 2, 1]
+    assert rows([50] * 5, 149, 2) == [2, 2], "the last row is too few for two ranks"
+    assert rows([20, 30, 60, 10], 50, 1) == [2, 1, 1]
+
+
+def test_every_token_but_the_first_has_weight_one_or_the_weight_of_the_context() -> None:
+    batch = as_batch([SCRIPT, SCRIPT], context_weight=0.25)
+    assert batch.advantage_T is not None
+    assert batch.tokens_P.tolist() == [7, 8, 3, 9, 4] * 2
+    assert batch.action_index_T.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert batch.advantage_T.tolist() == [0.25, 1.0, 0.25, 1.0] * 2
+
+
+def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+
+    def reference(context_weight: float) -> float:
+        loss = weight = 0.0
+        for ids, written in SCRIPTS:
+            logprob = model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+            for t in range(1, len(ids)):
+                own = 1.0 if written[t] else context_weight
+                loss, weight = loss - own * float(logprob[t - 1, ids[t]]), weight + own
+        return loss / weight
+
+    weights = [1.0, 0.25, 0.0]
+    for found in run_ranks(cold_step.losses, 2, str(tmp_path / "hf"), SCRIPTS, weights):
+        assert found == pytest.approx([reference(weight) for weight in weights], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 20.0}}),
+        ("qwen3", {"rope_theta": 20.0, "rope_parameters": None, "rope_scaling": {"type": "default"}}),
+        ("mixtral", {"rope_parameters": None, "rms_norm_eps": None}),  # both are other defaults than Llama's
+    ],
+)
+def test_rotary_settings_give_the_log_probs_of_transformers(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    layouts.write_model(tmp_path, family, num_hidden_layers=1, initializer_range=0.4)
+    path = tmp_path / "config.json"
+    given = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in given.items() if value is not None}))
+    eager = {"experts_implementation": "eager"}  # the other one has no float64
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **eager)
+    ids = tuple(range(3, 43))
+    logprob = model(torch.tensor([ids])).logits[0, :-1].detach().log_softmax(-1)
+    expected = -float(logprob.gather(1, torch.tensor(ids[1:])[:, None]).mean())
+    (found,) = run_ranks(cold_step.losses, 1, str(tmp_path), [(ids, (True,) * 40)], [1.0])
+    assert found == pytest.approx([expected], rel=2e-6)
+
+
+def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=2)
+    layouts.write_model(tmp_path / "other", num_hidden_layers=2, initializer_range=0.2)
+    base = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    folders = [str(tmp_path / name) for name in ("hf", "other", "out")]
+    for losses, imported in run_ranks(cold_step.adapted, 2, *folders[:2], SCRIPTS, folders[2]):
+        assert imported == losses[3] < losses[2] < losses[1] < losses[0]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert read_folder(tmp_path / "out").targets == ("q_proj", "v_proj", "down_proj")
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == base

@@ -1,0 +1,180 @@
+"""Functions that run on a rank: one actor step and one critic step on a fixed batch, under a layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+
+# No clipping by norm, so that the gradients after the step are those of the loss.
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
+HEAD_SCALE = 0.2  # of the critic's head: with its initial value 0 the trunk would get no gradient
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+# {family: (prefix of its classes in transformers, differences from SIZES)}
+OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": SCALED}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
+}
+
+
+def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
+    """Write a tiny random model of 4 layers with an odd vocabulary size. OF_FAMILY has its differences."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    prefix, special = OF_FAMILY[family]
+    shape = getattr(transformers, f"{prefix}Config")(**(SIZES | special | changes))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(shape).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # change norms and biases from their initial ones and zeros
+                parameter.add_(0.1 * torch.sin(torch.arange(len(parameter)) + len(key)))
+    model.save_pretrained(folder)
+
+
+def value_head(hidden: int) -> Any:
+    import torch
+
+    return HEAD_SCALE * torch.cos(torch.arange(hidden, dtype=torch.float64))[None]
+
+
+def batch() -> Any:
+    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts.
+
+    One trajectory failed. Advantages vary inside turns; some turns are clipped.
+    """
+    import torch
+
+    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.data.packing import to_batch
+
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 301, (n,), generator=generator).tolist())
+
+    task = Task("t", (), ("a",), "train", 0)
+    sizes = [((3, 4), (2, 0)), ((5, 2), (1, 3), (4, 0)), ((6, 0),), ((2, 5), (7, 0))] * 2
+    prompts = [ids(4 + n) for n in range(4)] * 2
+    played = [
+        Trajectory(
+            task,
+            prompts[n],
+            tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, ((0, a),)) for a, o in turns),
+            "timeout" if n == 5 else "ok",
+        )
+        for n, turns in enumerate(sizes)
+    ]
+    packed = to_batch(played)
+    tokens = len(packed.action_index_T)
+
+    def random_T(scale: float, offset: float = 0.0) -> Any:
+        return torch.randn(tokens, generator=generator) * scale + offset
+
+    scored = replace(
+        packed,
+        old_logprob_T=random_T(0.6),  # an offset that `with_old` adds to the model's own log-probs
+        advantage_T=random_T(1.0),
+        value_T=random_T(0.3),
+        return_T=random_T(1.0),
+        reference_logprob_T=random_T(0.5, -5.0),
+    )
+    written = sum(sum(a + o for a, o in turns) for turns in sizes)
+    value_R, return_R = torch.randn(2, written, generator=generator) * torch.tensor([[0.3], [1.0]])
+    return replace(scored, value_R=value_R, return_R=return_R)
+
+
+def steps(
+    model: str,
+    parallel: dict[str, Any],
+    budgets: tuple[int, ...],
+    distributed: bool,
+    algorithm: dict,
+    out: str,
+    recompute: str = "none",
+) -> Any:
+    """Return the steps' numbers, the actor's log-probs and the critic's values, per budget of tokens.
+
+    The values are those of all tokens after the prompts. Two critics are trained, the second on observations
+    too. For the last budget, `out` gets the updated actor and its gradients as Hugging Face folders.
+    """
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.checkpoint.convert import export_hf
+    from megatron_stppo.config import Config
+    from megatron_stppo.data.observed import with_observations
+    from megatron_stppo.model import build
+    from megatron_stppo.model.pipeline import Packer, logprobs, values
+    from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+    from megatron_stppo.training.update.critic_step import critic_step
+    from megatron_stppo.training.update.ratios import Ratios
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.spans import training_layouts
+
+    torch.set_num_threads(1)
+    config = Config.model_validate(
+        {
+            "model": {"path": model, "recompute": recompute},
+            "parallel": parallel,
+            "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
+            "algorithm": algorithm,
+        }
+    )
+    mesh = groups.initialize(config.parallel)
+    shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
+    results = []
+    for budget in budgets:
+        roles = ("actor", "critic", "critic")
+        actor, critic, second = (build.trainer(role, shape, config, mesh, torch.float32) for role in roles)
+        packer = Packer.of(config, shape, mesh)
+        packer = replace(packer, spec=replace(packer.spec, budget=budget))
+        if mesh.is_last_stage:
+            for trainer in (critic, second):
+                trainer.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
+        head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments, turns=a.select == "turn")
+        if budget != budgets[0]:
+            head = replace(head, chunk=5)  # rows: whole turns only
+        own_T = logprobs(actor.model, head, batch(), packer, [chosen])
+        given = batch()
+        given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
+        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+        step, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
+        ratios.add(step.ratios)
+        assert torch.equal(step.ratios.logprob_T, own_T)  # bitwise: the loss uses the scored policy
+        value_R = values(critic.model, with_observations(given), packer, [chosen])
+        numbers = step.metrics | ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
+        observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)
+        numbers |= {f"observing {name}": value for name, value in observing.items()}
+        results.append((numbers, own_T.tolist(), value_R.tolist()))
+    layouts = training_layouts(shape, mesh.layout)
+    weights = build.named_parameters(actor.chunks)
+    export_hf(Path(out) / "weights", weights, layouts, shape, Path(model))
+    if not distributed:
+        gradients = {name: parameter.main_grad for name, parameter in weights.items()}
+        export_hf(Path(out) / "gradients", gradients, layouts, shape, Path(model))
+    return results

@@ -1,0 +1,91 @@
+"""Functions that run on a rank: whole iterations without an engine, with each source of the old log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from tests.training.update.layouts import SETTINGS, batch
+
+# Every metric that reads old log-probs, in the loss, in the correction and in what a run reports.
+ALGORITHM = {
+    "preset": "st_ppo",
+    "kl_in": "loss",
+    "kl_estimator": "k3",
+    "kl_coefficient": 0.01,
+    "correction_probe": True,
+    "correction": "gradient",
+}
+
+
+def iterations(
+    model: str, parallel: dict[str, Any], algorithm: dict[str, Any], folder: str
+) -> dict[str, dict[str, Any]]:
+    """Return {update.old_logprob: what two iterations of two epochs computed}."""
+    process.prepare(engine=False)
+    return {source: _iterations(model, parallel, algorithm, source, folder) for source in ("score", "update")}
+
+
+def _iterations(
+    model: str, parallel: dict[str, Any], algorithm: dict[str, Any], source: str, folder: str
+) -> Any:
+    from megatron.core import parallel_state
+
+    initialized = parallel_state.model_parallel_is_initialized()
+    import torch
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.observe.describe import describe_batch
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.update.turns import turns
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    torch.set_num_threads(1)
+    config = Config.model_validate(
+        {
+            "run": {"root": folder, "name": source},
+            "model": {"path": model},
+            "parallel": parallel,
+            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "epochs": 2}
+            | {"old_logprob": source, "tokens_per_microbatch": 40, "logit_rows": 8},
+            "algorithm": ALGORITHM | algorithm,
+        }
+    )
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    mesh = (groups.replace if initialized else groups.initialize)(config.parallel)
+    learner = build_learner(config, read_shape(Path(model)), mesh, torch.float32)
+    group_N = torch.arange(8) % 4
+    rows, scored, records = [], [], []
+    for iteration in range(2):
+        drawn = torch.Generator().manual_seed(iteration)
+        bare = batch()
+        nothing = dict.fromkeys(
+            (
+                "old_logprob_T",
+                "advantage_T",
+                "value_T",
+                "return_T",
+                "reference_logprob_T",
+                "value_R",
+                "return_R",
+            )
+        )
+        rewards = torch.randn(len(bare.reward_T), generator=drawn)
+        given = score(learner, replace(bare, reward_T=rewards, **nothing), iteration)
+        scored.append(given.old_logprob_T is not None)
+        given = estimate(given, config.algorithm, group_N)
+        row, last, given = update(learner, given, iteration)
+        rows.append(row | describe_batch(given))
+        records.append((list(turns(given, last, config.algorithm)), given.old_logprob_T.tolist()))
+    weights = [
+        p.detach().flatten().tolist()
+        for t in learner.trainers.values()
+        for c in t.chunks
+        for p in c.parameters()
+    ]
+    return {"scored": scored, "rows": rows, "records": records, "weights": weights}

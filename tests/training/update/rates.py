@@ -1,0 +1,65 @@
+"""Function that runs on a rank: updates whose steps depend on the steps before them, and their resumption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from tests.training.update.layouts import SETTINGS, batch
+
+STEPS = {"epochs": 2, "minibatches": 2, "tokens_per_microbatch": 40, "critic": SETTINGS}
+
+
+def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the rows of four iterations and of the last one again after a resumption, and with each row the
+    memory of the actor's steps.
+
+    The steps of the second iteration are skipped because of a NaN in a gradient, those of the third are held.
+    A checkpoint is saved after it. Asserts that both ends have bitwise the same weights.
+    """
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.config import Config
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    torch.set_num_threads(1)
+    config = Config.model_validate(
+        {
+            "run": {"root": folder},
+            "model": {"path": model},
+            "update": {"actor": SETTINGS | {"lr": 5e-3}} | STEPS,
+            "algorithm": {"kl_coefficient": 0} | algorithm,
+        }
+    )
+    mesh, shape = groups.initialize(config.parallel), read_shape(Path(model))
+    rows, memories = [], []
+
+    def iterate(learner: Any, iteration: int, hold: bool = False, spoiled: bool = False) -> None:
+        weight = next(learner.actor.chunks[0].parameters())
+        hook = weight.register_hook(lambda gradient: gradient * (float("nan") if spoiled else 1))
+        row, _, _ = update(learner, score(learner, batch(), iteration), iteration, hold)
+        hook.remove()
+        rows.append(row)
+        memories.append(learner.actor.memory)
+
+    learner = build_learner(config, shape, mesh, torch.float32)
+    iterate(learner, 0)
+    iterate(learner, 1, spoiled=True)
+    iterate(learner, 2, hold=True)
+    saver = saving.Saver(Path(folder) / "checkpoints", config, mesh.layout)
+    saver.save(3, learner.trainers, {"iteration": 3})
+    saver.finish()
+    iterate(learner, 3)
+    expected = [p.detach().clone() for chunk in learner.actor.chunks for p in chunk.parameters()]
+    again = build_learner(config, shape, mesh, torch.float32)
+    saver.load(again.trainers)
+    iterate(again, 3)
+    found = [p for chunk in again.actor.chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return rows, memories

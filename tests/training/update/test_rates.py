@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training.update import layouts, rates
+
+
+def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(tmp_path: Path) -> None:
+    """Three of the first iteration's four steps measure a KL divergence above twice the target.
+
+    The running mean of fewer than 20 gradient norms is their mean.
+    """
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    algorithm = {"preset": "clipping_bias", "rate": "kl", "rate_kl": 1e-3, "momentum": "clock"}
+    ((rows, memories),) = run_ranks(rates.resumed, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
+    first, skipped, held, last, again = rows
+    scales = [memory.rate_scale for memory in memories]
+    assert scales[0] == pytest.approx(1.5**-3), rows[0]
+    assert scales[0] == scales[1] == scales[2] > scales[3] == scales[4]
+    assert last == again
+    norms = [row["actor/gradient_norm"] for row in (first, last)]
+    assert [memory.norms for memory in memories] == [4, 4, 4, 8, 8]
+    assert memories[2].norm_mean == pytest.approx(norms[0])
+    assert memories[4].norm_mean == pytest.approx(sum(norms) / 2)
+    assert 0 < first["actor/correction_scale"] < 1
+    assert (skipped["actor/skipped"], skipped["actor/effective_lr"]) == (1, 0)
+    assert skipped["actor/rate_scale"] == pytest.approx(scales[0]), "the factor of the last step"
+    assert (held["actor/held"], held["actor/effective_lr"]) == (1, 0)
+    assert 0 < first["actor/effective_lr"] < 5e-3 * first["actor/rate_scale"]
