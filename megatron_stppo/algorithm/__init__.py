@@ -1,0 +1,1 @@
+"""The mathematics, in plain torch."""

@@ -1,0 +1,1 @@
+"""Records, errors with exit codes, files."""

@@ -1,0 +1,1 @@
+"""Ranks, deadlines, preemption."""

@@ -1,4 +1,6 @@
-"""The fields of a run, which is one YAML file; checked without torch. config_file.py reads the file.
+"""The fields of a run, a YAML file.
+
+They are checked without torch; file.py reads the file.
 
 Every section belongs to the stage of the same name. `megatron:` is passed to megatron's TransformerConfig
 unchanged, if validation/megatron_fields.py accepts it.

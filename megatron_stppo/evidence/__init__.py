@@ -1,0 +1,1 @@
+"""Audit, layouts, comparisons."""

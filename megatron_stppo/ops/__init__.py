@@ -1,4 +1,7 @@
-"""Computations that have kernels, one function each. Their reference implementations are in algorithm/."""
+"""Fused kernels and their fallbacks.
+
+One function each. Their reference implementations are in algorithm/.
+"""
 
 from megatron_stppo.ops.bucket_checksum import BucketChecksum, checksum
 from megatron_stppo.ops.bucket_copy import BucketCopy, bucket_copy

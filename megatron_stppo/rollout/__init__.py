@@ -1,0 +1,1 @@
+"""vLLM, and episodes on it."""

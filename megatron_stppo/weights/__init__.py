@@ -1,0 +1,1 @@
+"""Rows on ranks, and the reshard."""
