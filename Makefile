@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums test test-all test-avx2 test-agents chaos golden lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums test test-all test-avx2 test-agents chaos mutants golden lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -110,6 +110,9 @@ golden: $(STAMP) ## record the numbers of six small runs in RECORD; with a recor
 
 chaos: $(STAMP) ## try to lose a checkpoint or a task, about 40 minutes; write the result to docs/reliability.md
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python tools/chaos.py --seed $(SEED)
+
+mutants: $(STAMP) ## change the sources of the mathematics in small ways; list what no test notices
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py
 
 AUDIT := .venv-audit
 

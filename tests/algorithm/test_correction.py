@@ -57,8 +57,10 @@ def test_tokens_without_coefficient_may_be_nan_and_rounding_gives_no_negative_no
 def test_calibration_scales_by_the_measured_gradient():
     # estimate(C) = 2, estimate(grad J) = 1, ||grad J|| = 0.5
     assert calibrated_norm(bias_sq=4.0, grad_sq=1.0, gradient_norm=0.5) == 1.0
+    assert calibrated_norm(bias_sq=16.0, grad_sq=4.0, gradient_norm=0.5) == 1.0
     # everything clipped: nothing to calibrate with
-    assert calibrated_norm(bias_sq=4.0, grad_sq=0.0, gradient_norm=0.0) == 2.0
+    for grad_sq, gradient_norm in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
+        assert calibrated_norm(4.0, grad_sq, gradient_norm) == 2.0
 
 
 def test_sum_unit_counts_the_minibatchs_action_tokens():
@@ -93,6 +95,7 @@ def test_in_the_running_unit_a_small_gradient_does_not_shut_the_step():
         running = correction_scale(10 * in_unit(norm / 2, "running", **sizes), 3, 1.0)
         assert relative == pytest.approx(1 / 5), "whatever the size of the gradient"
         assert running == pytest.approx({1.0: 1 / 5, 0.1: 1.0}[norm])
+    assert in_unit(0.5, "running", tokens=4, running_norm=2.0) == 0.25
     left = {"tokens": 4, "gradient_norm": 1e-3, "running_norm": 1.0}
     assert in_unit(0.2, "relative", **left) == pytest.approx(200), "clipping left almost nothing"
     assert in_unit(0.2, "running", **left) == pytest.approx(0.2)
@@ -107,6 +110,18 @@ def test_the_scale_falls_to_zero_with_the_remaining_gradient():
     assert scales == pytest.approx([1e-1, 1e-2, 1e-4, 1e-6, 1e-7, 1e-7])
     # Clipped tokens without a gradient, and no remaining gradient: the step is not changed.
     assert correction_scale(in_unit(0.0, "relative", tokens=4, gradient_norm=0.0), 3, floor=1.0) == 1.0
+
+
+def test_without_a_norm_to_compare_with_the_size_is_the_largest_one():
+    assert in_unit(0.5, "relative", tokens=4) == in_unit(0.5, "running", tokens=4) == 1e6
+
+
+@pytest.mark.parametrize("name", ["coefficient", "logit"])
+def test_an_estimate_has_no_gradient(name):
+    columns = torch.tensor([[0.5], [-0.7], [0.5]]).requires_grad_().unbind()
+    for tracked in range(3):
+        given = [column if at == tracked else column.detach() for at, column in enumerate(columns)]
+        assert not squared_estimate(name, *given).requires_grad
 
 
 def test_unknown_unit_is_named():

@@ -38,12 +38,13 @@ def test_k3_is_finite_if_the_reference_is_much_more_likely():
 
 def test_clipped_value_loss_matches_a_hand_calculation():
     # Old value 0, clip 0.5. V = 1, R = 1: max(0, (0.5-1)^2)/2 = 1/8. V = 0.3, R = 1: inside, 0.49/2.
-    # V = 1, R = 0: max(1, 0.25)/2 = 1/2. Gradients V - R where the unclipped error is the larger, else 0.
-    value = torch.tensor([1.0, 0.3, 1.0], requires_grad=True)
-    loss_T = clipped_value_loss(value, torch.zeros(3), torch.tensor([1.0, 1.0, 0.0]), 0.5)
-    assert loss_T.tolist() == pytest.approx([0.125, 0.245, 0.5])
+    # V = 1, R = 0: max(1, 0.25)/2 = 1/2. V = R = -1: as the first. Gradients V - R where the unclipped error
+    # is the larger, else 0.
+    value = torch.tensor([1.0, 0.3, 1.0, -1.0], requires_grad=True)
+    loss_T = clipped_value_loss(value, torch.zeros(4), torch.tensor([1.0, 1.0, 0.0, -1.0]), 0.5)
+    assert loss_T.tolist() == pytest.approx([0.125, 0.245, 0.5, 0.125])
     loss_T.sum().backward()
-    assert value.grad.tolist() == pytest.approx([0.0, -0.7, 1.0])
+    assert value.grad.tolist() == pytest.approx([0.0, -0.7, 1.0, 0.0])
 
 
 def test_value_loss_is_the_same_in_two_microbatches_as_in_one():
@@ -72,6 +73,8 @@ def test_mismatch_weight_truncates_or_masks_at_each_level():
     assert weight.tolist() == pytest.approx([2, 1, 0.25])
     assert raw.tolist() == pytest.approx([4, 1, 0.25])
     assert mismatch_weight("mask", old, rollout, None, 2.0)[0].tolist() == pytest.approx([0, 1, 0])
+    on_bounds = torch.tensor([2.0, 0.5]).log()
+    assert mismatch_weight("mask", on_bounds, torch.zeros(2), None, 2.0)[0].tolist() == [2, 0.5]
     # Turns: sqrt(4 * 1) = 2 and 1/4. The sequence: (4 * 1 * 1/4)^(1/3) = 1.
     assert mismatch_weight("mask", old, rollout, turn, 3.0)[0].tolist() == pytest.approx([2, 2, 0])
     assert mismatch_weight("truncate", old, rollout, torch.tensor([0, 3]), 2.0)[0].tolist() == pytest.approx(

@@ -34,6 +34,7 @@ def test_constant_is_1_and_the_profile_is_read_by_the_step_of_the_iteration() ->
 def test_the_rate_falls_above_twice_the_target_and_rises_below_half_of_it() -> None:
     found = factors_of_kl([0.0, 0.021, 0.021, 0.02, 0.005, 0.0, 0.004])
     assert found == pytest.approx([1, 2 / 3, 4 / 9, 4 / 9, 4 / 9, 4 / 9, 2 / 3])
+    assert factors_of_kl([0.021, 0.004]) == pytest.approx([2 / 3, 1])
 
 
 def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:

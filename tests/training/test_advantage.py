@@ -153,6 +153,31 @@ def test_group_outcomes_are_normalised_within_their_group():
     assert group_relative(outcome, group, live, normalised=True).tolist() == pytest.approx([-1, 0, 1, 0, 0])
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+def test_outcomes_are_equal_if_their_variance_is_at_most_1e_12_of_one_plus_their_mean_square(normalised):
+    def differs(*outcomes):
+        outcome, one = torch.tensor(outcomes, dtype=torch.float64), torch.ones(2)
+        return bool(group_relative(outcome, one, one.bool(), normalised).any())
+
+    # Variances: 1.44e-12 and 0.81e-12; 2.5e-9 and 2.25e-6 with squares of 1e6.
+    assert differs(0.0, 2.4e-6) and not differs(0.0, 1.8e-6)
+    assert not differs(1000.0, 1000.0001) and differs(1000.0, 1000.003)
+
+
+def test_a_small_deviation_is_not_scaled_up_to_1():
+    # Deviations of 1e-4, variance 1e-8, to which 1e-8 is added.
+    expected = pytest.approx([-(0.5**0.5), 0.5**0.5])
+    both = torch.ones(2)
+    assert group_relative(torch.tensor([0.0, 2e-4]), both, both.bool(), True).tolist() == expected
+    assert whitened(torch.tensor([0.0, 2e-4]), both.bool()).tolist() == expected
+
+
+def test_a_group_whose_first_histories_have_failed_has_no_baseline():
+    first, live = torch.tensor([True, False]), torch.tensor([False, True])
+    outcome, group = torch.tensor([3.0, 2.0]), torch.zeros(2)
+    assert group_relative(outcome, group, live, False, first).tolist() == [0.0, 0.0]
+
+
 def test_group_mean_is_a_baseline_that_is_not_divided_by_the_deviation():
     # Group 4: outcomes 0, 1, 2 minus their mean 1. Group 7: a failed trajectory is ignored: 4 and 0 minus 2.
     outcome = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.0, 9.0])
