@@ -10,6 +10,7 @@ from megatron_stppo.algorithm.correction import (
     running_mean,
     squared_estimate,
 )
+from megatron_stppo.algorithm.step_memory import StepMemory
 
 
 def test_without_clipping_the_step_is_not_scaled():
@@ -80,10 +81,10 @@ def test_relative_unit_is_a_multiple_of_the_remaining_gradient():
 
 
 def test_the_running_mean_of_norms_is_their_mean_and_exponential_after_20():
-    mean = 0.0
-    for count, norm in enumerate([4.0, 2.0, 3.0]):
-        mean = running_mean(mean, count, norm)
-    assert mean == 3.0
+    memory = StepMemory()
+    for norm in (4.0, 2.0, 3.0):
+        memory = StepMemory(1.0, running_mean(memory.norm_mean, memory.norms, norm), memory.norms + 1)
+    assert memory.norm_mean == 3.0
     assert running_mean(1.0, 19, 21.0) == running_mean(1.0, 1000, 21.0) == 2.0
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
+from megatron_stppo.algorithm.step_memory import StepMemory
 
 FIRST = RateInput(0, 1, 1.0, 0.0, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
 
@@ -38,7 +39,7 @@ def test_the_rate_falls_above_twice_the_target_and_rises_below_half_of_it() -> N
 
 
 def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
-    assert factors_of_kl([0.001, 0.001]) == [1, 1]
+    assert factors_of_kl([0.001, 0.001]) == [1, 1] and StepMemory().rate_scale == 1
     down = factors_of_kl([1.0] * 13)
     assert down[10] == pytest.approx(1.5**-11) and down[11:] == [0.01, 0.01]
     assert factors_of_kl([1.0] * 13 + [0.001])[-1] == pytest.approx(0.015)

@@ -9,9 +9,9 @@ from megatron_stppo.algorithm.selection import leaving, turn_sums
 
 def left(log_ratios: list[float], advantages: list[float], weights: list[float], *ends: int) -> list[bool]:
     """Return which tokens leave, with bound 0.04. `ends`: where the turns end."""
-    offsets, zeros_T = torch.tensor([0, *ends]), torch.zeros(len(log_ratios))
-    columns = (torch.tensor(log_ratios), zeros_T, torch.tensor(advantages), torch.tensor(weights))
-    return leaving(turn_sums(*columns, offsets), offsets, 0.04, len(zeros_T)).tolist()
+    offsets, old_T = torch.tensor([0, *ends]), torch.full((len(log_ratios),), -1.0)
+    columns = (torch.tensor(log_ratios) + old_T, old_T, torch.tensor(advantages), torch.tensor(weights))
+    return leaving(turn_sums(*columns, offsets), offsets, 0.04, len(old_T)).tolist()
 
 
 def test_a_far_turn_leaves_only_if_the_advantage_pushes_it_further_away() -> None:
@@ -49,3 +49,15 @@ def test_parts_of_a_turn_add_up_to_the_turn() -> None:
 
 def test_a_turn_with_a_nan_stays_and_one_without_weight_may_hold_nan() -> None:
     assert left([math.nan, 0.5, 0.5], [1.0, 1.0, math.nan], [1.0, 1.0, 0.0], 1, 3) == [False, True, True]
+
+
+def test_a_turn_that_nothing_pushes_and_one_on_the_bound_stay() -> None:
+    assert left([0.3], [0.0], [1.0], 1) == [False]
+    assert left([0.3, 0.3], [-0.5, math.nan], [1.0, 0.0], 2) == [False, False]
+    sums = torch.tensor([[1, 0.5, 0.25, 1]], dtype=torch.float64)
+    assert [leaving(sums, torch.tensor([0, 1]), bound, 1).item() for bound in (0.25, 0.24)] == [False, True]
+
+
+def test_the_selection_has_no_gradient() -> None:
+    one = torch.ones(1)
+    assert not turn_sums(one.clone().requires_grad_(), one, one, one, torch.tensor([0, 1])).requires_grad

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
-from megatron_stppo.algorithm.surrogate import surrogate
+from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.algorithm.variants import VARIANTS
 from tests.algorithm.reference import objective
 
@@ -66,9 +66,9 @@ def test_gspo_has_one_ratio_per_trajectory():
 
 
 def test_turn_ratio_is_geometric_mean_of_token_ratios():
-    ratio_S, divisor_S = segment_ratio(
-        torch.tensor([4.0, 1.0, 8.0]).log(), torch.zeros(3), torch.tensor([0, 2, 3])
-    )
+    # Token ratios 8/2 = 4, 0.5/0.5 = 1 and 32/4 = 8.
+    new, old = torch.tensor([[8.0, 0.5, 32.0], [2.0, 0.5, 4.0]]).log()
+    ratio_S, divisor_S = segment_ratio(new, old, torch.tensor([0, 2, 3]))
     assert ratio_S.tolist() == pytest.approx([2.0, 8.0])
     assert divisor_S.tolist() == [2.0, 1.0]
 
@@ -149,6 +149,20 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     assert out.gradient_T.item() == 0 and out.bias_T.item() == 0
     assert not out.clipped_T.item()
     assert evaluate([2.9], [-1.0], None, dual_clip=3.0).gradient_T.item() == pytest.approx(-2.9)
+    assert evaluate([2.0], [-1.0], None, dual_clip=2.0).gradient_T.item() == -2  # on the bound
+
+
+def test_two_ranks_that_share_a_turn_clip_it_by_the_ratio_of_all_its_tokens():
+    # Token ratios 1.44 and 1: the turn's is 1.2. A = 1 and 2, c = 1/2: the shares of J are 0.6 and 1.2.
+    turn, old, half = torch.tensor([0, 1]), torch.zeros(1), torch.full((1,), 0.5)
+    ranks = [
+        (torch.tensor([ratio]).log(), old, torch.tensor([a]), half) for ratio, a in ((1.44, 1.0), (1.0, 2.0))
+    ]
+    whole = sum(segment_sums(*columns, turn) for columns in ranks)
+    outs = [surrogate(*columns, turn, clip_low=0.2, clip_high=0.21, whole=whole) for columns in ranks]
+    assert [out.ratio_S.item() for out in outs] == pytest.approx([1.2, 1.2])
+    assert [out.objective.item() for out in outs] == pytest.approx([0.6, 1.2])
+    assert [out.gradient_T.item() for out in outs] == pytest.approx([1.2 / 2 * 1.5] * 2)
 
 
 def test_empty_turns_have_ratio_1_and_change_nothing():
@@ -221,6 +235,7 @@ def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, po
         pooling=pooling,
     )
     torch.testing.assert_close(out.objective, expected.detach(), rtol=1e-10, atol=1e-12)
+    assert not out.objective.requires_grad
     (gradient,) = torch.autograd.grad(expected, logprob)
     torch.testing.assert_close(out.gradient_T, gradient, rtol=1e-9, atol=1e-11)
 

@@ -36,8 +36,8 @@ def test_the_quickstart_learns_in_four_iterations(tmp_path: Path) -> None:
     """Seeds 0 to 5: from 0.373 to 0.907 on average, standard deviation 0.004, on one machine.
 
     With 228 questions the standard error of an evaluation is at most 0.033. Four iterations with negated
-    advantages end at 0.004, with a learning rate of 1e-12 at 0.373. If the engine keeps its first weights, the
-    run ends with an error.
+    advantages end at 0.004, with a learning rate of 1e-12 at 0.373. If the engine keeps its first weights,
+    the run ends with an error.
     """
     before, after = exact_match(tmp_path)
     assert after - before > 0.4, (before, after)
