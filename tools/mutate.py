@@ -12,8 +12,6 @@ continues, and when the tests of a row have changed, only its survivors run agai
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import hashlib
 import importlib
 import json
@@ -23,18 +21,18 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from mutations import ROOT, Mutant, mutants
+
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
+ONE_RANK = "training/update/layouts::test_step_equals_float64_reference_under_every_layout[one]"
+STEPS = ("applied", "rates", "faults")
 # Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
@@ -49,12 +47,11 @@ SOURCES = {
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
     "replicas/trainer/ledger": ["replicas/ledger", "replicas/ledger_resampling", "replicas/lengths_trained"],
     "training/update/actor_step": [
-        *(
-            f"training/update/{name}"
-            for name in ("ratios", "applied", "moves", "rates", "old_policy", "faults")
-        )
+        "training/update/ratios",
+        ONE_RANK,
+        *(f"training/update/{name}" for name in STEPS),
     ],
-    "training/update/critic_step": ["training/update/faults", "training/update/layouts"],
+    "training/update/critic_step": [ONE_RANK, "training/update/faults"],
     "training/update/minibatches": ["training/update/minibatches", "training/update/ratios"],
     "training/update/ratios": ["training/update/ratios", "training/update/turns"],
     "training/update/turns": ["training/update/turns"],
@@ -67,133 +64,6 @@ PATIENCE, LEAST = (
 )  # a test may take PATIENCE times as long as all of its row without a mutant, in seconds
 # Imported once: what no mutant changes, and what changes torch and megatron when it is imported.
 KEPT = (f"{PACKAGE}.cluster.launch", f"{PACKAGE}.parallel.cpu_platform")
-
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq},
-    **{ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Add: ast.Sub},
-    **{ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult},
-    ast.Pow: ast.Mult,
-}
-RENAMED = {"min": "max", "max": "min", "amax": "amin", "maximum": "minimum", "all": "any", "any": "all"}
-# Functions and methods that return a changed argument or receiver: the mutant has that itself.
-LEFT_OUT = {"clamp", "masked_fill", "square", "sqrt", "exp", "abs", "detach", "cumsum", "diff", "sorted"}
-NO_EFFECT = {"device", "output_size", "strict"}  # keywords that change no result on one device
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of a source. Example: file "megatron_stppo/x.py", line "if size < 2:", change "2 -> 3"."""
-
-    file: str
-    line: str  # of the source, without blanks around it
-    change: str
-    place: int  # of the changed node in ast.walk
-    node: ast.AST  # that takes its place
-
-    @property
-    def key(self) -> str:
-        return f"{self.file}: {self.line}\n    {self.change}"
-
-    def code(self) -> CodeType:
-        tree = ast.parse((ROOT / self.file).read_text())
-        nodes = list(ast.walk(tree))
-        changed = nodes[self.place]
-        for parent in nodes:
-            for name, value in ast.iter_fields(parent):
-                if value is changed:
-                    setattr(parent, name, self.node)
-                elif isinstance(value, list):
-                    value[:] = [self.node if one is changed else one for one in value]
-        return compile(ast.fix_missing_locations(tree), self.file, "exec")
-
-
-def mutants(file: str) -> list[Mutant]:
-    """Return all mutants of a source, in the order of its lines."""
-    source = (ROOT / file).read_text()
-    tree, lines = ast.parse(source), source.splitlines()
-    nodes = list(ast.walk(tree))
-    left = {id(node) for top in nodes for part in _no_effect(top) for node in ast.walk(part)}
-    found = [
-        (node.lineno, place, Mutant(file, lines[node.lineno - 1].strip(), _change(node, other), place, other))
-        for place, node in enumerate(nodes)
-        if id(node) not in left and isinstance(node, ast.expr | ast.stmt)
-        for other in _replacements(node)
-    ]
-    ordered, seen = [], Counter[str]()
-    for _, _, mutant in sorted(found, key=lambda one: one[:2]):
-        seen[mutant.key] += 1
-        number = f" #{seen[mutant.key]}" if seen[mutant.key] > 1 else ""
-        ordered.append(replace(mutant, change=mutant.change + number))
-    return ordered
-
-
-def _change(node: ast.AST, other: ast.AST) -> str:
-    return " -> ".join(" ".join(ast.unparse(one).split()) for one in (node, other))
-
-
-def _no_effect(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts that are not changed: errors, checks that only a bug fails, annotations, decorators."""
-    if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr):
-        yield node
-    yield from (part for name in ("annotation", "returns") if (part := getattr(node, name, None)) is not None)
-    yield from getattr(node, "decorator_list", ())
-
-
-def _replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that take the place of `node`, one per mutant."""
-    if isinstance(node, ast.Compare):
-        for at, operator in enumerate(node.ops):
-            yield _with(node, "ops", [*node.ops[:at], SWAPS[type(operator)](), *node.ops[at + 1 :]])
-    elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
-        yield _with(node, "op", SWAPS[type(node.op)]())
-    elif isinstance(node, ast.UnaryOp):
-        yield node.operand
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-        yield ast.Constant(_other(node.value))
-    elif isinstance(node, ast.IfExp):
-        yield from (node.body, node.orelse)
-    elif isinstance(node, ast.If | ast.While):
-        yield _with(node, "test", ast.UnaryOp(ast.Not(), node.test))
-    elif isinstance(node, ast.Call):
-        yield from _calls(node)
-    if _is_removable(node):
-        yield ast.Pass()
-
-
-def _calls(node: ast.Call) -> Iterator[ast.AST]:
-    field, function = ("id" if isinstance(node.func, ast.Name) else "attr"), node.func
-    name = getattr(function, field, None)
-    if name in RENAMED:
-        yield _with(node, "func", _with(function, field, RENAMED[name]))
-    elif name in LEFT_OUT:
-        yield function.value if isinstance(function, ast.Attribute) else node.args[0]
-    for at, keyword in enumerate(node.keywords):
-        if keyword.arg is not None and keyword.arg not in NO_EFFECT:
-            yield _with(node, "keywords", node.keywords[:at] + node.keywords[at + 1 :])
-
-
-def _is_removable(node: ast.AST) -> bool:
-    """Return whether all names are still there without this statement."""
-    if isinstance(node, ast.Assign):
-        target = node.targets[0]
-        used = {one.id for one in ast.walk(node.value) if isinstance(one, ast.Name)}
-        return target.id in used if isinstance(target, ast.Name) else not isinstance(target, ast.Tuple)
-    return isinstance(node, ast.AugAssign) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    )
-
-
-def _with(node: ast.AST, field: str, value: object) -> ast.AST:
-    other = copy.copy(node)
-    setattr(other, field, value)
-    return other
-
-
-def _other(value: bool | int | float) -> bool | int | float:
-    if value in (0, 1):  # also False and True
-        return type(value)(1 - value)
-    return value + 1 if isinstance(value, int) else value * 2
 
 
 def prepare(tests: Sequence[str]) -> None:
@@ -208,7 +78,7 @@ def prepare(tests: Sequence[str]) -> None:
     if os.fork() == 0:
         for test in ("tests.preloaded", *tests):
             with suppress(Exception):
-                importlib.import_module(test.removesuffix(".py").replace("/", "."))
+                importlib.import_module(test.partition(".py")[0].replace("/", "."))
         os.write(writer, json.dumps([name for name in sys.modules if not _is_ours(name)]).encode())
         os._exit(0)
     os.close(writer)
@@ -300,7 +170,8 @@ def survivors(name: str, tests: Sequence[str], sample: int | None, seed: int) ->
     }
     found = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     known = {row["key"]: row for row in found}
-    state = hashlib.sha256("".join((ROOT / test).read_text() for test in tests).encode()).hexdigest()[:16]
+    texts = ((ROOT / test.partition("::")[0]).read_bytes() for test in tests)
+    state = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
     done = {key for key, row in known.items() if row["killed"] or row["tests"] == state}
     waiting = [one for one in every if one.key in chosen - done]
     with RESULTS.open("a") as results:
@@ -312,17 +183,19 @@ def survivors(name: str, tests: Sequence[str], sample: int | None, seed: int) ->
     return lived
 
 
+def _path(test: str) -> str:
+    """Return what pytest runs. Example: "tests/a/test_b.py::test_c" for "a/b::test_c"."""
+    name, *one = test.split("::")
+    return "::".join([f"tests/{Path(name).parent}/test_{Path(name).name}.py", *one])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--file", default="", help="only sources whose path contains this")
     parser.add_argument("--sample", type=int, help="at most this many mutants of each source")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     given = parser.parse_args()
-    files = {
-        name: [f"tests/{Path(test).parent}/test_{Path(test).name}.py" for test in tests]
-        for name, tests in SOURCES.items()
-        if given.file in name
-    }
+    files = {name: [*map(_path, tests)] for name, tests in SOURCES.items() if given.file in name}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     prepare(sorted({test for tests in files.values() for test in tests}))
