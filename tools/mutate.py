@@ -31,7 +31,6 @@ from mutations import ROOT, Mutant, mutants
 
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
-ONE_RANK = "training/update/layouts::test_step_equals_float64_reference_under_every_layout[one]"
 STEPS = ("applied", "rates", "faults")
 # Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`.
 SOURCES = {
@@ -46,12 +45,8 @@ SOURCES = {
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
     "replicas/trainer/ledger": ["replicas/ledger", "replicas/ledger_resampling", "replicas/lengths_trained"],
-    "training/update/actor_step": [
-        "training/update/ratios",
-        ONE_RANK,
-        *(f"training/update/{name}" for name in STEPS),
-    ],
-    "training/update/critic_step": [ONE_RANK, "training/update/faults"],
+    "training/update/actor_step": ["training/update/ratios", *(f"training/update/{name}" for name in STEPS)],
+    "training/update/critic_step": ["training/update/faults"],
     "training/update/minibatches": ["training/update/minibatches", "training/update/ratios"],
     "training/update/ratios": ["training/update/ratios", "training/update/turns"],
     "training/update/turns": ["training/update/turns"],

@@ -77,8 +77,10 @@ def _change(node: ast.AST, other: ast.AST) -> str:
 
 def _no_effect(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts that are not changed: errors, checks that only a bug fails, annotations, decorators."""
-    if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr):
+    if isinstance(node, ast.Assert | ast.Raise):
         yield node
+    if isinstance(node, ast.keyword) and node.arg in NO_EFFECT:
+        yield node.value
     yield from (part for name in ("annotation", "returns") if (part := getattr(node, name, None)) is not None)
     yield from getattr(node, "decorator_list", ())
 
@@ -98,6 +100,10 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST]:
         yield from (node.body, node.orelse)
     elif isinstance(node, ast.If | ast.While):
         yield _with(node, "test", ast.UnaryOp(ast.Not(), node.test))
+    elif isinstance(node, ast.JoinedStr):
+        for at, part in enumerate(node.values):
+            if isinstance(part, ast.FormattedValue):
+                yield _with(node, "values", node.values[:at] + node.values[at + 1 :])
     elif isinstance(node, ast.Call):
         yield from _calls(node)
     if _is_removable(node):

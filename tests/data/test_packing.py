@@ -12,12 +12,15 @@ from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data import context, prompts
 from megatron_stppo.data.packing import (
     PackingSpec,
+    holding,
     microbatch_runs,
     pack,
     partition,
+    rollout_logprobs,
     split_by_budget,
     to_batch,
     unpack,
+    without_tokens,
 )
 
 TASK = Task("t", (), ("a",), "train", 0)
@@ -80,6 +83,7 @@ def test_partition_balances_cost_and_gives_every_part_an_item() -> None:
     assert partition([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
     assert partition([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
     assert partition([0, 0, 0], 3) == [[0], [1], [2]]
+    assert partition([1, 3, 2], 1) == [[0, 1, 2]]
 
 
 def test_microbatches_keep_the_budget_and_a_longer_trajectory_has_its_own() -> None:
@@ -91,6 +95,30 @@ def test_context_ranks_share_a_microbatch_so_its_budget_is_multiplied_by_their_n
     lengths, order = [3, 9, 2, 2], [0, 1, 2, 3]
     assert microbatch_runs(lengths, order, PackingSpec(8)) == [[1], [0, 2, 3]]
     assert microbatch_runs(lengths, order, PackingSpec(4, context_size=2)) == [[1], [0, 2, 3]]
+
+
+def test_equal_microbatches_are_as_long_as_the_longest() -> None:
+    batch = to_batch([trajectory(2, [(7, 0)]), trajectory(1, [(2, 0)])])
+    assert [m.tokens for m in pack(batch, [0, 1], PackingSpec(4))] == [9, 3]
+    assert [m.tokens for m in pack(batch, [0, 1], PackingSpec(4, equal=True))] == [9, 9]
+    # Two context ranks: 9 and 3 tokens are padded to 12 and 4, which each rank has half of.
+    for equal, tokens in ((False, [6, 2]), (True, [6, 6])):
+        spec = PackingSpec(2, context_size=2, equal=equal)
+        assert [m.tokens for m in pack(batch, [0, 1], spec)] == tokens
+
+
+def test_padding_continues_the_positions_of_its_sequence() -> None:
+    batch = to_batch([trajectory(1, [(2, 0)]), trajectory(1, [(2, 0)])])
+    (microbatch,) = pack(batch, [0, 1], PackingSpec(100, multiple=4))
+    assert microbatch.position_P.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_a_batch_without_tokens_holds_no_trajectory() -> None:
+    played = [trajectory(2, [(3, 0)]), trajectory(1, [(2, 0)])]
+    batch = without_tokens([t.summary for t in played], rollout_logprobs(played))
+    none = torch.tensor([], dtype=torch.int64)
+    assert batch.held_N.tolist() == holding(batch, [], none).held_N.tolist() == [-1, -1]
+    assert holding(batch, [1], torch.tensor([7, 8, 9])).held_N.tolist() == [-1, 0]
 
 
 shapes = st.lists(
@@ -166,6 +194,8 @@ def test_a_shared_prompt_is_packed_once_and_every_action_token_finds_its_predece
     assert microbatch.target_T.tolist() == [3, 4, 12, 3, 6]
     assert microbatch.hidden_index_T.tolist() == [2, 3, 10, 2, 7]
     assert microbatch.turn_offsets.tolist() == [0, 2, 3, 4, 5]
+    (plain,) = pack(batch, [0, 1, 2], PackingSpec(100))
+    assert plain.history is None and plain.lengths.tolist() == [5, 3, 7]
 
 
 def test_a_segment_attends_to_its_history_and_to_itself() -> None:
