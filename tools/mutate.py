@@ -31,7 +31,7 @@ from mutations import ROOT, Mutant, mutants
 
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
-STEPS = ("applied", "rates", "faults")
+STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_also_where_ranks_share_them")
 # Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},

@@ -107,10 +107,10 @@ def test_equal_microbatches_are_as_long_as_the_longest() -> None:
         assert [m.tokens for m in pack(batch, [0, 1], spec)] == tokens
 
 
-def test_padding_continues_the_positions_of_its_sequence() -> None:
+def test_dummy_tokens_are_a_sequence_of_their_own() -> None:
     batch = to_batch([trajectory(1, [(2, 0)]), trajectory(1, [(2, 0)])])
     (microbatch,) = pack(batch, [0, 1], PackingSpec(100, multiple=4))
-    assert microbatch.position_P.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert microbatch.position_P.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_a_batch_without_tokens_holds_no_trajectory() -> None:

@@ -30,6 +30,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "both": {**HALVED, "rate": "open_loop", "rate_profile": [0.25]},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
     "short": {"preset": "turn_ppo"},
+    "wide": {"preset": "turn_ppo", "clip_low": 0.99, "clip_high": 1000.0},
+    "products": {"preset": "turn_ppo", "pooling": "sum"},
+    "entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.01},
+    "twice the entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.02},
+    "kl": {"preset": "turn_ppo", "kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1},
+    "twice the kl": {"preset": "turn_ppo", "kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.2},
 }
 GRAD_CLIPS = {"short": 0.5}  # the others: no clipping by norm
 
@@ -122,3 +128,17 @@ def test_the_rates_factor_shortens_the_step_on_top_of_the_correction(steps: Any)
     assert (plain["actor/rate_scale"], plain["actor/effective_lr"]) == (1, lr)
     assert (numbers["actor/rate_scale"], numbers["actor/effective_lr"]) == (0.25, lr / 4)
     assert (both["actor/rate_scale"], both["actor/effective_lr"]) == (0.25, lr / 8)
+
+
+@pytest.mark.parametrize("term", ["entropy", "kl"])
+def test_a_term_of_the_loss_is_proportional_to_its_coefficient(steps: Any, term: str) -> None:
+    once, twice = (steps[name][1] - steps["turn_ppo"][1] for name in (term, f"twice the {term}"))
+    assert float(once.norm()) > 1e-4 * float(steps["turn_ppo"][1].norm())
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-3, atol=1e-7)
+
+
+def test_the_step_has_the_bounds_and_the_pooling_that_are_configured(steps: Any) -> None:
+    (plain, gradient, _), (wide, _, _) = steps["turn_ppo"], steps["wide"]
+    assert plain["actor/clip_fraction"] > 0 and wide["actor/clip_fraction"] == 0
+    assert plain["actor/clipping_bias_logit"] > 0 and wide["actor/clipping_bias_logit"] == 0
+    assert not torch.allclose(steps["products"][1], gradient)
