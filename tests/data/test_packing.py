@@ -17,6 +17,7 @@ from megatron_stppo.data.packing import (
     pack,
     partition,
     rollout_logprobs,
+    rows_of,
     split_by_budget,
     to_batch,
     unpack,
@@ -119,6 +120,12 @@ def test_a_batch_without_tokens_holds_no_trajectory() -> None:
     none = torch.tensor([], dtype=torch.int64)
     assert batch.held_N.tolist() == holding(batch, [], none).held_N.tolist() == [-1, -1]
     assert holding(batch, [1], torch.tensor([7, 8, 9])).held_N.tolist() == [-1, 0]
+    assert rows_of(batch, []).tolist() == []
+
+
+def test_unpacked_values_have_no_gradient() -> None:
+    (microbatch,) = pack(to_batch([trajectory(1, [(2, 0)])]), [0], PackingSpec(9))
+    assert not unpack([microbatch], [torch.ones(2).requires_grad_()], 2).requires_grad
 
 
 shapes = st.lists(

@@ -83,14 +83,16 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
         if column and here:
             value_T = getattr(given, column)
             value_T[given.action_offsets[:-1]] = nan
-        before = [x for model in models for x in state_of(model)]
+        before = [state_of(model) for model in models]
         weight = next(owner.chunks[0].parameters()) if owner and here else None
         hook = weight.register_hook(lambda gradient: gradient * nan) if weight is not None else None
         row = step(given)
         if hook is not None:
             hook.remove()
-        after = [x for model in models for x in state_of(model)]
-        untouched = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        after = [state_of(model) for model in models]
+        same = [all(map(torch.equal, *states)) for states in zip(before, after, strict=True)]
+        assert len(set(same)) == 1, "an update changes both models, or none"
+        untouched = same[0]
         skipped = {key: value for key, value in row.items() if key.endswith("skipped")}
         found[name] = (skipped, untouched, actor.skipped, critic.skipped)
 

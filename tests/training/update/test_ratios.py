@@ -72,6 +72,7 @@ def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
     add([2.0, 2.0, math.nan], [0.5, 0.5, 0.0], [0])
     # Step two: the second alone, at 1.
     add([math.nan, 9.0, 1.0], [0.0, 0.0, 1.0], [1])
+    assert out.first is not None and out.first.chosen_T.tolist() == [True, True, False]
     assert out.last is not None
     assert out.last.logprob_T.exp().tolist() == pytest.approx([2, 2, 1])
     assert out.last.ratio_S.tolist() == pytest.approx([2, 1])
@@ -80,6 +81,22 @@ def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
     row = out.row()
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/ratio_p50"] == 1 and row["actor/ratio_max"] == pytest.approx(2)
+
+
+def test_turns_that_leave_the_surrogate_are_not_selected_and_not_clipped() -> None:
+    """Turns of 2 and 1 tokens, A = 1. The log-ratios of the first are 0.3, and 0.09 is their square."""
+    given, a = batch((2, 1)), AlgorithmConfig(preset="select_turn", select_bound=0.04)
+    logprob_T = torch.tensor([0.3, 0.3, 0.3 / 2])
+    step = StepRatios.of(given, logprob_T, torch.ones(3), [0], a)
+    assert step.left_T.tolist() == [True, True, False] and not step.clipped_T.any()
+    assert step.selected == pytest.approx(1 / 3)
+    assert StepRatios.of(given, logprob_T, torch.zeros(3), [0], a).selected == 1
+    own = StepRatios.of(replace(given, old_logprob_T=None), logprob_T, torch.ones(3), [0], a)
+    assert own.ratio_S.tolist() == [1, 1, 1] and own.selected == 1, "this policy is the old one"
+
+
+def test_without_a_step_nothing_is_reported() -> None:
+    assert Ratios(batch((1,)), AlgorithmConfig(preset="ppo")).row() == {}
 
 
 def test_a_ratio_that_is_not_a_number_is_not_hidden() -> None:
