@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
@@ -39,6 +40,7 @@ class Mutant:
         return f"{self.file}: {self.line}\n    {self.change}"
 
     def code(self) -> CodeType:
+        """Return the compiled source with the change."""
         tree = ast.parse((ROOT / self.file).read_text())
         nodes = list(ast.walk(tree))
         changed = nodes[self.place]
@@ -48,7 +50,8 @@ class Mutant:
                     setattr(parent, name, self.node)
                 elif isinstance(value, list):
                     value[:] = [self.node if one is changed else one for one in value]
-        return compile(ast.fix_missing_locations(tree), self.file, "exec")
+        loader = SourceFileLoader("", self.file)
+        return loader.source_to_code(ast.fix_missing_locations(tree), self.file)  # type: ignore[arg-type]
 
 
 def mutants(file: str) -> list[Mutant]:

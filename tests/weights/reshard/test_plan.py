@@ -240,8 +240,17 @@ def test_copies_of_all_pairs_are_spread_over_all_groups():
 
 def test_a_copy_is_split_into_eighths_of_the_limit_and_no_further():
     copy = RowCopy(0, "w", 0, 1, "w", 0, 0, 40, "k")
-    assert [c.size for group in buckets([copy], lambda _: 1, 64) for c in group] == [8, 8, 8, 8, 8]
+    parts = [c for group in buckets([copy], lambda _: 1, 64) for c in group]
+    assert [(c.source_offset, c.size) for c in parts] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8)]
     assert [len(group) for group in buckets([copy], lambda _: 1, 16)] == [8, 8, 4]
+
+
+def test_copies_of_different_widths_are_spread_by_their_bytes():
+    # Two pairs of ranks with two copies of 32 bytes each. Half of a pair's bytes come before its second copy.
+    sizes = {"wide": (0, 8), "thin": (0, 32), "third": (2, 32), "fourth": (2, 32)}
+    copies = [RowCopy(r, name, 0, r + 1, name, 0, 0, size, "k") for name, (r, size) in sizes.items()]
+    (group,) = buckets(copies, lambda copy: 4 if copy.source == "wide" else 1, 256)
+    assert [copy.source for copy in group] == ["wide", "third", "thin", "fourth"]
 
 
 def test_planning_a_32b_model_on_16_ranks_takes_well_under_a_second_and_moves_half_of_it():
