@@ -32,7 +32,8 @@ from mutations import ROOT, Mutant, mutants
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
 STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_also_where_ranks_share_them")
-# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`.
+# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Not among them is
+# algorithm/variants.py, a table of settings, which a test could only repeat.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
     "algorithm/baselines": ["training/advantage", "branches"],
@@ -41,7 +42,6 @@ SOURCES = {
     "algorithm/selection": ["algorithm/selection"],
     "algorithm/step_memory": ["algorithm/correction", "algorithm/rate"],
     "algorithm/surrogate": ["algorithm/surrogate"],
-    "algorithm/variants": ["algorithm/surrogate", "config/config", "documents"],
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
     "replicas/trainer/ledger": ["replicas/ledger", "replicas/ledger_resampling", "replicas/lengths_trained"],

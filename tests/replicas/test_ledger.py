@@ -217,6 +217,12 @@ def test_a_colocated_run_continues_from_the_ledgers_cursor() -> None:
     assert cursor.take(5) == expected.take(5)
 
 
+def test_a_run_that_was_colocated_continues_with_the_numbers_of_its_iteration() -> None:
+    book = ledger(tasks=2, samples=3, staleness=0)
+    book.restore({"cursor": TaskCursor(TASKS, 0).state(), "iteration": 4})
+    assert [a.number for a in book.admit(4)] == list(range(24, 30))
+
+
 def test_after_the_bound_was_lowered_episodes_that_are_too_old_now_are_played_again() -> None:
     book = ledger(tasks=1, staleness=3)
     book.admit(0)  # 0 to 3
