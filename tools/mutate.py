@@ -32,7 +32,7 @@ from mutations import ROOT, Mutant, mutants
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
 STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_also_where_ranks_share_them")
-# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Not among them is
+# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Left out is
 # algorithm/variants.py, a table of settings, which a test could only repeat.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
