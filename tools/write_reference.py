@@ -107,10 +107,12 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def one(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Annotated:
-        return one(kind.__origin__) + bounds(kind.__metadata__[0].metadata)
+        return one(kind.__origin__) + bounds(getattr(kind.__metadata__[0], "metadata", ()))
     arguments = [argument for argument in typing.get_args(kind) if argument is not ...]
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
+    if typing.get_origin(kind) is dict:
+        return "{name: value}"
     if arguments:
         return "[" + ", ".join(one(argument) for argument in arguments) + "]"
     return {"bool": "true, false", "Path": "path", "str": "text"}.get(kind.__name__, kind.__name__)
@@ -119,7 +121,7 @@ def one(kind: Any) -> str:
 def default(field: FieldInfo) -> str:
     """Return the default as YAML has it, or "required"."""
     if field.default is PydanticUndefined:
-        return "required"
+        return "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
     if isinstance(field.default, tuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from megatron_stppo.config.section import Seconds, Section
+from megatron_stppo.config.section import Seconds, Section, finite
 
 
 class DataConfig(Section):
@@ -170,6 +170,11 @@ class RolloutConfig(Section):
         "nats, above which the run ends; with top_p below 1 the limit is larger by -log(top_p); iterations "
         "without such tokens are not checked; with serving.update=complete and max_staleness above 0 only "
         "the first iteration has them",
+    )
+    vllm: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
+        default_factory=dict,
+        description="further arguments of vLLM's EngineArgs, verbatim; those that other fields determine are "
+        "refused",
     )
 
 

@@ -28,6 +28,7 @@ from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.rollout.vllm.generation import EngineFailure
 from megatron_stppo.rollout.vllm.restart import Restarts
+from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings
 from megatron_stppo.training.resampling import resampled
 from megatron_stppo.training.rollouts import rollout_settings, seed_of
 from megatron_stppo.validation import model_layout
@@ -257,7 +258,7 @@ def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
 def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
     """Build this rank's shard of the engine. Collective."""
     r, adapters = config.rollout, served_adapters(config.model.lora, read_shape(config.model.path))
-    return Engine(
+    given = EngineSettings(
         config.model.path,
         tensor=config.engine_tensor,
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
@@ -270,4 +271,6 @@ def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
         timeout=config.timeout,
         routes=routes,
         adapters=adapters if adapters is not None and adapters.alone else None,
+        options=r.vllm,
     )
+    return Engine(given)

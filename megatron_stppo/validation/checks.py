@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, peft_folder
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation import lora, megatron_fields, model_folder, serving
+from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -64,6 +64,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     serving.check(config)
     lora.check(config)
     megatron_fields.check(config)
+    vllm_fields.check(config)
 
 
 def check_replica(config: Config, ranks: int) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-from pathlib import Path
-
-from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.validation import passed_on
 
 # Fields of megatron that would change what is trained.
 REFUSED = (
@@ -87,32 +82,13 @@ def check(config: Config) -> None:
             f"megatron.attention_backend={backend!r}: not a backend of TransformerEngine's attention; "
             f"choose one of {', '.join(ATTENTION_BACKENDS)}"
         )
-    for name, value in config.megatron.items():
-        if name in DECIDED:
-            raise ConfigError(f"megatron.{name}={value}: follows from {DECIDED[name]}; leave it out")
-        known = megatron_field_names()
-        if name not in known:
-            remedy = did_you_mean(name, known, "megatron.{}") or "see megatron's TransformerConfig"
-            raise ConfigError(f"megatron.{name}={value!r}: no such field; {remedy}")
+    passed_on.check("megatron", config.megatron, DECIDED, declared(), "megatron's TransformerConfig")
 
 
-@functools.cache
-def megatron_field_names() -> tuple[str, ...]:
-    """Return the installed TransformerConfig's fields, from its source: importing megatron takes seconds."""
-    package = importlib.util.find_spec("megatron.core")
-    if package is None or package.origin is None:
-        raise ConfigError("megatron-core is not installed; install what tools/lock-cpu.txt lists")
-    root = Path(package.origin).parent
-    names: list[str] = []
-    for file, owner in (
+def declared() -> dict[str, str]:
+    """Return the fields of the installed TransformerConfig with their types, without importing megatron."""
+    return passed_on.declared(
+        "megatron.core",
         ("model_parallel_config.py", "ModelParallelConfig"),
         ("transformer/transformer_config.py", "TransformerConfig"),
-    ):
-        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == owner:
-                names += [
-                    field.target.id
-                    for field in node.body
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                ]
-    return tuple(names)
+    )

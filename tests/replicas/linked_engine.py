@@ -53,10 +53,10 @@ def serve(folder: Path) -> dict[str, Any]:
     """Receive versions 3 and 4. Return what differs from the checkpoint, and versions of generated turns."""
     process.prepare()
     from megatron_stppo.replicas.wire.weights import Link
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    engine = Engine(EngineSettings(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05))
     given = engine.parameters()
     expected = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
     fill(expected, folder)

@@ -44,10 +44,10 @@ def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
 def serve(model: Path, run: Path) -> dict[str, Any]:
     from megatron_stppo.replicas.replica import start as stage
     from megatron_stppo.rollout.episodes.collect import collect
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from megatron_stppo.training.rollouts import rollout_settings
 
-    engine = Engine(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    engine = Engine(EngineSettings(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05))
     given, waiting = config(model, run), config(model, run, rollout={"overlap_tools": False})
     draining, seen = config(model, run, serving={"update": "drain"}), {}
 

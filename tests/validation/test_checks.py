@@ -7,9 +7,9 @@ import pytest
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.validation import megatron_fields
+from megatron_stppo.validation import megatron_fields, passed_on, vllm_fields
 from megatron_stppo.validation.checks import check, listener_token
-from megatron_stppo.validation.megatron_fields import DECIDED, megatron_field_names
+from megatron_stppo.validation.megatron_fields import DECIDED, declared
 
 
 def refusal(path: Path, overrides: list[str], world: int = 2, command: str = "train") -> str:
@@ -130,8 +130,31 @@ def test_a_typo_in_a_megatron_field_gives_the_nearest_name(path: Path) -> None:
     assert message == "megatron.hiden_dropout=0.1: no such field; did you mean megatron.hidden_dropout?"
 
 
+def test_options_of_vllm_are_checked_against_its_own_dataclass(path: Path) -> None:
+    check(load(path, ["rollout.vllm.max_num_batched_tokens=4096"]), 2, "train")
+    message = refusal(path, ["rollout.vllm.max_num_batched_token=4096"])
+    assert message == (
+        "rollout.vllm.max_num_batched_token=4096: no such field; did you mean "
+        "rollout.vllm.max_num_batched_tokens?"
+    )
+    message = refusal(path, ["rollout.vllm.max_num_seqs=8"])
+    assert message == "rollout.vllm.max_num_seqs=8: follows from rollout.max_sequences; leave it out"
+    message = refusal(path, ["rollout.vllm.enable_prefix_caching=1"])
+    assert message == (
+        "rollout.vllm.enable_prefix_caching=1: vLLM's EngineArgs declares bool | None; give one of these"
+    )
+    assert set(vllm_fields.DECIDED) <= set(passed_on.declared("vllm", ("engine/arg_utils.py", "EngineArgs")))
+
+
+def test_an_option_of_megatron_has_the_type_that_megatron_declares(path: Path) -> None:
+    message = refusal(path, ["megatron.bias_activation_fusion=3"])
+    assert message == (
+        "megatron.bias_activation_fusion=3: megatron's TransformerConfig declares bool; give one of these"
+    )
+
+
 def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
-    assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(megatron_field_names())
+    assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(declared())
 
 
 def test_the_context_must_fit_the_model_and_the_tokenizer_needs_a_chat_template(path: Path) -> None:
@@ -202,7 +225,7 @@ def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_f
         "megatron.moe_expert_capacity_factor=0: follows from the importance ratios, which need the same "
         "network twice; leave it out"
     )
-    assert set(DECIDED) <= set(megatron_field_names())
+    assert set(DECIDED) <= set(declared())
     check(load(path, ["megatron.recompute_granularity=full"]), 2, "train")
 
 

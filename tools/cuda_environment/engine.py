@@ -9,7 +9,6 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,22 +58,13 @@ def _built(folder: Path, tensor: int, rank: int) -> Iterator:
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from megatron_stppo.rollout.vllm.vllm_setup import engine_arguments
+    from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings, engine_arguments
 
     new_group = dist.new_group
-    arguments = engine_arguments(
-        folder,
-        tensor=tensor,
-        dtype="bfloat16",
-        float32_logits=True,
-        seed=0,
-        max_context=1024,
-        max_sequences=16,
-        kv_cache_gib=1.0,
-        gpu_memory_utilization=0.5,
-        timeout=timedelta(minutes=30),
-        token="",
+    given = EngineSettings(
+        folder, tensor=tensor, dtype="bfloat16", float32_logits=True, max_context=1024, max_sequences=16
     )
+    arguments = engine_arguments(given, token="")
     dist.init_process_group("fake", rank=rank, world_size=tensor, store=FakeStore())
     silent = {"backend": "fake"}
     with (

@@ -19,13 +19,11 @@ weights that computed it.
 
 from __future__ import annotations
 
-import functools
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +37,15 @@ from megatron_stppo.rollout.vllm.in_flight import computed_tokens, no_new_steps,
 from megatron_stppo.rollout.vllm.requests import Requests, given_id
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
-from megatron_stppo.rollout.vllm.vllm_setup import build_vllm, end_of_text_ids, join_world, tear_down, weights
+from megatron_stppo.rollout.vllm.vllm_setup import (
+    EngineSettings,
+    build_vllm,
+    end_of_text_ids,
+    join_world,
+    tear_down,
+    weights,
+)
 from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
-from megatron_stppo.weights.sharding.transfers import ServedAdapters
 
 
 class Engine:
@@ -53,67 +57,34 @@ class Engine:
 
     published: Callable[[], int]
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        *,
-        tensor: int = 1,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        float32_logits: bool = False,
-        seed: int = 0,
-        max_context: int = 4096,
-        max_sequences: int = 256,
-        kv_cache_gib: float = 1.0,
-        gpu_memory_utilization: float = 0.6,
-        timeout: timedelta = timedelta(minutes=30),
-        routes: bool = False,
-        adapters: ServedAdapters | None = None,
-    ) -> None:
+    def __init__(self, given: EngineSettings) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
-        timeout: the timeout of vLLM's process groups, over which the ranks of a replica communicate.
-        routes: record the experts of every token (Finished.routes), for a model with experts.
-        adapters: A and B that the engine applies itself, and that `parameters` returns too.
-        vLLM re-seeds torch, numpy and random: restore their states after building the engine.
-        Raises ConfigError if vLLM does not have the pinned version, or if a size does not fit the model or
-        the number of ranks.
+        With `routes`, the experts of every token are recorded (Finished.routes). With `adapters`,
+        `parameters` returns A and B too. vLLM re-seeds torch, numpy and random: restore their states after
+        building the engine. Raises ConfigError as build_vllm does.
         """
         join_world()
-        config = load_config(Path(model_path))
-        self._build = functools.partial(
-            build_vllm,
-            model_path,
-            tensor=tensor,
-            dtype=dtype,
-            float32_logits=float32_logits,
-            seed=seed,
-            max_context=max_context,
-            max_sequences=max_sequences,
-            kv_cache_gib=kv_cache_gib,
-            gpu_memory_utilization=gpu_memory_utilization,
-            timeout=timeout,
-            routes=routes,
-            adapters=adapters,
-        )
-        self._records, self._served = routes, adapters
-        self.tokenizer = load_tokenizer(Path(model_path))
-        self.max_context = max_context
+        self._given, config = given, load_config(given.model_path)
+        self.tokenizer = load_tokenizer(given.model_path)
+        self.max_context = given.max_context
         self.vocabulary = int(config.vocab_size)
-        self.replica, self.replicas = dist.get_rank() // tensor, dist.get_world_size() // tensor
+        self.replica, self.replicas = dist.get_rank() // given.tensor, dist.get_world_size() // given.tensor
         self.published = _never_published
-        ends = end_of_text_ids(model_path, config, self.tokenizer)
-        self._requests = Requests(self.tokenizer, ends, max_context, self.vocabulary)
+        ends = end_of_text_ids(given.model_path, config, self.tokenizer)
+        self._requests = Requests(self.tokenizer, ends, given.max_context, self.vocabulary)
         self._version: int | None = None
         self._start()
 
     def _start(self) -> None:
-        self._llm = self._build()
+        self._llm = build_vllm(self._given)
         self._core: Any = self._llm.engine_core  # the client of an engine in this process
         worker = self._llm.model_executor.driver_worker.worker
-        self._routes = worker.routes if self._records else None
+        self._routes = worker.routes if self._given.routes else None
         if self._routes is not None:
             self._routes.follow(self._core)
-        self._adapters = EngineAdapters(worker, self._served) if self._served is not None else None
+        served = self._given.adapters
+        self._adapters = EngineAdapters(worker, served) if served is not None else None
         self._memory = EngineMemory(self._core)
         self._steps = 0  # of this rollout
         self._failed = False

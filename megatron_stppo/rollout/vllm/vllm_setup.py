@@ -12,7 +12,8 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -51,72 +52,74 @@ if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.c
     from megatron_stppo.rollout.vllm.cpu_worker import ROUTES, TOKEN
 
 
-def build_vllm(
-    model_path: Path | str,
-    *,
-    tensor: int,
-    dtype: Literal["float32", "bfloat16"],
-    float32_logits: bool,
-    seed: int,
-    max_context: int,
-    max_sequences: int,
-    kv_cache_gib: float,
-    gpu_memory_utilization: float,
-    timeout: timedelta,
-    routes: bool,
-    adapters: ServedAdapters | None = None,
-) -> LLMEngine:
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built with. validation/ has checked that the sizes fit the model and the ranks.
+
+    Example: EngineSettings(Path("model"), tensor=2, max_context=8192).
+    """
+
+    model_path: Path
+    tensor: int = 1  # ranks of an engine
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    float32_logits: bool = False  # also with bfloat16
+    seed: int = 0
+    max_context: int = 4096  # tokens of a trajectory
+    max_sequences: int = 256  # at a time
+    kv_cache_gib: float = 1.0  # on a CPU
+    gpu_memory_utilization: float = 0.6
+    timeout: timedelta = timedelta(minutes=30)  # of vLLM's process groups; in the key of its compile cache
+    routes: bool = False  # the worker records the experts that its routers choose (engine_routes.py)
+    adapters: ServedAdapters | None = None  # A and B that vLLM applies itself (engine_adapters.py)
+    options: Mapping[str, Any] = field(default_factory=dict)  # rollout.vllm, further arguments of vLLM
+
+    @property
+    def wide_head(self) -> bool:
+        return self.float32_logits and self.dtype != "float32"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes that a token takes in the key-value cache of one rank."""
+        config = load_config(self.model_path)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        itemsize = torch.finfo(getattr(torch, self.dtype)).bits // 8
+        return int(2 * config.num_hidden_layers * max(1, heads // self.tensor) * size * itemsize)
+
+
+def build_vllm(given: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
-    float32_logits: compute the logits in float32 even if the dtype is bfloat16.
-    timeout: the timeout of vLLM's process groups; part of the key of vLLM's compile cache.
-    routes: the worker records the experts that its routers choose (engine_routes.py).
-    adapters: A and B that vLLM applies itself (engine_adapters.py).
-    Raises ConfigError if vLLM does not have the pinned version or no LoRA for `adapters`, if torch.cuda was
-    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes, for instance because
-    another process holds the GPU's memory. validation/ has checked that the sizes fit the model and the
-    ranks.
+    Raises ConfigError if vLLM does not have the pinned version or no LoRA for the adapters, if torch.cuda was
+    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options, for instance
+    because another process holds the GPU's memory.
     """
     _check_version()
     check_cuda_functions()
-    config = load_config(Path(model_path))
+    config = load_config(given.model_path)
     if not config.architectures:
         raise ConfigError(
-            f"model.path={model_path}: config.json has no architectures, by which vLLM chooses the model; "
-            f'add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
+            f"model.path={given.model_path}: config.json has no architectures, by which vLLM chooses the "
+            f'model; add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
         )
     if on_cpu():
         _check_on_cpu(config)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cache = max_context, _bytes_per_token(config, tensor, dtype), ranks, cpu_cache.machine_memory()
-        cpu_cache.check(kv_cache_gib, *cache)
+        cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()
+        cpu_cache.check(given.kv_cache_gib, *cache)
         _keep_weights_plain()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # vLLM inspects all names of torch, including deprecated ones
-        arguments = engine_arguments(
-            model_path,
-            tensor=tensor,
-            dtype=dtype,
-            float32_logits=float32_logits,
-            seed=seed,
-            max_context=max_context,
-            max_sequences=max_sequences,
-            kv_cache_gib=kv_cache_gib,
-            gpu_memory_utilization=gpu_memory_utilization,
-            timeout=timeout,
-            token=token,
-            routes=routes,
-            adapters=adapters,
-        )
+        # vLLM inspects all names of torch, including deprecated ones
+        warnings.simplefilter("ignore", FutureWarning)
         try:
-            engine = LLMEngine.from_engine_args(arguments)
-        except ValueError as error:  # vLLM's own message says which size does not fit
+            engine = LLMEngine.from_engine_args(engine_arguments(given, token))
+        except ValueError as error:  # vLLM's own message says what does not fit
+            own = f", rollout.vllm={dict(given.options)}" if given.options else ""
             raise ConfigError(
-                f"vLLM cannot be built with rollout.gpu_memory_utilization={gpu_memory_utilization}, "
-                f"rollout.max_sequences={max_sequences} and a context of {max_context} tokens: {error}"
+                f"vLLM cannot be built with rollout.gpu_memory_utilization={given.gpu_memory_utilization}, "
+                f"rollout.max_sequences={given.max_sequences}{own} and a context of {given.max_context} "
+                f"tokens: {error}"
             ) from error
     # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
     # processes end, even if they are killed.
@@ -126,51 +129,42 @@ def build_vllm(
     return engine
 
 
-def engine_arguments(
-    model_path: Path | str,
-    *,
-    tensor: int,
-    dtype: Literal["float32", "bfloat16"],
-    float32_logits: bool,
-    seed: int,
-    max_context: int,
-    max_sequences: int,
-    kv_cache_gib: float,
-    gpu_memory_utilization: float,
-    timeout: timedelta,
-    token: str,
-    routes: bool = False,
-    adapters: ServedAdapters | None = None,
-) -> EngineArgs:
+def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     """Return vLLM's arguments for this platform.
 
     token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
-    from those of all other engines. timeout, routes, adapters: see build_vllm.
+    from those of all other engines.
     """
-    return EngineArgs(
-        model=str(model_path),
-        trust_remote_code=False,
-        dtype=dtype,
-        hf_overrides={"head_dtype": "float32"} if float32_logits and dtype != "float32" else {},
-        seed=seed,
-        tensor_parallel_size=tensor,
-        distributed_executor_backend="external_launcher",
-        load_format="dummy",
-        max_model_len=max_context,
-        max_num_seqs=max_sequences,
+    seconds = int(given.timeout.total_seconds())
+    fixed: dict[str, Any] = {
+        "model": str(given.model_path),
+        "trust_remote_code": False,
+        "dtype": given.dtype,
+        "hf_overrides": {"head_dtype": "float32"} if given.wide_head else {},
+        "seed": given.seed,
+        "tensor_parallel_size": given.tensor,
+        "distributed_executor_backend": "external_launcher",
+        "load_format": "dummy",
+        "max_model_len": given.max_context,
+        "max_num_seqs": given.max_sequences,
+        "gpu_memory_utilization": given.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "skip_tokenizer_init": True,  # input and output are token ids
+        "generation_config": "vllm",  # ignore top_k and temperature of the checkpoint
+        "disable_log_stats": True,
+        "distributed_timeout_seconds": seconds,
+        "cpu_distributed_timeout_seconds": seconds,
+    }
+    chosen: dict[str, Any] = {  # rollout.vllm may replace these
         # In one step several new prompts can be prefilled beside all running sequences.
-        max_num_batched_tokens=max(8192, max_sequences, max_context if on_cpu() else 0),
-        gpu_memory_utilization=gpu_memory_utilization,
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        skip_tokenizer_init=True,  # input and output are token ids
-        generation_config="vllm",  # ignore top_k and temperature of the checkpoint
-        enable_prefix_caching=True,  # the next turn reuses the key-value cache of the turns before
-        disable_log_stats=True,
-        distributed_timeout_seconds=int(timeout.total_seconds()),
-        cpu_distributed_timeout_seconds=int(timeout.total_seconds()),
-        **lora_arguments(adapters),
-        **_platform_arguments(kv_cache_gib, token, routes),
-    )
+        "max_num_batched_tokens": max(8192, given.max_sequences, given.max_context if on_cpu() else 0),
+        "enable_prefix_caching": True,  # the next turn reuses the key-value cache of the turns before
+        # With vLLM's default of 128, a short history is never found in the prefix cache of a CPU. 32 saved a
+        # fifth of the time.
+        **({"block_size": 32} if on_cpu() else {}),
+    }
+    platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
+    return EngineArgs(**(chosen | dict(given.options) | fixed | platform | lora_arguments(given.adapters)))
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -272,14 +266,6 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
         )
 
 
-def _bytes_per_token(config: PretrainedConfig, tensor: int, dtype: str) -> int:
-    """Return the bytes that a token takes in the key-value cache of one rank."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = torch.finfo(getattr(torch, dtype)).bits // 8
-    return 2 * config.num_hidden_layers * max(1, heads // tensor) * size * itemsize
-
-
 def _keep_weights_plain() -> None:
     """Keep vLLM's CPU weights in their plain layout, so that writing into a parameter takes effect.
 
@@ -305,9 +291,6 @@ def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[s
         "enforce_eager": True,
         # For a prompt prefilled in two chunks vLLM rewinds the request's random generator; only CUDA's can.
         "enable_chunked_prefill": False,
-        # With vLLM's default of 128, a short history is never found in the prefix cache. 32 saved a fifth of
-        # the time.
-        "block_size": 32,
         "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
         "worker_cls": "megatron_stppo.rollout.vllm.cpu_worker.NamedCPUWorker",
         "additional_config": {TOKEN: token, ROUTES: routes},

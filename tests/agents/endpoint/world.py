@@ -63,11 +63,11 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
 
     from megatron_stppo.agents.endpoint.recorder import Rules
     from megatron_stppo.agents.endpoint.server import Endpoint
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
 
     parser = ToolParserManager.get_tool_parser("hermes")
     parser = ToolParserManager.get_tool_parser("hermes")
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    engine = Engine(EngineSettings(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05))
     fill(engine.parameters(), folder)
     engine.published = lambda: 3
     engine.refresh()

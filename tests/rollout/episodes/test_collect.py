@@ -31,10 +31,10 @@ TIMEOUT = timedelta(minutes=50)  # torch's default for gloo is 30
 
 
 def start(folder: Path, tensor: int) -> Callable[..., list[Trajectory]]:
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
 
     sizes = {"max_context": CONTEXT, "max_sequences": 16, "kv_cache_gib": 0.05}
-    engine = Engine(folder, tensor=tensor, timeout=TIMEOUT, **sizes)
+    engine = Engine(EngineSettings(folder, tensor=tensor, timeout=TIMEOUT, **sizes))
     return player(engine, folder, tensor)
 
 

@@ -88,13 +88,13 @@ def bytes_of_adapters(engine: Any) -> int:
 def watch_for_the_old_model(engine: Any, seen: dict[str, Any]) -> None:
     """Have the next build of vLLM note first whether the model that the engine has now is freed."""
     old = weakref.ref(engine._llm.model_executor.driver_worker.worker.get_model())
-    make = engine._build
+    start = engine._start
 
-    def noted() -> Any:
+    def noted() -> None:
         seen["old model is freed"] = old() is None
-        return make()
+        start()
 
-    engine._build = noted
+    engine._start = noted
 
 
 def lose_memory(engine: Any) -> None:

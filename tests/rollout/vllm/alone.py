@@ -15,12 +15,12 @@ def observe(folder: Path) -> dict[str, Any]:
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from tests.rollout.episodes import test_collect
     from tests.rollout.vllm import test_engine, test_in_flight
     from tests.rollout.vllm.tiny import CONTEXT
 
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=48, kv_cache_gib=0.05)
+    engine = Engine(EngineSettings(folder, max_context=CONTEXT, max_sequences=48, kv_cache_gib=0.05))
     return {
         "engine": test_engine.observe(engine, folder),
         "in flight": test_in_flight.observe(engine, folder),

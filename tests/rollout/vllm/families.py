@@ -21,14 +21,16 @@ def observe(folder: Path, parallel: dict[str, int], engine_tensor: int) -> dict[
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from megatron_stppo.weights.reshard.resharder import Resharder
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts
 
     config = Config.model_validate({"model": {"path": folder}, "parallel": parallel})
     mesh, shape = process.start(config), read_shape(folder)
-    engine = Engine(folder, tensor=engine_tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    engine = Engine(
+        EngineSettings(folder, tensor=engine_tensor, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05)
+    )
     policy = build.from_hf("actor", shape, config, mesh, torch.float32)
     reshard = Resharder(
         build.named_parameters(policy),

@@ -22,12 +22,14 @@ def preempted_at_the_end(folder: Path) -> dict[str, list[tuple[tuple[int, ...], 
     process.prepare()
     import torch
 
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from tests.rollout.vllm.test_async_steps import schedule_asynchronously
 
     torch.set_num_threads(1)
     schedule_asynchronously()
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=4, kv_cache_gib=0.05, routes=True)
+    engine = Engine(
+        EngineSettings(folder, max_context=CONTEXT, max_sequences=4, kv_cache_gib=0.05, routes=True)
+    )
     generator = torch.Generator().manual_seed(0)
     for name, weight in engine.parameters().items():
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1 + ("norm" in name))

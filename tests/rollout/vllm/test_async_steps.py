@@ -22,9 +22,9 @@ from tests.rollout.vllm.tiny import CONTEXT
 
 def observe(folder: Path) -> dict[str, Any]:
     schedule_asynchronously()
-    from megatron_stppo.rollout.vllm.engine import Engine
+    from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
 
-    engine = Engine(folder, max_context=CONTEXT, max_sequences=48, kv_cache_gib=0.05)
+    engine = Engine(EngineSettings(folder, max_context=CONTEXT, max_sequences=48, kv_cache_gib=0.05))
     core = engine._core.engine_core
     seen: dict[str, Any] = {"scheduler": type(core.scheduler).__name__, "queue": core.batch_queue.maxlen}
     play, stale = player(engine, folder, 1), count_stale(engine)

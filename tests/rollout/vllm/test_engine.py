@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ TEMPERATURE = 0.7
 
 
 def observe(engine: Any, folder: Path) -> dict[str, Any]:
+    from megatron_stppo.rollout.vllm.vllm_setup import build_vllm
+
     seen: dict[str, Any] = {"unpublished": _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))}
     fill(engine.parameters(), folder)
     engine.published = lambda: 1
@@ -58,7 +61,7 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["poisoned"] = _refused(engine.step)
     engine.abort_all()
     seen["unfinished"] = engine.unfinished
-    seen["too long"] = _refused(lambda: engine._build(max_context=CONTEXT + 1))
+    seen["too long"] = _refused(lambda: build_vllm(replace(engine._given, max_context=CONTEXT + 1)))
     seen["cuda"] = torch.cuda.is_available()
     return seen
 
