@@ -151,7 +151,7 @@ class Config(Section):
         return self.model_copy(update={"model": self.model.model_copy(update={"lora": lora})})
 
     def beside(self, folder: Path) -> Config:
-        """Return a copy in which `environment` may name modules of this folder, that of the file."""
+        """Return a copy whose fields may name modules of this folder, that of the file."""
         return self.model_copy(update={"environment": self.environment.beside(folder)})
 
     def dump(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
+ADVANTAGES = ("gae", "group", "group_mean")
 
 
 class AlgorithmConfig(Section):
@@ -87,10 +88,13 @@ class AlgorithmConfig(Section):
         description="the actor's Adam at the start of each iteration's update: as it is; with moments and "
         "step count set to 0; with the step count of its bias correction set to 0",
     )
-    advantage: Literal["gae", "group", "group_mean"] = Field(
+    advantage: str = Field(
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
-        "outcome - group mean",
+        "outcome - group mean; or MODULE:FUNCTION (docs/algorithms.md)",
+    )
+    loss: str | None = Field(
+        None, description="MODULE:FUNCTION in place of the clipped surrogate (docs/algorithms.md)"
     )
     gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
     gae_observations: bool = Field(
@@ -148,6 +152,28 @@ class AlgorithmConfig(Section):
         own = ((name, value, getattr(row, name)) for name, value in self)
         changed = ", ".join(f"{name}={value} (preset: {of})" for name, value, of in own if value != of)
         return f"{self.preset} with {changed}" if changed else self.preset
+
+    @property
+    def own_advantage(self) -> bool:
+        """Whether `advantage` names a function of the user."""
+        return ":" in self.advantage
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage_known(cls, given: str) -> str:
+        if given not in ADVANTAGES and ":" not in given:
+            remedy = did_you_mean(given, ADVANTAGES, "'{}'") or "it is none of these, nor MODULE:FUNCTION"
+            raise ValueError(f"advantage={given!r} is not known; choose {', '.join(ADVANTAGES)}; {remedy}")
+        return given
+
+    @model_validator(mode="after")
+    def _own_loss_is_not_corrected(self) -> AlgorithmConfig:
+        if self.loss is not None and (self.correction != "off" or self.correction_probe):
+            raise ValueError(
+                f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
+                "removes, and such a loss does not clip; set correction to off and correction_probe to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _length_given(self) -> AlgorithmConfig:

@@ -1,24 +1,15 @@
-"""The environment named by a run's configuration: one of the package, or one that the user wrote.
-
-A configuration is data, but this field names code that will be run. Only modules whose file lies in the
-folder of the configuration file or in a folder of PYTHONPATH are allowed, because the person who starts the
-run chooses both. The standard library, installed packages and the current folder are not allowed.
-"""
+"""The environment named by a run's configuration: one of the package, or one that the user wrote."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
+from megatron_stppo.config.own_code import FOUND
 from megatron_stppo.environments import reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
@@ -27,9 +18,7 @@ BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = 
     "search": search.factory,
     reasoning_gym.KIND: reasoning_gym.factory,
 }
-FOUND = "in the folder of the configuration file or on PYTHONPATH"
 REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
-FUNCTION_REMEDY = f"give MODULE:FUNCTION, {FOUND}"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -47,18 +36,15 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     if config.reward is None:
         return make
     where = f"environment.reward={config.reward}"
-    module, name = _named(config, "reward", config.reward)
-    with _one_line(where, FUNCTION_REMEDY):
-        found = getattr(importlib.import_module(module), name)
-    function = rewarded.check_signature(found, where)
+    function = rewarded.check_signature(own_code.function(where, config.reward, config.modules), where)
     return lambda: rewarded.Rewarded(make(), function, where)
 
 
 def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return what the user's factory returns."""
     where = f"environment.kind={config.kind}"
-    module, name = _named(config, "kind", config.kind)
-    with _one_line(where, REMEDY):
+    module, name = own_code.named(where, config.kind, config.modules, "factory", REMEDY)
+    with own_code.one_line(where, REMEDY, ToolAway):
         own = getattr(importlib.import_module(module), name)
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
     if not callable(make):
@@ -66,24 +52,6 @@ def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
             f"{where}: its factory must take the section and return a function without arguments; {REMEDY}"
         )
     return make
-
-
-@contextmanager
-def _one_line(where: str, remedy: str) -> Iterator[None]:
-    """Turn what the user's code raises into a ConfigError of one line."""
-    try:
-        yield
-    except (ConfigError, ToolAway):
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{where}: {_last_line(error)}{type(error).__name__}: {error}; {remedy}") from None
-
-
-def _last_line(error: Exception) -> str:
-    """Return the file and line that raised the error. Example: "guess.py line 12: "."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
-    return f"{Path(own[-1].filename).name} line {own[-1].lineno}: " if own else ""
 
 
 def check(config: EnvironmentConfig, resume: bool = False) -> None:
@@ -95,16 +63,16 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     here.
     """
     if config.reward is not None:
-        _named(config, "reward", config.reward)
+        own_code.named(f"environment.reward={config.reward}", config.reward, config.modules, "reward")
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
     elif config.kind in BUILT_IN:
         BUILT_IN[config.kind](config)
     elif config.kind != AGENT:
-        _named(config, "kind", config.kind)
+        own_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
     elif config.agent is not None:
-        _named(config, "agent", config.agent)
+        own_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"
@@ -114,54 +82,4 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
 def agent(config: EnvironmentConfig) -> Any:
     """Import and return the object that environment.agent names. Raises ConfigError if it cannot be used."""
     assert config.agent is not None
-    module, attribute = _named(config, "agent", config.agent)
-    with _one_line(f"environment.agent={config.agent}", FUNCTION_REMEDY):
-        return getattr(importlib.import_module(module), attribute)
-
-
-def _named(config: EnvironmentConfig, field: str, text: str) -> tuple[str, str]:
-    """Return (module, name) of the text of a field, without importing the module.
-
-    Afterwards Python finds the modules of the configuration's folder, after all others.
-    Raises ConfigError unless the module's file lies in an allowed folder, and is the one that would be
-    imported: another folder of sys.path, such as the current folder, may have a module of the same name.
-    Example: the kind "guess" gives ("guess", "factory").
-    """
-    where, remedy = f"environment.{field}={text}", REMEDY if field == "kind" else FUNCTION_REMEDY
-    module, _, name = text.partition(":")
-    parts = module.split(".")
-    if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{where}: {module!r} is not a module name; {remedy}")
-    for folder in _allowed(config):
-        path = Path(folder, *parts)
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.is_file():
-                imported = _imported(parts)
-                if imported is None or not file.samefile(imported):
-                    other = imported or "no file"
-                    raise ConfigError(f"{where}: Python imports {other} instead of {file}; rename the module")
-                return module, name or ("factory" if field == "kind" else field)
-    raise ConfigError(f"{where}: no allowed folder has this module; {remedy}")
-
-
-def _allowed(config: EnvironmentConfig) -> list[str]:
-    """Return the folders whose modules may be named, after adding that of the configuration to sys.path."""
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    if config.modules is None:
-        return folders
-    beside = str(config.modules.resolve())
-    if beside not in sys.path:
-        sys.path.append(beside)  # at the end, so that it replaces no other module
-    return [*folders, beside]
-
-
-def _imported(parts: Sequence[str]) -> str | None:
-    """Return the file that importing a module executes, or has executed, without importing it."""
-    loaded = sys.modules.get(".".join(parts))
-    if loaded is not None:
-        return getattr(loaded, "__file__", None)
-    spec = PathFinder.find_spec(parts[0])
-    for end in range(2, len(parts) + 1):
-        if spec is not None:
-            spec = PathFinder.find_spec(".".join(parts[:end]), spec.submodule_search_locations)
-    return spec.origin if spec is not None else None
+    return own_code.function(f"environment.agent={config.agent}", config.agent, config.modules, "agent")

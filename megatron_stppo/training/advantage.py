@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.baselines import group_relative, whitened
 from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
@@ -16,11 +17,14 @@ from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.training.rewards import outcomes, with_kl_penalty
 
 
-def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
+def estimate(
+    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> Batch:
     """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
 
     With gae_observations, return_R is filled too, and whitening includes the observation tokens.
 
+    own: algorithm.advantage, if it names a function.
     group_N: int64 [N], equal for the trajectories of one task. Every rank has the columns of all action
     tokens, so no collective is needed.
     Raises ValueError if the batch lacks values or log-probs that the settings need.
@@ -30,20 +34,19 @@ def estimate(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch
         assert whole.advantage_T is not None and whole.return_T is not None
         given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
         return replace(batch, **given, return_R=whole.return_T)
-    return _over_actions(batch, algorithm, group_N)
+    return _over_actions(batch, algorithm, group_N, own)
 
 
-def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> Batch:
+def _over_actions(
+    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> Batch:
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
         # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
-        outcome_N = outcomes(batch.reward_T, batch.action_offsets)
-        advantage_N = group_relative(
-            outcome_N, group_N, batch.live_N, algorithm.advantage == "group", batch.first_N
-        )
+        advantage_N = _of_outcomes(batch, algorithm, group_N, own)
         penalty_T = (reward_T - batch.reward_T).float()
         to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
         advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T.float()
@@ -56,7 +59,9 @@ def _over_actions(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> 
     return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
 
 
-def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> bool:
+def has_signal(
+    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> bool:
     """Return whether the environment's rewards differ between live trajectories.
 
     For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
@@ -69,8 +74,23 @@ def has_signal(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor) -> boo
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)
-    outcome_N = outcomes(batch.reward_T, batch.action_offsets)
-    return bool(group_relative(outcome_N, group_N, batch.live_N, False, batch.first_N).any())
+    return bool(_of_outcomes(batch, algorithm, group_N, own).any())
+
+
+def _of_outcomes(
+    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None
+) -> Tensor:
+    """Return the advantage of each trajectory, float64 [N]; 0 for failed ones."""
+    outcome_N, live_N, first_N = outcomes(batch.reward_T, batch.action_offsets), batch.live_N, batch.first_N
+    if own is None:
+        return group_relative(outcome_N, group_N, live_N, algorithm.advantage == "group", first_N)
+    counted_N = live_N if first_N is None else live_N & first_N
+    advantage_N = own(outcome_N, group_N, counted_N)
+    if advantage_N.shape != live_N.shape:
+        raise ValueError(
+            f"algorithm.advantage: returned {list(advantage_N.shape)} for {len(live_N)} trajectories"
+        )
+    return advantage_N.double().masked_fill(~live_N, 0)
 
 
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:

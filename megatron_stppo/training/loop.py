@@ -33,6 +33,7 @@ from megatron_stppo.rollout.episodes.playable import Playable, playable
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard.guard import UpdateGuard
 from megatron_stppo.training.held_out import held_out
+from megatron_stppo.training.own import Own
 from megatron_stppo.training.rollouts import Rollouts
 from megatron_stppo.training.stages import distribute, score, update
 from megatron_stppo.training.update.turns import turns
@@ -55,7 +56,7 @@ def train(
     run, leave = config.run, False
     training = _Training.build(config, resume, watchdog, assemble)
     rollouts, observer, log = training.rollouts, training.observer, training.log
-    learner = rollouts.learner
+    learner, own = rollouts.learner, training.own
     if run.evaluate_every and training.first == 0:
         observer.log(0, training.evaluate(0))
     for iteration in training.iterations():
@@ -72,12 +73,12 @@ def train(
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played.every)
-            batch = estimate(batch, config.algorithm, group_N)
-            hold = not has_signal(batch, config.algorithm, group_N)
+            batch = estimate(batch, config.algorithm, group_N, own.advantage)
+            hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             rollouts.load_for("update")
-            row, last, batch = update(learner, batch, iteration, hold)
+            row, last, batch = update(learner, batch, iteration, hold, own.loss)
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
             row |= training.guard.look(done, row, batch, group_N, hold)
         log.write_turns(done, turns(batch, last, config.algorithm))
@@ -114,6 +115,7 @@ class _Training:
     guard: UpdateGuard
     observer: Observer
     log: TrajectoryLog
+    own: Own  # functions of the user
     held: Playable | None  # the held-out tasks, if they are evaluated during training
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
     attempt: int  # at this run, from 1; 0 on other ranks than the first
@@ -126,6 +128,7 @@ class _Training:
         if rank == 0 and config.telemetry.wandb_project is not None:
             reporting.append(WeightsAndBiases(config))
         held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
+        own = Own.of(config)
         rollouts = assemble(config, resume)
         learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
@@ -138,7 +141,7 @@ class _Training:
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
             rollouts.publish(version=first)
-        return cls(rollouts, saver, guard, observer, log, held, first, attempt)
+        return cls(rollouts, saver, guard, observer, log, own, held, first, attempt)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""

@@ -30,6 +30,7 @@ from megatron_stppo.observe.metrics import Metrics, progress
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.own import Own
 from megatron_stppo.training.stages import score, update, with_behaviour
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -54,7 +55,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     Raises ConfigError for records that are missing, damaged or do not fit the layout.
     """
     source = SOURCES[records]
-    shape = read_shape(config.model.path)
+    own, shape = Own.of(config), read_shape(config.model.path)
     mesh, first_rank = process.start(config), process.rank() == 0
     with timed("models", first_rank):
         learner = build_learner(attempts.as_begun(config, run), shape, mesh, process.dtype(config))
@@ -81,11 +82,11 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             learner.load_for("score")
             batch, group_N, numbers = source.read(learner, run, number)
         with metrics.phase("advantage"):
-            batch = estimate(batch, config.algorithm, group_N)
+            batch = estimate(batch, config.algorithm, group_N, own.advantage)
         with metrics.phase("update"):
             learner.load_for("update")
-            hold = not has_signal(batch, config.algorithm, group_N)
-            row, _, batch = update(learner, batch, number - 1, hold)
+            hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
+            row, _, batch = update(learner, batch, number - 1, hold, own.loss)
             row |= describe_batch(batch) | numbers
             row |= guard.look(number, row, batch, group_N, hold)
         metrics.log(number, row)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.base.types import Batch
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.finite import not_finite
@@ -112,7 +113,7 @@ def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[
 
 
 def update(
-    learner: Learner, batch: Batch, iteration: int, hold: bool = False
+    learner: Learner, batch: Batch, iteration: int, hold: bool = False, own: OwnLoss | None = None
 ) -> tuple[dict[str, float], StepRatios | None, Batch]:
     """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
 
@@ -122,7 +123,7 @@ def update(
 
     iteration: the policy version that is updated.
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
-    whose rewards carry no signal.
+    whose rewards carry no signal. own: algorithm.loss.
     If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
     would spread that number over all advantages. This counts as one skipped step of each model, and None is
     returned instead of ratios.
@@ -140,7 +141,7 @@ def update(
     count = config.update.epochs * config.update.minibatches
     for epoch in range(config.update.epochs):
         for chosen in _minibatches(learner, batch, iteration, epoch):
-            loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
+            loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head, own)
             step = actor_step(actor, loss, chosen, packer, hold, len(steps), count)
             if batch.old_logprob_T is None:
                 assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"

@@ -11,7 +11,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from megatron_stppo.config import Config, ConfigError, old_logprob, peft_folder
+from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -65,6 +65,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     lora.check(config)
     megatron_fields.check(config)
     vllm_fields.check(config)
+    _check_own_functions(config)
 
 
 def check_replica(config: Config, ranks: int) -> None:
@@ -170,6 +171,20 @@ def _data_file(field: str, path: Path | None) -> None:
         raise ConfigError(f"{field}={path}: is empty; give at least one row")
 
 
+def _check_own_functions(config: Config) -> None:
+    """Check that the modules of algorithm.loss and algorithm.advantage exist; they are imported later."""
+    a, modules = config.algorithm, config.environment.modules
+    if a.own_advantage:
+        own_code.named(f"algorithm.advantage={a.advantage}", a.advantage, modules, "advantage")
+    if a.loss is not None:
+        own_code.named(f"algorithm.loss={a.loss}", a.loss, modules, "loss")
+        if config.parallel.context > 1:
+            raise ConfigError(
+                f"parallel.context={config.parallel.context} with algorithm.loss={a.loss}: the function gets "
+                "whole segments, whose tokens are then on several ranks; set parallel.context to 1"
+            )
+
+
 def check_context(config: Config) -> None:
     """Check that the model's context fits the longest trajectory, and that the longest prompt leaves room for
     a turn."""
@@ -251,7 +266,8 @@ def _resample(config: Config) -> None:
 
 def _batches(config: Config, layout: Layout) -> None:
     advantage = config.algorithm.advantage
-    if advantage != "gae" and config.rollout.samples_per_task == 1:
+    grouped = advantage in ("group", "group_mean")
+    if grouped and config.rollout.samples_per_task == 1:
         raise ConfigError(
             "rollout.samples_per_task=1: a group of one has no learning signal with "
             f"algorithm.advantage={advantage}; choose 4 or more"

@@ -225,3 +225,17 @@ def test_group_advantage_is_on_all_action_tokens_and_needs_no_critic():
     assert out.return_T is None
     with pytest.raises(ValueError, match="advantage='gae' needs the critic's values"):
         estimate(batch, settings(), groups(batch))
+
+
+def test_an_advantage_of_the_user_replaces_that_of_the_group_and_is_0_for_failed_trajectories():
+    def best_of_all(outcome_N, group_N, counted_N):
+        assert counted_N.tolist() == [True, True, False]
+        return outcome_N - outcome_N[counted_N].max()
+
+    batch = scored([trajectory([0.0, 1.0]), trajectory([3.0]), trajectory([9.0], outcome="error")])
+    given = settings(advantage="recipe:best_of_all")
+    assert estimate(batch, given, groups(batch), best_of_all).advantage_T.tolist() == [-2.0] * 4 + [0.0] * 4
+    assert has_signal(batch, given, groups(batch), best_of_all)
+    assert not has_signal(batch, given, groups(batch), lambda *given: torch.zeros(3))
+    with pytest.raises(ValueError, match=r"algorithm.advantage: returned \[2\] for 3 trajectories"):
+        estimate(batch, given, groups(batch), lambda *given: torch.zeros(2))

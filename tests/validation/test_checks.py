@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
+from megatron_stppo.training.own import Own
 from megatron_stppo.validation import megatron_fields, passed_on, vllm_fields
 from megatron_stppo.validation.checks import check, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, declared
 
 
 def refusal(path: Path, overrides: list[str], world: int = 2, command: str = "train") -> str:
-    config = load(path, overrides)
+    config = load(path, overrides).beside(path.parent)
     with pytest.raises(ConfigError) as raised:
         check(config, world, command)
     assert len(str(raised.value).splitlines()) == 1
@@ -269,3 +272,41 @@ def test_checks_do_not_touch_the_run_folder(path: Path) -> None:
 def test_a_replay_needs_neither_tasks_nor_an_engine_that_fits(path: Path) -> None:
     check(load(path, ["data.train=null", "rollout.engine_tensor=3"]), 2, "replay")
     assert "rollout.engine_tensor=3" in refusal(path, ["rollout.engine_tensor=3"], command="rollout")
+
+
+def test_functions_of_the_user_are_found_before_a_model_is_built(path: Path) -> None:
+    (path.parent / "recipe.py").write_text("def loss(*given): ...\n")
+    ppo = "algorithm.preset=ppo"
+    check(load(path, [ppo, "algorithm.loss=recipe:loss"]).beside(path.parent), 2, "train")
+    message = refusal(path, [ppo, "algorithm.advantage=recipes:one"])
+    assert message.startswith(
+        "algorithm.advantage=recipes:one: no allowed folder has this module; give MODULE:"
+    )
+    message = refusal(path, [ppo, "algorithm.loss=recipe:loss", "parallel.tensor=1", "parallel.context=2"])
+    assert message.startswith("parallel.context=2 with algorithm.loss=recipe:loss: the function gets whole")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("loss = 3", "algorithm.loss=recipe3: is no function; give MODULE:FUNCTION"),
+        ("def loss(new_T): ...", "algorithm.loss=recipe3: TypeError: loss() takes 1 positional argument but"),
+        ("def loss(new_T, *given): return new_T.log()", "algorithm.loss=recipe3: ValueError: loss: returned"),
+        (
+            "def loss(*given): raise OSError('disk')",
+            "algorithm.loss=recipe3: recipe3.py line 1: OSError: disk;",
+        ),
+    ],
+)
+def test_a_function_of_the_user_is_checked_when_a_run_starts(
+    path: Path, monkeypatch: pytest.MonkeyPatch, function: str, problem: str
+) -> None:
+    (path.parent / "recipe3.py").write_text(function)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "recipe3", raising=False)
+    importlib.invalidate_caches()
+    config = load(path, ["algorithm.preset=ppo", "algorithm.loss=recipe3"]).beside(path.parent)
+    with pytest.raises(ConfigError) as raised:
+        Own.of(config)
+    assert str(raised.value).startswith(problem)
+    assert len(str(raised.value).splitlines()) == 1

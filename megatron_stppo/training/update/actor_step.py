@@ -27,6 +27,7 @@ from megatron_stppo.algorithm.correction import (
     in_unit,
     running_mean,
 )
+from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
@@ -42,6 +43,7 @@ from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.minibatches import chosen_tokens
+from megatron_stppo.training.update.own_loss import own_surrogate
 from megatron_stppo.training.update.ratios import StepRatios
 
 # Entries of MicrobatchRecord.sums, in this order.
@@ -76,6 +78,7 @@ class ActorLoss:
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
+    own: OwnLoss | None = None  # in place of the clipped surrogate
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, MicrobatchRecord]:
         """Return (loss, record): the micro-batch's share of -J + KL + entropy terms, and its record."""
@@ -123,6 +126,8 @@ class ActorLoss:
                 dist.all_reduce(sums, group=group)
             left_T = leaving(sums, tokens.turns, a.select_bound, len(advantage_T))
             advantage_T = advantage_T.masked_fill(left_T, 0)
+        if self.own is not None:
+            return own_surrogate(self.own, tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets)
         return ops.clipped_surrogate(
             tokens.logprob_T,
             old_T,

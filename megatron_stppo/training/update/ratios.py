@@ -58,6 +58,8 @@ class StepRatios:
             left_T = leaving(sums, batch.turn_offsets, a.select_bound, len(weight_T))
         in_T = weight_T.masked_fill(left_T, 0)
         clipped_T = clipped(ratio_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
+        if a.loss is not None:  # a loss of the user does not clip
+            clipped_T = torch.zeros_like(clipped_T)
         return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)
 
     @property

@@ -1,0 +1,50 @@
+"""A loss of the user that computes PPO gives what the built-in surrogate gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_stppo import ops
+from megatron_stppo.algorithm.own import check_loss
+from megatron_stppo.training.update.own_loss import own_surrogate
+
+
+def ppo(logprob_T, old_logprob_T, advantage_T, offsets):
+    log_T = logprob_T - old_logprob_T
+    if offsets is not None:
+        log_T = torch.cat([part.mean().expand(len(part)) for part in log_T.tensor_split(offsets[1:-1])])
+    ratio_T = log_T.exp()
+    return -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1.2) * advantage_T)
+
+
+@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 3, 4, 9, 12])])
+def test_objective_gradient_and_divergence_are_those_of_the_built_in_surrogate(offsets) -> None:
+    check_loss(ppo)
+    generator = torch.Generator().manual_seed(1)
+    logprob_T, noise_T, advantage_T = (torch.randn(12, generator=generator) for _ in range(3))
+    old_T, weight_T = logprob_T + noise_T, torch.full((12,), 0.1)
+    old_T[:3], advantage_T[:3] = logprob_T[:3] - 0.5, 1  # clipped
+    weight_T[9:] = 0  # a failed trajectory
+    old_T[9:] = advantage_T[9:] = torch.nan
+    found, gradients = [], []
+    for surrogate in (
+        lambda new_T: ops.clipped_surrogate(new_T, old_T, advantage_T, offsets, weight=weight_T),
+        lambda new_T: own_surrogate(ppo, new_T, old_T, advantage_T, weight_T, offsets),
+    ):
+        new_T = logprob_T.clone().requires_grad_()
+        found.append(surrogate(new_T))
+        found[-1].objective.backward()
+        gradients.append(new_T.grad)
+    built_in, own = found
+    for name in ("objective", "kl_k1", "kl_k3", "tokens"):
+        assert getattr(own, name).item() == pytest.approx(getattr(built_in, name).item(), rel=1e-5), name
+    assert gradients[1].tolist() == pytest.approx(gradients[0].tolist(), abs=1e-6)
+    assert gradients[0][:3].tolist() == [0, 0, 0]
+    assert (own.clipped, own.clip_fraction) == (0, 0)
+
+
+def test_a_result_of_another_length_ends_the_step() -> None:
+    one_T = torch.ones(4)
+    with pytest.raises(ValueError, match=r"algorithm.loss: returned \[2\] for 4 tokens"):
+        own_surrogate(lambda new_T, *_: new_T[:2], one_T, one_T, one_T, one_T, None)
