@@ -32,6 +32,7 @@ import megatron_stppo.training.evaluate  # noqa: E402
 import megatron_stppo.training.loop  # noqa: E402
 import megatron_stppo.training.play  # noqa: E402
 import megatron_stppo.training.replay  # noqa: E402
+import tests.shapes  # noqa: E402, F401
 
 VARIABLES = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
 

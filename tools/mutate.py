@@ -32,8 +32,8 @@ from mutations import ROOT, Mutant, mutants
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
 STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_also_where_ranks_share_them")
-# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Left out is
-# algorithm/variants.py, a table of settings, which a test could only repeat.
+# Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Left out are
+# algorithm/variants.py, a table of settings, and algorithm/own.py, whose numbers are a test's.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
     "algorithm/baselines": ["training/advantage", "branches"],
@@ -48,15 +48,13 @@ SOURCES = {
     "training/update/actor_step": ["training/update/ratios", *(f"training/update/{name}" for name in STEPS)],
     "training/update/critic_step": ["training/update/faults"],
     "training/update/minibatches": ["training/update/minibatches", "training/update/ratios"],
+    "training/update/own_loss": ["training/update/own_loss"],
     "training/update/ratios": ["training/update/ratios", "training/update/turns"],
     "training/update/turns": ["training/update/turns"],
     "weights/reshard/plan": ["weights/reshard/plan"],
 }
 JOBS = 2  # mutants at a time
-PATIENCE, LEAST = (
-    4,
-    20.0,
-)  # a test may take PATIENCE times as long as all of its row without a mutant, in seconds
+PATIENCE, LEAST = 4, 20.0  # times the seconds of the row without a mutant, which is at least LEAST
 # Imported once: what no mutant changes, and what changes torch and megatron when it is imported.
 KEPT = (f"{PACKAGE}.cluster.launch", f"{PACKAGE}.parallel.cpu_platform")
 

@@ -44,7 +44,7 @@ def test_logit_estimate_is_the_norm_of_the_gradient_with_respect_to_the_logits()
 def test_coefficient_estimate_is_the_sum_of_squares_and_adds_up():
     b = torch.tensor([3.0, 4.0])
     assert squared_estimate("coefficient", b, torch.zeros(2), torch.zeros(2)).item() == 25.0
-    parts = [squared_estimate("coefficient", b[i : i + 1], b, b).item() for i in range(2)]
+    parts = [squared_estimate("coefficient", *(x[i : i + 1] for x in (b, b, b))).item() for i in range(2)]
     assert sum(parts) == 25.0
 
 

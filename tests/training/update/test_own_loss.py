@@ -48,3 +48,9 @@ def test_a_result_of_another_length_ends_the_step() -> None:
     one_T = torch.ones(4)
     with pytest.raises(ValueError, match=r"algorithm.loss: returned \[2\] for 4 tokens"):
         own_surrogate(lambda new_T, *_: new_T[:2], one_T, one_T, one_T, one_T, None)
+
+
+def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
+    dead_T, new_T = torch.zeros(2), torch.full((2,), -1.0, requires_grad=True)
+    found = own_surrogate(ppo, new_T, torch.full((2,), torch.nan), dead_T, dead_T, None)
+    assert (found.objective.item(), found.kl_k3.item(), found.tokens.item()) == (0, 0, 0)
