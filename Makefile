@@ -100,7 +100,7 @@ $(AGENTS):
 	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
 
 test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
-	$(PYTEST) tests/adapters tests/checkpoint/test_peft_package.py
+	$(PYTEST) tests/agents/packages tests/checkpoint/test_peft_package.py
 
 RECORD ?= runs/golden
 

@@ -1,6 +1,11 @@
-"""docs/algorithms.md agrees with the settings. tests/loop compares docs/metrics.md with real rows."""
+"""docs/algorithms.md agrees with the settings, and docs/glossary.md with the other pages.
+
+tests/training/loop compares docs/metrics.md with real rows.
+"""
 
 from __future__ import annotations
+
+import re
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
@@ -37,3 +42,12 @@ def test_no_metric_is_described_twice() -> None:
 def test_the_references_of_fields_and_commands_are_current() -> None:
     for name, text in (("configuration.md", configuration()), ("commands.md", commands())):
         assert (DOCS / name).read_text(encoding="utf-8") == text, "call python tools/write_reference.py"
+
+
+def test_every_term_of_the_glossary_is_used_on_another_page_and_the_terms_are_sorted() -> None:
+    terms = [cells[0] for cells in rows("glossary.md")][2:]  # below the heading and its line
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "glossary.md"]
+    text = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    used = re.compile(r"\s").sub(" ", text).lower()
+    assert not [term for term in terms if not re.search(rf"\b{term}", used)]
+    assert terms == sorted(terms)

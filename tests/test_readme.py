@@ -35,6 +35,18 @@ def test_links_lead_to_files() -> None:
     assert not wrong
 
 
+def test_links_lead_to_headings() -> None:
+    """The part after # is the heading as GitHub makes it: lower case, no punctuation, - for a space."""
+    pages, wrong = [*PAGES, *(ROOT / "examples").rglob("README.md")], []
+    for page in pages:
+        for link, part in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            target = page.parent / link if link else page
+            headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
+            made = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            wrong += [f"{page.relative_to(ROOT)}: {link}#{part}"] if part not in made else []
+    assert not wrong
+
+
 def test_files_that_documents_name_exist() -> None:
     named = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
