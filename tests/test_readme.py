@@ -37,9 +37,9 @@ def test_links_lead_to_files() -> None:
 
 def test_links_lead_to_headings() -> None:
     """The part after # is the heading as GitHub makes it: lower case, no punctuation, - for a space."""
-    pages, wrong = [*PAGES, *(ROOT / "examples").rglob("README.md")], []
-    for page in pages:
-        for link, part in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    linked, wrong = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)"), []
+    for page in [*PAGES, *(ROOT / "examples").rglob("README.md")]:
+        for link, part in linked.findall(page.read_text(encoding="utf-8")):
             target = page.parent / link if link else page
             headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
             made = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -48,14 +48,18 @@ def test_links_lead_to_headings() -> None:
 
 
 def test_files_that_documents_name_exist() -> None:
-    named = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    assert not [
-        f"{page}: {name}"
-        for page, text in texts.items()
-        for name in named.findall(text)
-        if "NAME" not in name and not (ROOT / name).exists()
+    """A name begins with a folder of the repository, or with a room of the package and ends with .py."""
+    rooms = "|".join(path.parent.name for path in (ROOT / "megatron_stppo").glob("*/__init__.py"))
+    folders = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
+    modules = re.compile(rf"`((?:{rooms})/[\w./]+\.py)`")
+    named = [
+        (page.name, name)
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for name in folders.findall(text) + [f"megatron_stppo/{name}" for name in modules.findall(text)]
     ]
+    assert len(named) > 100
+    assert not [(page, name) for page, name in named if "NAME" not in name and not (ROOT / name).exists()]
 
 
 def test_the_index_lists_every_page() -> None:

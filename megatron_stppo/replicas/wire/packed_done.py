@@ -1,8 +1,7 @@
 """The form in which a Done is sent and kept in a checkpoint: token ids and log-probs as arrays of bytes.
 
 The trainer's first rank decodes the trajectories of all replicas in one thread, which shares Python's
-interpreter lock with its training. As msgpack integers and floats, decoding and checking take twice as long
-(docs/asynchronous.md, "What the first rank handles").
+interpreter lock with its training. As msgpack integers and floats, decoding and checking take twice as long.
 
 Ids have 4 bytes and are never negative; log-probs have 8 bytes and arrive unchanged.
 """
