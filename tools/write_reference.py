@@ -8,6 +8,7 @@ With --check, writes nothing, and exits with 1 if a file differs from what would
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import types
 import typing
@@ -39,25 +40,37 @@ exist is refused with the nearest name that does. The resolved file, with every 
 """
 COMMANDS = """# Commands
 
-`python tools/write_reference.py` writes this page from the commands' own help, and a test checks that it is
-current. `python -m megatron_stppo` is the same program. `train`, `replay`, `rollout`, `evaluate`,
-`cold-start`, `convert`, `check-layouts` and `doctor --cluster` run as one process, or as one per device under
-torchrun or srun.
-[cluster.md](cluster.md) has the exit codes.
+`python tools/write_reference.py` writes this page from the commands' own `--help`, and a test checks that it
+is current. `python -m megatron_stppo` is the same program. CONFIG.yaml is a
+[configuration](configuration.md), RUN_DIR the folder of a run, and `section.field=value` overrides a field of
+either. `train`, `replay`, `rollout`, `evaluate`, `cold-start`, `convert`, `check-layouts`, `audit` and
+`doctor --cluster` run as one process, or as one per device under torchrun or srun.
+[cluster.md](cluster.md#exit-codes) has the exit codes.
 """
 WIDTH = {"COLUMNS": "100"}
+# What the beginning of the page says of every command, and then headings with nothing below them.
+REPEATED = [
+    r"^ +(CONFIG\.yaml|RUN_DIR) <path> +.*\[required\]\n",
+    r"^ +\[section\.field=value\]\.\.\. <list\[str\]>\n +values that override the file\n",
+    r"^ +--help +Show this message and exit\.\n",
+    r"^(Arguments|Options):\n\n?(?=\n|\Z|[A-Z]|  Examples)",
+]
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def commands() -> str:
-    """Return docs/commands.md: the help of every command, 100 columns wide."""
+    """Return docs/commands.md: the help of every command, at most 100 columns wide below its usage."""
     root: Any = get_command(app)
     parts = [COMMANDS]
     for name, command in root.commands.items():
         nested = getattr(command, "commands", {})
         for path in [(name, inner) for inner in nested] or [(name,)]:
-            shown = CliRunner().invoke(app, [*path, "--help"], env=WIDTH, prog_name="megatron-stppo")
-            text = "\n".join(f"    {line}".rstrip() for line in shown.output.strip().splitlines())
+            shown = CliRunner().invoke(app, [*path, "--help"], env=WIDTH, prog_name="megatron-stppo").output
+            for repeated in REPEATED:
+                shown = re.sub(repeated, "", shown, flags=re.MULTILINE)
+            usage, _, rest = shown.strip().partition("\n\n")
+            lines = [" ".join(usage.split()), "", *rest.splitlines()]
+            text = "\n".join(f"    {line}".rstrip() for line in lines)
             parts.append(f"## {' '.join(path)}\n\n{text}\n")
     return "\n".join(parts)
 
