@@ -42,16 +42,17 @@ COMMANDS = """# Commands
 
 `python tools/write_reference.py` writes this page from the commands' own `--help`, and a test checks that it
 is current. `python -m megatron_stppo` is the same program. CONFIG.yaml is a
-[configuration](configuration.md), RUN_DIR the folder of a run, and `section.field=value` overrides a field of
-either. `train`, `replay`, `rollout`, `evaluate`, `cold-start`, `convert`, `check-layouts`, `audit` and
-`doctor --cluster` run as one process, or as one per device under torchrun or srun.
-[cluster.md](cluster.md#exit-codes) has the exit codes.
+[configuration](configuration.md), RUN_DIR the folder of a run, and `section.field=value` (for `convert` also
+`--set section.field=value`) overrides a field of either. `train`, `replay`, `rollout`, `evaluate`,
+`cold-start`, `convert`, `check-layouts`, `audit` and `doctor --cluster` run as one process, or as one per
+device under torchrun or srun. [cluster.md](cluster.md#exit-codes) has the exit codes.
 """
 WIDTH = {"COLUMNS": "100"}
 # What the beginning of the page says of every command, and then headings with nothing below them.
 REPEATED = [
     r"^ +(CONFIG\.yaml|RUN_DIR) <path> +.*\[required\]\n",
     r"^ +\[section\.field=value\]\.\.\. <list\[str\]>\n +values that override the file\n",
+    r"^ +--set section\.field=value .*\n",
     r"^ +--help +Show this message and exit\.\n",
     r"^(Arguments|Options):\n\n?(?=\n|\Z|[A-Z]|  Examples)",
 ]
@@ -69,7 +70,8 @@ def commands() -> str:
             for repeated in REPEATED:
                 shown = re.sub(repeated, "", shown, flags=re.MULTILINE)
             usage, _, rest = shown.strip().partition("\n\n")
-            lines = [" ".join(usage.split()), "", *rest.splitlines()]
+            usage = " ".join(usage.removeprefix("Usage:").replace("[OPTIONS]", "").split())
+            lines = [usage, "", *rest.splitlines()]
             text = "\n".join(f"    {line}".rstrip() for line in lines)
             parts.append(f"## {' '.join(path)}\n\n{text}\n")
     return "\n".join(parts)
