@@ -16,21 +16,21 @@ from tools.write_reference import commands, configuration
 def test_every_field_of_the_algorithm_has_a_row_with_its_default() -> None:
     written = {}
     for cells in rows("algorithms.md"):
-        if len(cells) == 6:  # field, formula, source, difference, default, why
-            written |= dict(zip(NAME.findall(cells[0]), NAME.findall(cells[4]), strict=False))
+        if len(cells) == 5:  # field, default, formula, source, remarks
+            written |= dict(zip(NAME.findall(cells[0]), NAME.findall(cells[1]), strict=False))
     fields = {name: field.default for name, field in AlgorithmConfig.model_fields.items() if name != "preset"}
     assert written == {name: str(default) for name, default in fields.items()}
 
 
 def test_every_preset_has_one_row() -> None:
-    presets = [NAME.findall(cells[0]) for cells in rows("algorithms.md") if len(cells) == 5]
+    presets = [NAME.findall(cells[0]) for cells in rows("algorithms.md") if len(cells) == 4]
     named = [names[0] for names in presets if names]
     assert sorted(named) == sorted(VARIANTS)
 
 
 def test_every_aggregation_has_a_row() -> None:
     kinds = AlgorithmConfig.model_fields["aggregation"].annotation.__args__  # type: ignore[union-attr]
-    first = [NAME.findall(cells[1])[:1] for cells in rows("algorithms.md") if len(cells) == 6]
+    first = [NAME.findall(cells[2])[:1] for cells in rows("algorithms.md") if len(cells) == 5]
     assert set(kinds) <= {names[0].rstrip(":") for names in first if names}
 
 
