@@ -30,11 +30,11 @@ from megatron_stppo.config import Config
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION = """# Configuration
 
-`python tools/write_reference.py` writes this page from `megatron_stppo/config/`, and a test checks that it
-is current. A run is one YAML file with the sections below. On the command line, `section.field=value`
-overrides the file: `megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. A field that does not
-exist is refused with the nearest name that does. The resolved file, with every field, is saved as
-`config.yaml` in the run's folder.
+A run is one YAML file with the sections below. On the command line, `section.field=value` overrides the file:
+`megatron-stppo train config.yaml run.seed=1 update.actor.lr=2e-6`. The resolved file, with every field, is
+saved as `config.yaml` in the run's folder.
+
+`python tools/write_reference.py` writes this page from `megatron_stppo/config/`; a test checks it.
 
 [algorithms.md](algorithms.md) has the formulas and sources of `algorithm`.
 """
@@ -79,10 +79,14 @@ def commands() -> str:
 
 def configuration() -> str:
     """Return docs/configuration.md."""
-    parts = [CONFIGURATION]
+    parts: list[str] = [CONFIGURATION]
+    shown: dict[tuple[str, ...], tuple[str, type[BaseModel]]] = {}
     for name, model in sections(Config, ""):
         about = " ".join((model.__doc__ or "").split())
-        parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + table(model))
+        first, base = shown.setdefault(tuple(model.model_fields), (name, model))
+        others = f"The fields of `{first}`, with other defaults: {other_defaults(model, base)}.\n"
+        rows = table(model) if model is base else others
+        parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + rows)
     parts.append(f"## megatron\n\n{sentence(Config.model_fields['megatron'].description)}\n")
     return "\n".join(parts)
 
@@ -104,11 +108,17 @@ def table(model: type[BaseModel]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def other_defaults(model: type[BaseModel], base: type[BaseModel]) -> str:
+    """Return the defaults that differ from those of a section with the same fields. Example: "`lr` `0.1`"."""
+    fields = base.model_fields
+    own = {name: default(field) for name, field in model.model_fields.items()}
+    return ", ".join(f"`{name}` {value}" for name, value in own.items() if value != default(fields[name]))
+
+
 def values(field: FieldInfo) -> str:
-    """Return the type and the bounds. Example: "int ≥ 1, or null"."""
+    """Return the type and the bounds, without the null of a field whose default it is. Example: "int ≥ 1"."""
     kinds = [kind for kind in alternatives(field.annotation) if kind is not type(None)]
-    text = ", ".join(one(kind) for kind in kinds) + bounds(field.metadata)
-    return f"{text}, or null" if type(None) in alternatives(field.annotation) else text
+    return ", ".join(one(kind) for kind in kinds) + bounds(field.metadata)
 
 
 def bounds(metadata: Sequence[Any]) -> str:

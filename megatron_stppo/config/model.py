@@ -24,25 +24,23 @@ class LoraConfig(Section):
     rank: int = Field(
         0,
         ge=0,
-        description="rank of the adapters; 0: no adapters, all weights are trained; with path: its rank",
+        description="0: no adapters, all weights are trained; with path: its rank",
     )
-    alpha: float = Field(
-        32.0, gt=0, description="the product B A is multiplied by alpha / rank; with path: its alpha"
-    )
+    alpha: float = Field(32.0, gt=0, description="B A is multiplied by alpha / rank; with path: its alpha")
     targets: Annotated[tuple[Target, ...], BeforeValidator(_several)] = Field(
         ("all-linear",),
-        description="layers with an adapter, by their Hugging Face names; all-linear: all of them, without "
-        "those of experts; with path: its layers",
+        description="layers with an adapter, by their Hugging Face names; all-linear: all but those of "
+        "experts; with path: its layers",
     )
     path: Path | None = Field(
         None,
-        description="folder of an adapter in the format of the package peft, with which actor, critic and "
-        "reference begin: adapter_config.json, adapter_model.safetensors; default: adapters that add 0",
+        description="folder of an adapter of the package peft, with which actor, critic and reference "
+        "begin; default: adapters that add 0",
     )
     sync: Literal["merged", "adapter"] = Field(
         "merged",
-        description="what the engine gets of each version. merged: W + alpha / rank * B A of the layers with "
-        "an adapter; adapter: A and B alone, which vLLM applies with its own LoRA",
+        description="what the engine gets of each version. merged: W + alpha / rank * B A of the layers "
+        "with an adapter; adapter: A and B, which vLLM applies with its own LoRA",
     )
 
     @property
@@ -74,12 +72,12 @@ class ModelConfig(Section):
     )
     layers: Literal["local", "transformer_engine", "auto"] = Field(
         "local",
-        description="local: megatron-core's own; transformer_engine: needs a GPU and has not completed a "
-        "training step on one; auto: transformer_engine if it is installed and there is a GPU, else local",
+        description="local: megatron-core's own; transformer_engine: has not completed a training step on a "
+        "GPU; auto: transformer_engine if it is installed and there is a GPU",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="activations recomputed in the backward pass: none, those of attention, or every layer",
+        description="activations recomputed in the backward pass: none, attention, every layer",
     )
 
     lora: LoraConfig = LoraConfig()

@@ -25,9 +25,7 @@ class RetrievalConfig(Section):
     topk: int = Field(3, ge=1, le=100, description="documents per query")
     timeout: Seconds = Field(10.0, description="seconds per request")
     retries: int = Field(3, ge=0, description="further attempts after a failed request")
-    token_env: str | None = Field(
-        None, description="name of the environment variable that holds the bearer token"
-    )
+    token_env: str | None = Field(None, description="environment variable that holds the bearer token")
 
     @model_validator(mode="after")
     def _no_secret(self) -> RetrievalConfig:
@@ -43,40 +41,37 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, reasoning_gym, agent, or MODULE:FACTORY of your own environment, in the "
-        "folder of the configuration file or on PYTHONPATH",
+        description="search, reasoning_gym, agent, or MODULE:FACTORY, in the folder of the configuration "
+        "file or on PYTHONPATH",
     )
     reward: str | None = Field(
         None,
         min_length=1,
-        description="MODULE:FUNCTION, found as `kind`, that computes the reward of an episode; default: the "
-        "environment's own",
+        description="MODULE:FUNCTION, found as `kind`, that computes the reward of an episode",
     )
     agent: str | None = Field(
         None,
         min_length=1,
         description="agent: MODULE:FUNCTION, found as `kind`, `async def FUNCTION(episode)`, which returns "
-        "the reward (docs/agents.md)",
+        "the reward",
     )
     command: list[str] | None = Field(
         None,
         min_length=1,
-        description="agent: a program and its arguments, instead of a function; the last line of its output "
-        "is the reward",
+        description="agent: a program and its arguments instead; the last line of its output is the reward",
     )
     command_variables: list[str] = Field(
         [],
-        description="agent: names of environment variables that the command gets besides PATH and a few more",
+        description="agent: environment variables that the command gets besides PATH and a few more",
     )
     tool_parser: str | None = Field(
         None,
-        description="agent: vLLM's parser of the model's tool calls, such as hermes; needed for tools",
+        description="agent: vLLM's parser of tool calls, such as hermes; needed for tools",
     )
     max_turns: int = Field(
         4,
         ge=1,
-        description="turns per episode; search: one more, which must answer; agent: completions, of all "
-        "its histories",
+        description="turns per episode; search: one more, which must answer; agent: completions",
     )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     deadline: Seconds = Field(30.0, description="seconds that a call of an environment may take")
@@ -84,16 +79,16 @@ class EnvironmentConfig(Section):
         600.0,
         ge=0,
         le=10_000_000,
-        description="seconds that a rollout waits for unavailable tools; then the run writes a checkpoint "
-        "and ends with exit code 85",
+        description="seconds that a rollout waits for unavailable tools; then the run ends with a "
+        "checkpoint and exit code 85",
     )
     concurrency: int = Field(64, ge=1, description="environment calls in progress at a time, per engine")
     max_failure_rate: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="largest share of failed episodes (error, timeout), among all of a rollout and among "
-        "those that called a tool; above it the run ends",
+        description="share of failed episodes, of all or of those that called a tool, above which the run "
+        "ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
     _modules: Path | None = PrivateAttr(None)  # no field: a file must not name a folder of code
@@ -123,14 +118,12 @@ class EnvironmentConfig(Section):
 
 class RolloutConfig(Section):
     tasks_per_iteration: int = Field(64, ge=1, description="tasks drawn per iteration, over all replicas")
-    samples_per_task: int = Field(
-        1, ge=1, description="episodes per task; group-normalised presets need more than 1"
-    )
+    samples_per_task: int = Field(1, ge=1, description="episodes per task; group advantages need more than 1")
     resample: int = Field(
         0,
         ge=0,
-        description="rounds per iteration in which groups of equal rewards are replaced by groups of further "
-        "tasks (docs/algorithms.md, Dynamic sampling); 0: they stay in the batch",
+        description="rounds in which groups of equal rewards are replaced by groups of further tasks "
+        "(docs/algorithms.md, Dynamic sampling)",
     )
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
@@ -138,19 +131,17 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0.01, description="sampling temperature; vLLM's smallest is 0.01")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass that is kept")
     max_turn_tokens: int = Field(500, ge=1, description="tokens per turn")
-    max_prompt_tokens: int = Field(
-        2048, ge=1, description="tasks with longer prompts are left out, and their number is printed"
-    )
+    max_prompt_tokens: int = Field(2048, ge=1, description="tasks with longer prompts are left out")
     max_context: int | None = Field(
         None,
         ge=2,
         description="tokens of a whole trajectory; default: max_prompt_tokens + (max_turns + 1) * "
         "(max_turn_tokens + max_observation_tokens)",
     )
-    max_sequences: int = Field(256, ge=1, description="largest number of sequences decoded together")
-    kv_cache_gib: float = Field(1.0, gt=0, description="size of the key-value cache per rank on a CPU")
+    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
+    kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per rank on a CPU")
     gpu_memory_utilization: float = Field(
-        0.6, gt=0, lt=1, description="share of a GPU's memory that the engine may use"
+        0.6, gt=0, lt=1, description="share of a GPU's memory for the engine"
     )
     overlap_tools: bool = Field(
         True,
@@ -160,16 +151,14 @@ class RolloutConfig(Section):
     engine_restarts: int = Field(
         3,
         ge=0,
-        description="number of times that a run replaces a failed engine; the next failure ends the run. On "
-        "a GPU with more than 0, the first failure ends the process with a checkpoint and exit code 85",
+        description="failed engines that a run replaces; the next one ends it. On a GPU with more than 0, "
+        "the first ends the process with a checkpoint and exit code 85",
     )
     max_mismatch: float = Field(
         0.1,
         gt=0,
-        description="mean |trainer - engine| of the log-probs of tokens of the current policy version, in "
-        "nats, above which the run ends; with top_p below 1 the limit is larger by -log(top_p); iterations "
-        "without such tokens are not checked; with serving.update=complete and max_staleness above 0 only "
-        "the first iteration has them",
+        description="mean |trainer - engine| of the log-probs of tokens of the current version, in nats, "
+        "above which the run ends; with top_p below 1 the limit is larger by -log(top_p)",
     )
     vllm: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
         default_factory=dict,

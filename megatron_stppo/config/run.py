@@ -16,16 +16,14 @@ class RunConfig(Section):
     name: str = Field("run", pattern=NAME, description="the run's folder under `root`")
     root: Path = Field(Path("runs"), description="folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initial values")
-    iterations: int = Field(
-        100, ge=1, description="iterations of rollout, score, advantage, update and reshard"
-    )
+    iterations: int = Field(100, ge=1, description="iterations to train")
     evaluate_every: int = Field(
         0, ge=0, description="iterations between evaluations; 0: none during training"
     )
     checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints to keep")
     keep_every: int = Field(
-        0, ge=0, description="checkpoints at multiples of this iteration are never removed; 0: off"
+        0, ge=0, description="checkpoints at multiples of this iteration are kept for good; 0: off"
     )
     async_checkpoints: bool = Field(
         True,
@@ -35,31 +33,30 @@ class RunConfig(Section):
         300,
         ge=0,
         le=10_000_000,
-        description="seconds before SLURM_JOB_END_TIME that are reserved for the last checkpoint",
+        description="seconds before SLURM_JOB_END_TIME for the last checkpoint",
     )
     nonfinite_budget: int = Field(
-        5, ge=0, description="number of skipped non-finite steps above which the run ends with exit code 93"
+        5, ge=0, description="skipped steps above which the run ends with exit code 93"
     )
     dump: Literal["none", "faults", "all"] = Field(
         "faults",
-        description="iterations whose scored batch is written to dumps/: none, those with a fault, all",
+        description="iterations whose scored batch is written to dumps/",
     )
-    keep_dumps: int = Field(4, ge=1, description="number of newest dumps to keep")
+    keep_dumps: int = Field(4, ge=1, description="newest dumps to keep")
     spike_deviations: float = Field(
         10.0,
         gt=0,
-        description="number of robust standard deviations above the median at which a value of an update is "
-        "a spike",
+        description="robust standard deviations above the median at which a value of an update is a spike",
     )
     spike_window: int = Field(
         32,
         ge=4,
-        description="number of iterations for that median; no spikes are reported before half of them",
+        description="iterations for that median; no spikes before half of them",
     )
     rollback: bool = Field(
         False,
-        description="after a spike, restore the newest checkpoint and continue with the next tasks; once per "
-        "checkpoint",
+        description="after a spike, restore the newest checkpoint and continue with the next tasks; once "
+        "per checkpoint",
     )
 
     @property
@@ -71,7 +68,7 @@ class DeadlinesConfig(Section):
     """Seconds that a phase may take. A rank that exceeds one reports the stacks of its threads and the rank
     that the others wait for, and ends the run with exit code 1."""
 
-    start_up: Seconds = Field(3600.0, description="time until the first rollout or evaluation begins")
+    start_up: Seconds = Field(3600.0, description="until the first rollout or evaluation begins")
     rollout: Seconds = Field(
         3600.0,
         description="one rollout; environment.tool_wait is added if tools can be unavailable",
@@ -82,16 +79,14 @@ class DeadlinesConfig(Section):
     reshard: Seconds = Field(1800.0, description="copying weights to the engine")
     evaluate: Seconds = Field(7200.0, description="one evaluation")
     checkpoint: Seconds = Field(3600.0, description="one checkpoint, or the wait for the last one")
-    other: Seconds = Field(
-        600.0, description="the time between two phases, in which metrics and logs are written"
-    )
+    other: Seconds = Field(600.0, description="between two phases: metrics and logs")
 
 
 class TelemetryConfig(Section):
     """Reporters in addition to metrics.jsonl and tensorboard/, which every run writes."""
 
     wandb_project: str | None = Field(
-        None, description="Weights & Biases project; default: none. WANDB_API_KEY holds the key"
+        None, description="Weights & Biases project; WANDB_API_KEY holds the key"
     )
     wandb_mode: Literal["online", "offline"] = Field(
         "online", description="offline: kept in the run's folder for `wandb sync`"

@@ -14,37 +14,36 @@ class ServingConfig(Section):
     and the replicas, which `megatron-stppo serve` runs, only serve."""
 
     replicas: int | None = Field(
-        None, description="number of vLLM replicas beside the trainer; null: the trainer's ranks serve"
+        None, description="vLLM replicas beside the trainer; null: the trainer's ranks serve"
     )
     start: bool = Field(
         True,
-        description="train starts the replicas on its own machine; false: they are started elsewhere, with "
-        "`megatron-stppo serve RUN_DIR`",
+        description="train starts the replicas on its own machine; false: start them with `megatron-stppo "
+        "serve RUN_DIR`",
     )
     max_staleness: int = Field(
         1,
         ge=0,
-        description="largest number of versions between a trajectory's oldest token and the policy that is "
-        "trained on it, with order=admission; 0: synchronous",
+        description="largest number of versions between a trajectory's oldest token and the policy that "
+        "trains on it, with order=admission",
     )
     order: Literal["admission", "completion"] = Field(
         "admission",
         description="episodes of the next batch: those admitted first, or those completed first, which "
-        "favours short ones and lets slow ones become older than max_staleness",
+        "favours short ones and may exceed max_staleness",
     )
     update: Literal["recompute", "drain", "complete"] = Field(
         "recompute",
-        description="new weights are sent at once, and running turns continue with them after their "
-        "key-value cache is computed again; drain: after the running turns; complete: after all admitted "
-        "episodes, so that each has one version",
+        description="when new weights are sent. recompute: at once, and running turns continue with them; "
+        "drain: after the running turns; complete: after all admitted episodes",
     )
     concurrency: int | None = Field(
         None, ge=1, description="episodes in progress per replica; default: rollout.max_sequences"
     )
     address: str | None = Field(
         None,
-        description="address of the network interface that replicas connect to; default: loopback if "
-        "train starts them, otherwise that of MASTER_ADDR, or under Slurm of the first rank's node",
+        description="network interface that replicas connect to; default: loopback if train starts them, "
+        "otherwise that of MASTER_ADDR, or under Slurm of the first rank's node",
     )
     timeout: Seconds = Field(
         60.0,

@@ -42,18 +42,16 @@ class CriticOptimizerConfig(OptimizerConfig):
 class UpdateConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over the trajectories of an iteration")
     minibatches: int = Field(2, ge=1, description="minibatches per epoch; each is one optimizer step")
-    tokens_per_microbatch: int = Field(
-        16384, ge=1, description="tokens on one rank; a longer trajectory exceeds it"
-    )
+    tokens_per_microbatch: int = Field(16384, ge=1, description="on one rank; a longer trajectory exceeds it")
     old_logprob: Literal["auto", "score", "update"] = Field(
         "auto",
-        description="forward pass that computes the old policy's log-probs: one of its own, or that of the "
-        "first step, which gives the same numbers. auto: update where it is possible, which needs "
-        "minibatches=1, no KL divergence in the reward, mismatch=off and no routing_replay=old_policy",
+        description="forward pass for the old policy's log-probs. score: one of its own; update: that of "
+        "the first step, which gives the same numbers; auto: update if minibatches=1, mismatch=off, "
+        "routing_replay is not old_policy and no KL divergence is in the reward",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="optimizer: while the engine generates, optimizer states are in host memory and "
+        description="to host memory while the engine generates. optimizer: the optimizer's states, and "
         "gradients are released; all: also the weights, while nothing reads them",
     )
     logit_rows: int = Field(
@@ -68,13 +66,11 @@ class UpdateConfig(Section):
 
 
 class ColdStartConfig(Section):
-    tokens: int | None = Field(
-        None, ge=1, description="number of tokens of the file to train on; default: all"
-    )
+    tokens: int | None = Field(None, ge=1, description="tokens of the file to train on; default: all")
     batch_tokens: int = Field(
         16384,
         ge=1,
-        description="largest number of tokens per optimizer step over all ranks; each has at least one row",
+        description="most tokens per optimizer step over all ranks; each has at least one row",
     )
     lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
     warmup_fraction: float = Field(
@@ -85,9 +81,9 @@ class ColdStartConfig(Section):
     context_weight: float = Field(
         1.0,
         ge=0,
-        description="weight of prompts and observations in the loss; the model's own turns have weight 1",
+        description="weight of prompts and observations in the loss; turns have 1",
     )
     output: Path | None = Field(
         None,
-        description="Hugging Face folder to write the trained model to, or with model.lora the adapters",
+        description="Hugging Face folder for the trained model, or with model.lora for the adapters",
     )
