@@ -10,7 +10,7 @@ import re
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
 from tests.documented import DOCS, NAME, metrics, rows, undocumented
-from tools.write_reference import commands, configuration
+from tools.write_reference import commands, configuration, default
 
 
 def test_every_field_of_the_algorithm_has_a_row_with_its_default() -> None:
@@ -18,8 +18,8 @@ def test_every_field_of_the_algorithm_has_a_row_with_its_default() -> None:
     for cells in rows("algorithms.md"):
         if len(cells) == 5:  # field, default, formula, source, remarks
             written |= dict(zip(NAME.findall(cells[0]), NAME.findall(cells[1]), strict=False))
-    fields = {name: field.default for name, field in AlgorithmConfig.model_fields.items() if name != "preset"}
-    assert written == {name: str(default) for name, default in fields.items()}
+    fields = {name: field for name, field in AlgorithmConfig.model_fields.items() if name != "preset"}
+    assert written == {name: default(field).strip("`") for name, field in fields.items()}
 
 
 def test_every_preset_has_one_row() -> None:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run as a file
 
 from megatron_stppo.__main__ import app
-from megatron_stppo.config import Config
+from megatron_stppo.config import AlgorithmConfig, Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION = """# Configuration
@@ -35,9 +35,8 @@ A run is one YAML file with the sections below. On the command line, `section.fi
 saved as `config.yaml` in the run's folder.
 
 `python tools/write_reference.py` writes this page from `megatron_stppo/config/`; a test checks it.
-
-[algorithms.md](algorithms.md) has the formulas and sources of `algorithm`.
 """
+ALGORITHM = "[algorithms.md](algorithms.md#settings) lists the fields, with formulas and sources.\n"
 COMMANDS = """# Commands
 
 `python tools/write_reference.py` writes this page from the commands' own `--help`, and a test checks that it
@@ -85,7 +84,7 @@ def configuration() -> str:
         about = " ".join((model.__doc__ or "").split())
         first, base = shown.setdefault(tuple(model.model_fields), (name, model))
         others = f"The fields of `{first}`, with other defaults: {other_defaults(model, base)}.\n"
-        rows = table(model) if model is base else others
+        rows = ALGORITHM if model is AlgorithmConfig else table(model) if model is base else others
         parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + rows)
     parts.append(f"## megatron\n\n{sentence(Config.model_fields['megatron'].description)}\n")
     return "\n".join(parts)

@@ -15,9 +15,11 @@ ADVANTAGES = ("gae", "group", "group_mean")
 
 
 class AlgorithmConfig(Section):
-    """Fields that are set beside `preset` override its row."""
+    """`preset` names a row of VARIANTS (algorithm/variants.py); other fields that are given override it."""
 
-    preset: str = Field("kl", description="a row of VARIANTS (algorithm/variants.py)")
+    preset: str = Field(
+        "kl", description="row of the table of algorithms; other fields of this section override it"
+    )
     segments: Literal["token", "turn", "sequence"] = Field(
         "token", description="tokens that share an importance ratio"
     )
@@ -28,7 +30,9 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(
         0.2, ge=0, description="ratios above 1 + clip_high are clipped if the advantage is positive"
     )
-    dual_clip: float | None = Field(None, gt=1, description="largest ratio if the advantage is negative")
+    dual_clip: float | None = Field(
+        None, gt=1, description="largest ratio if the advantage is negative; null: no limit"
+    )
     aggregation: Literal[
         "token_mean",
         "turn_mean",
@@ -47,39 +51,42 @@ class AlgorithmConfig(Section):
     )
     correction_unit: Literal["mean", "sum", "relative", "running"] = Field(
         "relative",
-        description="what ||C|| is measured in. mean: the loss; sum: the loss as a sum over tokens; "
-        "relative, running: the norm of the remaining gradient, the running mean of that norm",
+        description="mean: ||C|| of the loss; sum: of the sum over the minibatch's action tokens, which "
+        "grows with their number; relative: as a multiple of the norm of the remaining gradient; running: "
+        "as a multiple of the running mean of that norm",
     )
-    correction_strength: float = Field(10.0, gt=0, description="factor of ||C|| in the scale")
-    correction_floor: float = Field(1.0, ge=0, description="scale = 1 / max(floor, strength ||C||)")
+    correction_strength: float = Field(10.0, gt=0, description="factor of ||C|| in the scale; 1 in the paper")
+    correction_floor: float = Field(
+        1.0, ge=0, description="scale = 1 / max(floor, strength ||C||); 0 is the paper's literal form"
+    )
     correction_probe: bool = Field(
         False,
-        description="report ||C|| by every estimator, and every step in steps.jsonl; a step that clips "
-        "takes a second backward pass",
+        description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
+        "but a step that clips takes a second backward pass",
     )
     select: Literal["all", "turn"] = Field(
         "all",
-        description="turn: leave out turns that are far from the old policy and would be pushed further away",
+        description="turns in the surrogate; turn: without those that are far from the old policy and would "
+        "be pushed further away",
     )
     select_bound: float = Field(
         0.04, gt=0, description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn"
     )
     rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
         "kl",
-        description="factor on the actor's learning rate of each optimizer step. kl: from the KL divergence "
-        "to the old policy; ess: from the effective sample size of the trajectories; open_loop: "
-        "rate_profile",
+        description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
+        "KL divergence to the old policy; from the effective sample size of the trajectories' ratios",
     )
     rate_profile: list[Factor] | None = Field(
-        None, description="with rate=open_loop: a factor for each optimizer step of an iteration"
+        None, description="with rate=open_loop: a factor for each optimizer step of an iteration, in order"
     )
     rate_kl: float = Field(
         0.002, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
     )
     momentum: Literal["keep", "reset", "clock"] = Field(
         "keep",
-        description="the actor's Adam at the start of each iteration's update. reset: moments and step "
-        "count become 0; clock: the step count of its bias correction",
+        description="the actor's Adam at the start of each iteration's update: as it is; with moments and "
+        "step count set to 0; with the step count of its bias correction set to 0",
     )
     advantage: str = Field(
         "gae",
@@ -107,12 +114,13 @@ class AlgorithmConfig(Section):
     entropy_coefficient: float = Field(0.001, ge=0, description="weight of the entropy bonus")
     old_policy: Literal["score", "behaviour"] = Field(
         "score",
-        description="denominator of the ratios. score: the trainer's policy at the iteration's start; "
-        "behaviour: the engine's policies that generated the tokens",
+        description="denominator of the importance ratios: the trainer's policy at the iteration's start, or "
+        "the engine's policies that generated the tokens",
     )
     mismatch: Literal["off", "truncate", "mask"] = Field(
         "off",
-        description="correction of the difference between engine and old policy; truncate: TIS, mask: MIS",
+        description="correction of what lies between the engine's policy and the old policy: truncate (TIS), "
+        "mask (MIS) or off",
     )
     mismatch_level: Literal["token", "turn", "sequence"] = Field(
         "token", description="tokens that the mismatch weight is averaged over"
@@ -120,8 +128,8 @@ class AlgorithmConfig(Section):
     mismatch_bound: float = Field(2.0, gt=1, description="bound of the mismatch weight")
     routing_replay: Literal["off", "old_policy", "rollout"] = Field(
         "off",
-        description="experts of the trainer. off: its router's; old_policy: in updates, those of the old "
-        "policy (R2); rollout: in scoring and updates, those of the engine (R3)",
+        description="experts that the trainer uses: those its router chooses; in updates, those chosen when "
+        "the old policy was scored (R2); in scoring and updates, those that the engine chose (R3)",
     )
 
     @model_validator(mode="before")
