@@ -49,9 +49,10 @@ app = command_group(
 _FILES = (train, replay, episodes, serve, cold_start, environments, plan, audit, report, check)
 for _file in _FILES:
     app.add_typer(_file.commands)
+app.add_typer(convert.imports)
 app.add_typer(convert.commands, name="convert")
-for _file in (*_FILES, convert):
-    for _command in _file.commands.registered_commands:
+for _commands in (*(file.commands for file in _FILES), convert.imports, convert.commands):
+    for _command in _commands.registered_commands:
         # Without a short_help the list of commands cuts their first sentence where the line ends.
         _command.short_help = (_command.callback.__doc__ or "").strip()
 

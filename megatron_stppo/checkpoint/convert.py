@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stppo.base.files import check_absent, replace_folder
+from megatron_stppo.base.files import check_absent
 from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
@@ -29,15 +27,14 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, by_file, finish, write_tensors
 from megatron_stppo.weights.sharding.low_rank import LowRank
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 TEMPLATES = "additional_chat_templates"  # a folder of the tokenizer: the templates that have names
-FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
 def export_hf(
@@ -68,7 +65,7 @@ def export_hf(
     for name, keys in files.items():
         whole = gather(parameters, layouts, shapes, keys, terms, group)
         on_first(group, functools.partial(write_tensors, whole, partial / name, partial / "config.json"))
-    on_first(group, lambda: _finish(folder, partial, files, shape, dtype.itemsize))
+    on_first(group, lambda: finish(folder, partial, files, shape, dtype.itemsize))
 
 
 def gather(
@@ -92,22 +89,6 @@ def gather(
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
-def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """Return {file name: its tensors}, in checkpoint order, with up to `limit` bytes per file."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for key, dims in hf_shapes(shape).items():
-        bytes_ = torch.Size(dims).numel() * itemsize
-        if groups[-1] and size + bytes_ > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(key)
-        size += bytes_
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": keys for i, keys in enumerate(groups, 1)}
-
-
 def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
     if not overwrite:
         check_absent("output", folder)
@@ -121,33 +102,6 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
     config = json.loads((partial / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def write_tensors(
-    tensors: dict[str, Tensor], path: Path, like: Path, metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write one file of tensors with the mode of the file `like`; safetensors would give it mode 0600."""
-    save_file(tensors, path, {"format": "pt"} | dict(metadata or {}))
-    path.chmod(like.stat().st_mode & 0o777)
-
-
-def _finish(
-    folder: Path, partial: Path, files: Mapping[str, list[str]], shape: ModelShape, itemsize: int
-) -> None:
-    if len(files) > 1:
-        total = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values()) * itemsize
-        weight_map = {key: name for name, keys in files.items() for key in keys}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    publish(partial, folder)
-
-
-def publish(partial: Path, folder: Path) -> None:
-    """Rename a complete folder into place, after its files are on the disk."""
-    for path in filter(Path.is_file, partial.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # a rename may reach the disk before the data it names
-    replace_folder(partial, folder)
 
 
 def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:

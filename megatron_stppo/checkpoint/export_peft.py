@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_stppo.base.files import check_absent
 from megatron_stppo.checkpoint import loading as checkpoints
-from megatron_stppo.checkpoint.convert import gather, on_first, publish, write_tensors
+from megatron_stppo.checkpoint.convert import gather, on_first
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.config.model import LoraConfig
@@ -25,6 +25,7 @@ from megatron_stppo.config.peft_folder import DIGEST, PREFIX, SETTINGS, TENSORS
 from megatron_stppo.model import build
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.hf_write import publish, write_tensors
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.weights_digest import weights_digest
 

@@ -1,9 +1,10 @@
-"""The commands `convert to-hf`, `convert to-peft` and `convert to-megatron`."""
+"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron` and `import-gguf`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -93,3 +94,34 @@ def to_megatron(
     from megatron_stppo.checkpoint import convert
 
     convert.to_megatron(settings, output)
+
+
+imports = command_group()
+
+
+@imports.command(
+    "import-gguf",
+    epilog=examples(
+        "megatron-stppo import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2",
+        "megatron-stppo import-gguf model.gguf models/new --dtype float32",
+    ),
+)
+def import_gguf(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="a GGUF file of llama.cpp", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="type of the weights")] = "bfloat16",
+) -> None:
+    """Write a GGUF file as a Hugging Face folder, which model.path accepts."""
+    import torch
+    from rich.progress import track
+
+    from megatron_stppo.checkpoint import import_gguf as gguf
+    from megatron_stppo.observe.console import say
+
+    def shown(names: Sequence[str]) -> list[str]:
+        return list(track(names, "decoding"))
+
+    shape = gguf.import_gguf(file, folder, getattr(torch, dtype), shown)
+    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")

@@ -15,7 +15,8 @@ from tests.ranks import run_ranks
 
 def write_too_much(folder: Path) -> str:
     """Return the error of a rank. The first one may write files of at most 4 kB."""
-    from megatron_stppo.checkpoint.convert import on_first, write_tensors
+    from megatron_stppo.checkpoint.convert import on_first
+    from megatron_stppo.weights.sharding.hf_write import write_tensors
 
     if dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

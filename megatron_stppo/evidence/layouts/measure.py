@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
-from megatron_stppo.checkpoint.convert import by_file, gather
+from megatron_stppo.checkpoint.convert import gather
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import to_batch
@@ -25,6 +25,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_write import by_file
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.spans import training_spans
 

@@ -1,0 +1,61 @@
+"""Writes the files of weights of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stppo.base.files import replace_folder
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE
+from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
+
+FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
+
+
+def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
+    """Return {file name: its tensors}, in checkpoint order, with up to `limit` bytes per file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key, dims in hf_shapes(shape).items():
+        bytes_ = torch.Size(dims).numel() * itemsize
+        if groups[-1] and size + bytes_ > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += bytes_
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": keys for i, keys in enumerate(groups, 1)}
+
+
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, like: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one file of tensors with the mode of the file `like`; safetensors would give it mode 0600."""
+    save_file(tensors, path, {"format": "pt"} | dict(metadata or {}))
+    path.chmod(like.stat().st_mode & 0o777)
+
+
+def finish(
+    folder: Path, partial: Path, files: Mapping[str, list[str]], shape: ModelShape, itemsize: int
+) -> None:
+    if len(files) > 1:
+        total = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values()) * itemsize
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    publish(partial, folder)
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Rename a complete folder into place, after its files are on the disk."""
+    for path in filter(Path.is_file, partial.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # a rename may reach the disk before the data it names
+    replace_folder(partial, folder)
