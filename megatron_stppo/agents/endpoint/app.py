@@ -7,24 +7,23 @@ All errors are JSON in the form of the API.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, ModelCard, ModelList
 
 from megatron_stppo.agents.endpoint import body
 from megatron_stppo.agents.endpoint.asks import Ask, chat_ask, text_ask
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.reply import (
-    Form,
+    Json,
     Reply,
     chat_chunks,
     chat_object,
@@ -79,8 +78,8 @@ def application(doors: Doors) -> Starlette:
         session = _session(doors, request)
         session.admit()
         session.leave()
-        card = ModelCard(id=doors.model, owned_by="megatron_stppo", max_model_len=doors.max_context)
-        return _json(ModelList(data=[card]))
+        card = {"id": doors.model, "object": "model", "created": 0, "owned_by": "megatron_stppo"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": doors.max_context}]})
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
@@ -133,11 +132,10 @@ async def _answered(doors: Doors, request: Request, make: Callable[[bytes], Ask]
         session.leave()
     if isinstance(answer, Refusal):
         raise answer
-    form = Form(doors.model, ask.logprobs, ask.token_ids, ask.usage_in_stream)
     if ask.stream:
-        chunks = (chat_chunks if ask.chat else text_chunks)(answer, form)
+        chunks = (chat_chunks if ask.chat else text_chunks)(answer, doors.model, ask.usage_in_stream)
         return StreamingResponse(_events(chunks), media_type="text/event-stream")
-    return _json((chat_object if ask.chat else text_object)(answer, form))
+    return JSONResponse((chat_object if ask.chat else text_object)(answer, doors.model))
 
 
 async def _content(request: Request, seconds: float) -> bytes:
@@ -179,18 +177,14 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _events(chunks: Iterator[BaseModel]) -> Iterator[str]:
+def _events(chunks: Iterator[Json]) -> Iterator[str]:
     for chunk in chunks:
-        yield f"data: {chunk.model_dump_json(exclude_none=True)}\n\n"
+        yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _json(value: BaseModel, status: int = 200) -> Response:
-    return JSONResponse(value.model_dump(mode="json"), status)
-
-
 def _refusal(error: Refusal) -> Response:
-    info = ErrorInfo(message=str(error), type=error.code, code=error.status)
+    info = {"message": str(error), "type": error.code, "param": None, "code": error.status}
     # a body may be unread
     close = {"connection": "close"} if error.status in (401, 404, 405, 408, 413, 429, 500) else {}
-    return JSONResponse(ErrorResponse(error=info).model_dump(mode="json"), error.status, headers=close)
+    return JSONResponse({"error": info}, error.status, headers=close)

@@ -13,14 +13,7 @@ from megatron_stppo.agents.endpoint import body
 from megatron_stppo.agents.endpoint.asks import chat_ask, text_ask
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
-from megatron_stppo.agents.endpoint.reply import (
-    Form,
-    Reply,
-    chat_chunks,
-    chat_object,
-    text_chunks,
-    text_object,
-)
+from megatron_stppo.agents.endpoint.reply import Reply, chat_chunks, chat_object, text_chunks, text_object
 from tests.agents.endpoint.world import World
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -149,21 +142,20 @@ def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> No
     reply = Reply(
         "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, 2, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
     )
-    form = Form("m", logprobs=True, token_ids=True, usage=True)
-    chunks = [chunk.model_dump() for chunk in chat_chunks(reply, form)]
+    chunks = list(chat_chunks(reply, "m", usage=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert [delta.get("content") for delta in deltas[:2]] == ["", "I look."]
     (call,) = deltas[2]["tool_calls"]
     assert (call["id"], call["function"]) == ("c1", {"name": "f", "arguments": '{"a": 1}'})
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    assert [choice["token_ids"] for choice in choices if choice["token_ids"]] == [[5, 6]]
-    assert [len(choice["logprobs"]["content"]) for choice in choices if choice["logprobs"]] == [2]
+    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [(5, 6)]
+    assert [len(choice["logprobs"]["content"]) for choice in choices if "logprobs" in choice] == [2]
     assert choices[-1]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]["total_tokens"] == 4
-    whole = chat_object(reply, form).model_dump()["choices"][0]
+    whole = chat_object(reply, "m")["choices"][0]
     assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    ((text, usage), plain) = list(text_chunks(reply, form)), text_object(reply, form).model_dump()
-    assert text.model_dump()["choices"][0]["text"] == plain["choices"][0]["text"] == "I look."
-    assert usage.model_dump()["usage"] == plain["usage"]
+    (text, usage), plain = text_chunks(reply, "m", usage=True), text_object(reply, "m")
+    assert text["choices"][0]["text"] == plain["choices"][0]["text"] == "I look."
+    assert usage["usage"] == plain["usage"]
     assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1]
 
 
