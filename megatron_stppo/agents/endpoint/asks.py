@@ -1,4 +1,9 @@
-"""What a request asks for, from the JSON of its body."""
+"""What a request asks for, from the JSON of its body. Sampling is the run's: a client cannot change it.
+
+Each field of a request is accepted (it has the meaning of the OpenAI API, within the limits of the run),
+ignored (any value, without effect) or refused with status 400. A field that is null or has its default value
+is never refused. docs/agents.md has the table for users.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMClientError
 
-from megatron_stppo.agents.endpoint import fields
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.agents.endpoint.reply import Reply
 
+BOTH = {
+    "max_tokens",
+    "stop",
+    "include_stop_str_in_output",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "return_token_ids",
+}
+ACCEPTED = {
+    "chat": BOTH | {"messages", "tools", "tool_choice", "max_completion_tokens"},
+    "text": BOTH | {"prompt"},
+}
+# Default values of the OpenAI API that differ from vLLM's, which are null, or that vLLM does not have.
+DEFAULTS = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "modalities": ["text"]}
+IGNORED = frozenset(
+    # sampling: that of the run is used
+    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty length_penalty "
+    # amount of reasoning, which training determines
+    "reasoning_effort verbosity include_reasoning parallel_tool_calls "
+    # the name of the model, and notes of the client
+    "model user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "request_id session_id priority cache_salt "
+    # form of the text: special tokens that the policy writes are text
+    "skip_special_tokens spaces_between_special_tokens stream_interval".split()
+)
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not exchange
 
@@ -58,7 +89,7 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
 
     has_parser: whether the run can parse calls of tools.
     """
-    given = fields.check("chat", body, ChatCompletionRequest)
+    given = accepted("chat", body, ChatCompletionRequest)
     request = _validated(ChatCompletionRequest, given)
     assert isinstance(request, ChatCompletionRequest)
     messages = template_messages(given.get("messages") or ())
@@ -85,7 +116,7 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
 
     A list of token ids is taken as it is. In a text, special tokens are text.
     """
-    given = fields.check("text", body, CompletionRequest)
+    given = accepted("text", body, CompletionRequest)
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -103,6 +134,21 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
         logprobs=request.logprobs is not None,
         **_common(given, request),
     )
+
+
+def accepted(kind: str, body: Mapping[str, Any], protocol: type[BaseModel]) -> dict[str, Any]:
+    """Return the accepted fields of a request. Raises Refusal for one that must not be used.
+
+    kind: "chat" or "text". protocol: vLLM's class of the request, whose defaults have no effect.
+    """
+    for name, value in body.items():
+        if name in ACCEPTED[kind] or name in IGNORED or value is None:
+            continue
+        field = protocol.model_fields.get(name)
+        default = field.get_default(call_default_factory=False) if field else PydanticUndefined
+        if value != default and value not in ([], {}) and value != DEFAULTS.get(name, default):
+            raise Refusal(400, f"{name[:40]!r} is not supported; remove it (docs/agents.md has all fields)")
+    return {name: value for name, value in body.items() if name in ACCEPTED[kind]}
 
 
 def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:

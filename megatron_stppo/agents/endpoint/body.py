@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_stppo.base.printing import one_line
@@ -12,6 +12,7 @@ from megatron_stppo.base.printing import one_line
 MAX_BYTES = 2**22  # of a body: more text than a context of 10^6 tokens
 MAX_DEPTH = 64
 MAX_ITEMS = 2**16  # lists, objects and elements of a body; a list of token ids may have more
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Refusal(Exception):
@@ -37,26 +38,13 @@ def read(content: bytes, max_items: int = MAX_ITEMS) -> dict[str, Any]:
     if items > max_items:
         raise Refusal(400, f"the body has more than {max_items} lists, objects and elements")
     try:
-        value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise Refusal(400, "the body is not valid UTF-8") from None
-    except (ValueError, RecursionError):
-        raise Refusal(400, "the body is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise Refusal(400, "the body must be a JSON object")
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise Refusal(400, "the body has an unpaired surrogate") from None
-    return value
+        return _OBJECT.decode(content)
+    except (UnicodeDecodeError, msgspec.MsgspecError) as error:  # also for NaN and unpaired surrogates
+        raise Refusal(400, f"the body is not a JSON object ({error})") from None
 
 
 def too_large() -> Refusal:
     return Refusal(413, f"the body is larger than {MAX_BYTES} bytes")
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _depth_and_items(content: bytes) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -15,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_stppo.agents.endpoint.app import Doors, application
 from megatron_stppo.agents.endpoint.asks import Ask
-from megatron_stppo.agents.endpoint.session import Allowance, Session
+from megatron_stppo.agents.endpoint.session import DEFAULT, EndpointLimits, Session
 
 HOST = "127.0.0.1"
 MAX_HEAD = 2**14  # bytes of the head of a request
@@ -23,35 +22,14 @@ START_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """Limits against slow and numerous clients.
-
-    Example: ServerLimits(head_seconds=1.0) closes a connection on which a request begins and whose head
-    is not complete after one second."""
-
-    connections: int = 2048  # at a time; others get 503
-    head_seconds: float = (
-        10.0  # from the first byte of a request, or a new connection, to the end of its head
-    )
-    body_seconds: float = 30.0
-    idle_seconds: float = 60.0  # a connection without a request
-
-
 class Endpoint:
     """The server of the agents of this process. Example: start(), then open() for every episode."""
 
     def __init__(
-        self,
-        model: str,
-        max_context: int,
-        has_parser: bool,
-        limits: ServerLimits | None = None,
-        allowance: Allowance | None = None,
+        self, model: str, max_context: int, has_parser: bool, limits: EndpointLimits = DEFAULT
     ) -> None:
         """model: the name that clients get."""
-        limits = limits or ServerLimits()
-        self.model, self._allowance = model, allowance or Allowance()
+        self.model, self._limits = model, limits
         self._sessions: dict[str, Session] = {}
         doors = Doors(self._sessions, model, max_context, has_parser, limits.body_seconds)
         self._socket = socket.create_server((HOST, 0))
@@ -89,7 +67,7 @@ class Endpoint:
 
     def open(self) -> Session:
         """Return a new session, whose requests are accepted. Call it in the event loop of the episode."""
-        session = Session(self._allowance)
+        session = Session(self._limits)
         self._sessions[session.name] = session
         return session
 

@@ -18,23 +18,30 @@ ENDED = "the episode has ended"
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """How much one episode may ask for.
+class EndpointLimits:
+    """Limits against slow and numerous clients, and on what one episode may ask for.
 
-    Example: Allowance(2, 10, 5.0) refuses a third request while two wait, the eleventh request, and more
-    than 5 requests in a second.
+    Example: EndpointLimits(head_seconds=1.0) closes a connection on which a request begins and whose head is
+    not complete after one second.
     """
 
-    waiting: int = 64  # requests at a time
-    requests: int = 10_000  # in an episode, refused ones included
-    per_second: float = 200.0  # also the size of a burst
+    connections: int = 2048  # at a time; others get 503
+    head_seconds: float = 10.0  # from the first byte of a request, or a new connection, to the head's end
+    body_seconds: float = 30.0
+    idle_seconds: float = 60.0  # a connection without a request
+    waiting: int = 64  # requests of an episode at a time
+    requests: int = 10_000  # of an episode, refused ones included
+    per_second: float = 200.0  # requests of an episode; also the size of a burst
+
+
+DEFAULT = EndpointLimits()
 
 
 @dataclass
 class Session:
     """One episode at the endpoint. Its name is part of its address; every request must have its token."""
 
-    allowance: Allowance = Allowance()
+    limits: EndpointLimits = DEFAULT
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
@@ -46,7 +53,7 @@ class Session:
         self.asked = 0  # requests for a completion, whether their clients wait for it or not
         self.refused = ""  # why the last request that was refused was refused
         self._waiting = self._requests = 0
-        self._allowed, self._since = self.allowance.per_second, time.monotonic()
+        self._allowed, self._since = self.limits.per_second, time.monotonic()
 
     def opens(self, token: str) -> bool:
         """Return whether this is the token. Takes the same time for every token of a length."""
@@ -55,15 +62,15 @@ class Session:
     def admit(self) -> None:
         """Count a request that begins. Raises Refusal above a limit. Call `leave` when it has ended."""
         now = time.monotonic()
-        self._allowed += (now - self._since) * self.allowance.per_second
-        self._allowed, self._since = min(self._allowed, self.allowance.per_second), now
+        self._allowed += (now - self._since) * self.limits.per_second
+        self._allowed, self._since = min(self._allowed, self.limits.per_second), now
         self._requests += 1
-        if self._requests > self.allowance.requests:
-            raise Refusal(429, f"more than {self.allowance.requests} requests in an episode", "rate_limit")
-        if self._waiting >= self.allowance.waiting:
-            raise Refusal(429, f"more than {self.allowance.waiting} requests at a time", "rate_limit")
+        if self._requests > self.limits.requests:
+            raise Refusal(429, f"more than {self.limits.requests} requests in an episode", "rate_limit")
+        if self._waiting >= self.limits.waiting:
+            raise Refusal(429, f"more than {self.limits.waiting} requests at a time", "rate_limit")
         if self._allowed < 1:
-            raise Refusal(429, f"more than {self.allowance.per_second:g} requests per second", "rate_limit")
+            raise Refusal(429, f"more than {self.limits.per_second:g} requests per second", "rate_limit")
         self._allowed -= 1
         self._waiting += 1
 

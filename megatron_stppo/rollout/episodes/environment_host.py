@@ -19,11 +19,10 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.base.printing import one_line
-from megatron_stppo.base.types import Message, Task
+from megatron_stppo.base.types import Message, Outcome, Task
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import (
     AnyEnvironment,
@@ -44,10 +43,9 @@ PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one environment call: messages or a request (reset), a StepResult (step) or a failure.
+    """The result of one environment call: messages or a request (reset), or a StepResult (step, any failure).
 
-    Example: Answer(3, result=StepResult("..", 0.0, False, True, 1)), or
-    Answer(3, failure="timeout", detail="no answer within 30 s").
+    Example: Answer(3, result=StepResult("..", 0.0, False, True, 1)).
     """
 
     index: int
@@ -55,9 +53,6 @@ class Answer:
     stop_strings: tuple[str, ...] = ()
     request: Request | None = None  # in place of the messages, of a CompletionEnvironment
     result: StepResult | None = None
-    failure: Literal["error", "timeout"] | None = None
-    tool_calls: int = 0  # of a failure, if the environment knows them
-    detail: str = ""
     misuse: str = ""  # a programming error in the environment; it ends the run
 
 
@@ -188,31 +183,34 @@ class EnvironmentHost:
             async with asyncio.timeout(self._deadline):
                 return await call()
 
-        def failed(kind: Literal["error", "timeout"], detail: str) -> Answer:
-            environment = self._environments.get(index)
-            known = isinstance(environment, CompletionEnvironment)
-            calls = getattr(environment, "tool_calls", 0) if known else 0
-            counted = calls if type(calls) is int and calls > 0 else 0
-            return Answer(index, failure=kind, tool_calls=counted, detail=one_line(detail))
-
         async with self._semaphore:
             try:
                 answer = await self._tools.call(attempt)
             except ToolAway as away:  # take() ends the rollout
-                answer = failed("error", str(away))
+                answer = self._failed(index, "error", str(away))
             except TimeoutError as error:
-                answer = failed("timeout", text_of(error) or f"no answer within {self._deadline:g} s")
-                self._lines.log(f"episode {index}: environment timed out", error, answer.detail)
+                detail = one_line(text_of(error) or f"no answer within {self._deadline:g} s")
+                answer = self._failed(index, "timeout", detail)
+                self._lines.log(f"episode {index}: environment timed out", error, detail)
             except contract.NotAnEnvironment as error:
                 answer = Answer(index, misuse=one_line(str(error)))
             except BaseException as error:  # Ctrl-C reaches the main thread only
                 if self._stop.is_set():
                     raise  # __exit__ cancelled the call, not the environment
                 # a failure of an environment is an outcome of its episode and does not end the run
-                answer = failed("error", described(error))
-                self._lines.log(f"episode {index}: environment failed", error, answer.detail)
+                detail = one_line(described(error))
+                answer = self._failed(index, "error", detail)
+                self._lines.log(f"episode {index}: environment failed", error, detail)
         self._answers.put((ticket, answer))
         self._answered()
+
+    def _failed(self, index: int, outcome: Outcome, detail: str) -> Answer:
+        """Return the end of an episode whose environment failed, with the calls of tools that it counts."""
+        environment = self._environments.get(index)
+        known = isinstance(environment, CompletionEnvironment)
+        calls = getattr(environment, "tool_calls", 0) if known else 0
+        counted = calls if type(calls) is int and calls > 0 else 0
+        return Answer(index, result=StepResult("", 0.0, True, False, counted, outcome, one_line(detail)))
 
     async def _close(self, index: int) -> None:
         environment = self._environments.pop(index, None)

@@ -127,10 +127,7 @@ class Player:
         if answer.misuse:
             raise ConfigError(answer.misuse)
         episode = self._playing[answer.index].episode
-        if answer.failure is not None:
-            episode.tool_calls += answer.tool_calls
-            episode.end(answer.failure, answer.detail)
-        elif answer.result is not None:
+        if answer.result is not None:
             episode.answer(answer.result)
         elif answer.request is not None:
             episode.ask(answer.request)

@@ -292,7 +292,9 @@ def test_calls_of_tools_count_where_the_agent_fails_on_them(world: World) -> Non
         assert all(answer.request for answer in host.take(2))
         for index in range(2):
             host.step(index, turn)
-        found = [(answer.failure, answer.tool_calls) for answer in host.take(2)]
+        found = [
+            (answer.result.outcome, answer.result.tool_calls) for answer in host.take(2) if answer.result
+        ]
     assert found == [("error", 1), ("timeout", 1)]
 
 

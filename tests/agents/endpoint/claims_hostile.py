@@ -13,13 +13,13 @@ import psutil
 
 from megatron_stppo.agents.endpoint.body import MAX_BYTES
 from megatron_stppo.agents.endpoint.recorder import Recorder
-from megatron_stppo.agents.endpoint.server import Endpoint, ServerLimits
-from megatron_stppo.agents.endpoint.session import Allowance, Session
+from megatron_stppo.agents.endpoint.server import Endpoint
+from megatron_stppo.agents.endpoint.session import EndpointLimits, Session
 from megatron_stppo.environments.base import Completion
 from tests.agents.endpoint.world import World
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-QUICK = ServerLimits(connections=12, head_seconds=1.0, body_seconds=1.0)
+QUICK = EndpointLimits(connections=12, head_seconds=1.0, body_seconds=1.0)
 
 
 async def policy(world: World, session: Session) -> None:
@@ -34,11 +34,10 @@ async def policy(world: World, session: Session) -> None:
 def serving(
     world: World,
     play: Callable[[Endpoint, Session, Session], Awaitable[None]],
-    limits: ServerLimits = QUICK,
-    allowance: Allowance | None = None,
+    limits: EndpointLimits = QUICK,
 ) -> None:
     """Call play(endpoint, episode, another episode) while a policy answers in both episodes."""
-    endpoint = Endpoint("tiny", 256, True, limits, allowance).start()
+    endpoint = Endpoint("tiny", 256, True, limits).start()
 
     async def main() -> None:
         sessions = [endpoint.open(), endpoint.open()]
@@ -218,9 +217,9 @@ def test_requests_of_an_episode_are_limited_in_number_rate_and_at_a_time(world: 
         assert [(await task)[0] for task in slow] == [408, 408]
         assert (await ask(endpoint, mine, mine.token))[0] == 200, "places are free again"
 
-    serving(world, number, allowance=Allowance(requests=3))
-    serving(world, rate, allowance=Allowance(per_second=1.0))
-    serving(world, waiting, allowance=Allowance(waiting=2))
+    serving(world, number, replace(QUICK, requests=3))
+    serving(world, rate, replace(QUICK, per_second=1.0))
+    serving(world, waiting, replace(QUICK, waiting=2))
 
 
 def test_connections_are_limited(world: World) -> None:

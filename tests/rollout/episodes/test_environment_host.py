@@ -37,6 +37,11 @@ class Blocking(Game):
         return []
 
 
+def ending(answer: Answer) -> tuple[str | None, str]:
+    assert answer.result is not None
+    return answer.result.outcome, answer.result.detail
+
+
 def test_answers_come_in_order_of_submission_when_all_are_awaited() -> None:
     with EnvironmentHost(Game, concurrency=8, deadline=5) as host:
         for index in range(6):
@@ -62,8 +67,8 @@ def test_an_exceeded_deadline_is_a_timeout_and_does_not_affect_other_calls() -> 
         host.step(0, "a")
         host.step(1, "a")
         slow, quick = host.take(2)
-    assert (slow.failure, slow.detail) == ("timeout", "no answer within 0.3 s")
-    assert quick.failure is None and quick.result is not None
+    assert ending(slow) == ("timeout", "no answer within 0.3 s")
+    assert ending(quick) == (None, "")
 
 
 def failures(host: EnvironmentHost, behave: str, first: int) -> list[Answer]:
@@ -82,7 +87,7 @@ def test_a_kind_of_failure_is_logged_once_in_one_line_with_its_place_until_the_n
     with caplog.at_level(logging.INFO), EnvironmentHost(Game, concurrency=1, deadline=5) as host:
         for first in (0, 3):
             for answer in failures(host, "raise", first):
-                assert (answer.failure, answer.detail) == ("error", "RuntimeError: the board fell over  [31m")
+                assert ending(answer) == ("error", "RuntimeError: the board fell over  [31m")
         failures(host, "return nothing", 6)
         host.renew_patience()
         failures(host, "raise", 9)
@@ -115,8 +120,8 @@ def test_whatever_an_environment_raises_is_an_error_of_its_episode_at_once(behav
         for index in range(2):
             host.step(index, "a")
         ended, other = host.take(2)
-    assert (ended.failure, ended.detail) == ("error", detail)
-    assert other.result is not None
+    assert ending(ended) == ("error", detail)
+    assert ending(other) == (None, "")
 
 
 def test_a_result_of_the_wrong_type_is_an_outcome_and_a_class_of_the_wrong_kind_is_misuse() -> None:
@@ -127,9 +132,9 @@ def test_a_result_of_the_wrong_type_is_an_outcome_and_a_class_of_the_wrong_kind_
         for index in range(2):
             host.step(index, "a")
         nothing, plain = host.take(2)
-    assert (nothing.failure, nothing.misuse) == ("error", "")
-    assert nothing.detail == "WrongValue: Game.step(): returned None; return an environments.base.StepResult"
-    assert (plain.failure, plain.misuse) == (None, "Game.step(): cannot be awaited; write `async def step`")
+    wrong = "WrongValue: Game.step(): returned None; return an environments.base.StepResult"
+    assert ending(nothing) == ("error", wrong) and nothing.misuse == ""
+    assert (plain.result, plain.misuse) == (None, "Game.step(): cannot be awaited; write `async def step`")
 
 
 def test_concurrency_bounds_the_calls_in_progress() -> None:

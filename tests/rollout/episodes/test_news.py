@@ -7,13 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.episodes.collect import RolloutSettings, _Rollout
 from megatron_stppo.rollout.episodes.environment_host import Answer
 from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from tests.ranks import run_ranks
 
-ANSWER = Answer(3, failure="error", detail="the board fell over")
+ANSWER = Answer(3, result=StepResult("", 0.0, True, False, 0, "error", "the board fell over"))
 SAID: tuple[Any, ...] = ((), (), (ANSWER, ANSWER), (), RolloutError("the host failed"))
 
 

@@ -67,7 +67,8 @@ def test_calls_are_repeated_until_the_tool_answers_and_the_wait_prints_two_lines
             host.step(index, action)
         first, refused, last = host.take(3)
     assert first.result and last.result and last.result.observation == "b"
-    assert (refused.failure, refused.detail) == ("error", "ValueError: the tool refuses this action")
+    assert refused.result and refused.result.outcome == "error"
+    assert refused.result.detail == "ValueError: the tool refuses this action"
     assert Asking.made == 3, "an attempt creates no new environment"
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     begins, ends = (
