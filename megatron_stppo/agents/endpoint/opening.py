@@ -23,8 +23,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.text.conversation import encode_after
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import AnyEnvironment
-from megatron_stppo.parallel.raise_together import first, raise_together
-from megatron_stppo.rollout.episodes import tool_wait
+from megatron_stppo.rollout.episodes.collect import open_together
 from megatron_stppo.rollout.vllm.vllm_setup import end_of_text_ids
 from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
 
@@ -32,19 +31,12 @@ from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
 def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
     """Return a function that makes the environment of one episode. Collective.
 
-    For an agent, the first rank of each engine listens on the loopback interface. Arguments and errors
-    otherwise as of tool_wait.open_environment.
+    For an agent, the first rank of each engine listens on the loopback interface. `resume` and the errors are
+    those of open_together.
     """
-    if config.environment.kind != choose.AGENT:
-        return tool_wait.open_environment(config.environment, resume)
-    misuse: str | None = None
-    make: Callable[[], AnyEnvironment] = _unused
-    try:
-        make = _agents(config)
-    except ConfigError as error:
-        misuse = str(error)
-    raise_together(misuse, lambda failures: ConfigError(first(failures)), str)
-    return make
+    section = config.environment
+    make = partial(_agents, config) if section.kind == choose.AGENT else partial(choose.factory, section)
+    return open_together(make, section, resume)
 
 
 def _agents(config: Config) -> Callable[[], AnyEnvironment]:

@@ -8,6 +8,7 @@ is then bitwise reproducible, whatever the timing of the tools.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,14 +19,14 @@ import torch.distributed as dist
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.base.types import Task, Trajectory
-from megatron_stppo.config import ConfigError
-from megatron_stppo.environments.base import AnyEnvironment
-from megatron_stppo.parallel.collectives import broadcast_record
-from megatron_stppo.parallel.raise_together import by_rank, raise_together
+from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.environments.base import AnyEnvironment, ToolAway
+from megatron_stppo.parallel.collectives import any_rank, broadcast_record
+from megatron_stppo.parallel.raise_together import by_rank, first, gather_failures, raise_together
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import InProgress, Player
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.episodes.tool_wait import BEGINS, LONGEST, ToolWait, gave_up
 from megatron_stppo.rollout.vllm.generation import EngineFailure, RolloutError
 
 if TYPE_CHECKING:
@@ -107,6 +108,44 @@ def collect(
     meet(trouble, group, settings.deadline + ALONE)
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [episode.trajectory() for episode in episodes]
+
+
+def open_together(
+    make: Callable[[], Callable[[], AnyEnvironment]], section: EnvironmentConfig, resume: bool
+) -> Callable[[], AnyEnvironment]:
+    """Return make(), which returns a function that makes the environment of an episode. Collective.
+
+    With `resume` it waits, as a rollout does, while a tool of any rank does not answer. If the tools do not
+    answer in time, it raises ToolsStayAway on all ranks. In a new run it does not wait and raises
+    ConfigError, because the address may be wrong. A ConfigError of one rank, which perhaps lacks a file or a
+    package, is raised on all ranks.
+    """
+    patience, began, waits = section.tool_wait if resume else 0.0, time.monotonic(), False
+    while True:
+        away: ToolAway | None = None
+        misuse: str | None = None
+        try:
+            made = make()
+        except ToolAway as error:
+            away = error
+        except ConfigError as error:
+            misuse = str(error)
+        raise_together(misuse, lambda found: ConfigError(first(found)), str)
+        reasons = list(gather_failures(str(away) if away else None, str).values())
+        if not reasons:
+            if waits and dist.get_rank() == 0:
+                log.warning("tools answer again after %.0f s", time.monotonic() - began)
+            return made
+        if any_rank(time.monotonic() - began >= patience):
+            if resume:
+                raise ToolsStayAway(gave_up(patience, reasons[0]))
+            if isinstance(away, ConfigError):
+                raise away
+            raise ConfigError(f"environment.kind={section.kind}: {reasons[0]}; start its tools")
+        if not waits and dist.get_rank() == 0:
+            log.warning(BEGINS, "", reasons[0], patience)
+        waits = True
+        time.sleep(min(LONGEST, patience))
 
 
 def meet(trouble: BaseException | None, group: dist.ProcessGroup | None, seconds: float) -> None:

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -70,14 +71,16 @@ class EnvironmentHost:
         deadline: float,
         tools: ToolWait | None = None,
         answered: Callable[[], object] = lambda: None,
+        lines: FailureLines | None = None,
     ) -> None:
         """tools: how long to wait for tools that do not answer; default: not at all.
 
         answered: called for every answer, in the thread of the environments, as soon as `take` returns it.
+        lines: logs failed calls; default: in the log of this module.
         """
         self._make, self._deadline = make_environment, deadline
         self._tools, self._answered = tools or ToolWait(0), answered
-        self._lines = FailureLines(log)
+        self._lines = lines or FailureLines(log)
         self._environments: dict[int, AnyEnvironment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._submitted = 0
@@ -94,7 +97,7 @@ class EnvironmentHost:
 
     def __exit__(self, *exception: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(self._deadline + PATIENCE)
+        self._thread.join(max(0.0, self._beat + self._deadline + PATIENCE - time.monotonic()))
         if self._thread.is_alive():
             log.error("an environment blocks the event loop; its thread is abandoned")
 
@@ -120,9 +123,9 @@ class EnvironmentHost:
 
         self._submit(index, call)
 
-    def close(self, index: int) -> None:
+    def close(self, index: int) -> Future[None]:
         """Close the environment of a finished episode, in the background."""
-        asyncio.run_coroutine_threadsafe(self._close(index), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._close(index), self._loop)
 
     def take(self, wait_for: int) -> list[Answer]:
         """Wait for at least `wait_for` answers. Return all new answers, in order of submission.
@@ -144,6 +147,14 @@ class EnvironmentHost:
         """Raise what `take` raises while it waits, for a caller that waits for other things too."""
         self._check_tools()
         self._check_loop()
+
+    def lag(self) -> float:
+        """Return the seconds after which the event loop runs a new call. Raises what `check` raises."""
+        began = time.monotonic()
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(self._deadline + PATIENCE)
+        self.check()
+        return time.monotonic() - began
 
     def renew_patience(self) -> None:
         """Wait for tools again as long as at the start, and log failures again, as a new rollout does."""

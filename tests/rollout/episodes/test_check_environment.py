@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo import __main__ as command_line
+from megatron_stppo.rollout.episodes import environment_host
 
 MODULE = """
 import asyncio, math, random, time
@@ -187,7 +188,7 @@ def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) 
         ("luck", "Broken: the same task, seed and actions gave a different result"),
         ("same", "the factory's function returned the same object twice; return a new one for every episode"),
         ("text", "Text: stop_strings '</answer>'; give a tuple"),
-        ("needs", "making an episode's environment raised TypeError: "),
+        ("needs", "making an episode's environment: raised TypeError: "),
         ("fails", "FileNotFoundError: board.json"),
         ("absent", "has no attribute 'absent'; give search, reasoning_gym, agent, or M"),
     ],
@@ -205,10 +206,13 @@ def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(
     ("name", "problem"),
     [
         ("blocking", "Broken.step(): blocked the event loop for "),
-        ("hanging", "Broken.step(): blocked the event loop for 2."),
-        ("slow", "Broken.step(): no answer within environment.deadline=0.3 s; answer sooner"),
+        ("hanging", "Broken.step(): an environment call has blocked the event loop for "),
+        ("slow", "Broken.step(): no answer within 0.3 s (environment.deadline); answer sooner"),
     ],
 )
-def test_a_call_that_takes_too_long_is_named(check: Check, name: str, problem: str) -> None:
+def test_a_call_that_takes_too_long_is_named(
+    check: Check, name: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_host, "PATIENCE", 1.0)
     code, lines = check(name, "--action", "hello")
     assert code == 2 and [line for line in lines if problem in line], lines

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from megatron_stppo.base.errors import Requeue, ToolsStayAway
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import Config, ConfigError, EnvironmentConfig
+from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.rollout.episodes import tool_wait
+from megatron_stppo.rollout.episodes import collect, tool_wait
+from megatron_stppo.rollout.episodes.collect import open_together
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait, open_environment
+from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import Game, task
 
@@ -111,12 +114,10 @@ def test_one_call_that_answers_ends_the_wait_of_all() -> None:
 
 
 def away_on_the_second_rank(folder: str) -> list[str]:
-    """Return what open_environment raises on a rank, in a new run, a resumed one, and if the tool returns."""
+    """Return what open_together raises on a rank, in a new run, a resumed one, and if the tool returns."""
     import torch.distributed as dist
 
-    from megatron_stppo.rollout.episodes import tool_wait
-
-    tool_wait.LONGEST = 0.1
+    collect.LONGEST = 0.1
     sys.path.insert(0, folder)
     import os
 
@@ -129,7 +130,7 @@ def away_on_the_second_rank(folder: str) -> list[str]:
         dist.barrier()
         away.back = time.monotonic() + (back if dist.get_rank() else 0)
         try:
-            said.append(str(open_environment(config, resume)()))
+            said.append(str(open_together(partial(choose.factory, config), config, resume)()))
         except (ConfigError, ToolsStayAway) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
@@ -154,7 +155,7 @@ def test_all_ranks_wait_for_a_tool_that_one_rank_cannot_reach_only_when_resuming
 
 
 def missing_on_the_second_rank(folder: str) -> str:
-    """Return what open_environment raises on a rank, where a file of the environment is on one node only."""
+    """Return what open_together raises on a rank, where a file of the environment is on one node only."""
     import os
 
     import torch.distributed as dist
@@ -162,7 +163,8 @@ def missing_on_the_second_rank(folder: str) -> str:
     sys.path.insert(0, folder)
     os.environ |= {"PYTHONPATH": folder, "BOARD": "" if dist.get_rank() else "board"}
     with pytest.raises(ConfigError) as raised:
-        open_environment(EnvironmentConfig(kind="board:factory"), False)
+        config = EnvironmentConfig(kind="board:factory")
+        open_together(partial(choose.factory, config), config, False)
     return str(raised.value)
 
 
