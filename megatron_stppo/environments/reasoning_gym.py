@@ -11,6 +11,7 @@ answer is text of the model, so only scorers that compare text and numbers are a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -89,8 +90,9 @@ class ReasoningGymEnvironment:
 
     stop_strings = ("</answer>",)
 
-    def __init__(self, scorers: Scorers, max_turns: int) -> None:
-        self._scorers, self._max_turns = scorers, max_turns
+    def __init__(self, scorer: Callable[[str], Score], max_turns: int) -> None:
+        """scorer: returns the package's scorer of a dataset. Raises ConfigError if it cannot be used."""
+        self._scorer, self._max_turns = scorer, max_turns
         self._turns = 0
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
@@ -101,7 +103,7 @@ class ReasoningGymEnvironment:
                 f"{task.data_source} row {task.index}: extra_info.{KIND} is missing; write the data with "
                 "environments.reasoning_gym.task_rows"
             )
-        self._score = self._scorers.of(str(given["dataset"]))
+        self._score = self._scorer(str(given["dataset"]))
         self._entry = {"answer": task.targets[0], "metadata": given["metadata"]}
         self._turns = 0
         return list(task.prompt)
@@ -127,28 +129,20 @@ class ReasoningGymEnvironment:
     async def close(self) -> None: ...
 
 
-class Scorers:
-    """The package's scorers by dataset, each made once."""
-
-    def __init__(self, package: ModuleType) -> None:
-        self._package = package
-        self._made: dict[str, Score] = {}
-
-    def of(self, dataset: str) -> Score:
-        """Return the scorer of a dataset. Raises ConfigError if the dataset cannot be used."""
-        if dataset not in self._made:
-            _check(self._package, dataset, f"extra_info.{KIND}.dataset")
-            self._made[dataset] = self._package.get_score_answer_fn(dataset)
-        return self._made[dataset]
-
-
 def factory(config: EnvironmentConfig) -> Callable[[], ReasoningGymEnvironment]:
     """Return a function that makes one environment per episode.
 
     Raises ConfigError if the package is not installed.
     """
-    scorers = Scorers(_package())
-    return lambda: ReasoningGymEnvironment(scorers, config.max_turns)
+    package = _package()
+
+    @functools.cache
+    def scorer(dataset: str) -> Score:
+        _check(package, dataset, f"extra_info.{KIND}.dataset")
+        score: Score = package.get_score_answer_fn(dataset)
+        return score
+
+    return lambda: ReasoningGymEnvironment(scorer, config.max_turns)
 
 
 def accepted() -> list[str]:

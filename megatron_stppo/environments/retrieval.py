@@ -42,7 +42,14 @@ _WORD = re.compile(r"\w+")
 
 
 class RetrievalError(RuntimeError):
-    """The retriever failed; the episode's outcome is `error`."""
+    """The retriever failed; the episode's outcome is `error`.
+
+    answered: whether the server has answered the query, so that another attempt would fail too.
+    """
+
+    def __init__(self, message: str, answered: bool = True) -> None:
+        super().__init__(message)
+        self.answered = answered
 
 
 class RetrievalTimeout(RetrievalError):
@@ -70,8 +77,6 @@ class Document:
 
 class Retriever(Protocol):
     async def search(self, query: str, topk: int) -> list[Document]: ...
-
-    async def close(self) -> None: ...
 
 
 def words(text: str) -> list[str]:
@@ -161,9 +166,6 @@ class BM25Retriever:
     async def search(self, query: str, topk: int) -> list[Document]:
         return await asyncio.to_thread(self.lookup, query, topk)
 
-    async def close(self) -> None:
-        """Do nothing: the index stays open for the other episodes."""
-
 
 class HttpRetriever:
     """Client of POST /retrieve: {"queries": [..], "topk", "return_scores"} -> {"result": [[..]]}.
@@ -197,20 +199,21 @@ class HttpRetriever:
     async def search(self, query: str, topk: int) -> list[Document]:
         try:
             return await self._ask(query, topk, self._retries, SEARCH)
-        except _Unanswered as error:
-            failure = error.failure
+        except RetrievalError as error:
+            if error.answered:
+                raise
+            failure = error
         try:
             await self._ask("probe", 1, 0, PROBE)
-        except _Unanswered:
-            raise ToolAway(f"retriever {self._url}: {failure}") from None
-        except RetrievalError:
-            pass  # the server answered, if only with an error
+        except RetrievalError as error:
+            if not error.answered:
+                raise ToolAway(f"retriever {self._url}: {failure}") from None
         raise failure
 
     async def _ask(self, query: str, topk: int, retries: int, share: float) -> list[Document]:
-        """Return the documents. Raises _Unanswered after all retries, or after `share` of the deadline."""
+        """Return the documents. Raises RetrievalError after all retries, or after `share` of the deadline."""
         body = {"queries": [query[:MAX_QUERY]], "topk": topk, "return_scores": True}
-        failure: RetrievalError = RetrievalTimeout(f"no answer within {share * self._deadline:g} s")
+        failure: RetrievalError = RetrievalTimeout(f"no answer within {share * self._deadline:g} s", False)
         with suppress(TimeoutError):
             async with asyncio.timeout(share * self._deadline):
                 for attempt in range(retries + 1):
@@ -218,16 +221,14 @@ class HttpRetriever:
                         async with asyncio.timeout(self._timeout):
                             return read_result(await self._post(body))[:topk]
                     except TimeoutError:
-                        failure = RetrievalTimeout(f"no answer within {self._timeout:g} s")
-                    except httpx.UnsupportedProtocol as error:
-                        raise RetrievalError(str(error)) from None
-                    except httpx.TransportError as error:
-                        failure = RetrievalError(f"{type(error).__name__}: {error}")
-                    except _Busy as error:
-                        failure = RetrievalError(str(error))
+                        failure = RetrievalTimeout(f"no answer within {self._timeout:g} s", False)
+                    except RetrievalError as error:
+                        if error.answered:
+                            raise
+                        failure = error
                     if attempt < retries:
                         await asyncio.sleep(BACKOFF * 2**attempt * random.random())
-        raise _Unanswered(failure)
+        raise failure
 
     async def close(self) -> None:
         """Close the connections of the running event loop. The next search opens new ones."""
@@ -252,28 +253,21 @@ class HttpRetriever:
         return self._clients[loop]
 
     async def _post(self, body: dict[str, Any]) -> bytes:
-        async with self._client().stream("POST", self._url, json=body) as response:
-            if response.status_code == 429 or response.status_code >= 500:
-                raise _Busy(f"status {response.status_code}")
-            if response.status_code != 200:
-                raise RetrievalError(f"status {response.status_code}")
-            received = bytearray()
-            async for chunk in response.aiter_raw(65_536):
-                received += chunk
-                if len(received) > MAX_RESPONSE:
-                    raise RetrievalError(f"answer exceeds {MAX_RESPONSE} bytes")
-            return bytes(received)
-
-
-class _Busy(Exception):
-    """The server answered with status 429 or 5xx; another attempt may succeed."""
-
-
-class _Unanswered(Exception):
-    """All attempts of a request failed; the last one because of `failure`."""
-
-    def __init__(self, failure: RetrievalError) -> None:
-        self.failure = failure
+        received = bytearray()
+        try:
+            async with self._client().stream("POST", self._url, json=body) as response:
+                if response.status_code != 200:
+                    busy = response.status_code == 429 or response.status_code >= 500
+                    raise RetrievalError(f"status {response.status_code}", answered=not busy)
+                async for chunk in response.aiter_raw(65_536):
+                    received += chunk
+                    if len(received) > MAX_RESPONSE:
+                        raise RetrievalError(f"answer exceeds {MAX_RESPONSE} bytes")
+        except httpx.UnsupportedProtocol as error:
+            raise RetrievalError(str(error)) from None
+        except httpx.TransportError as error:
+            raise RetrievalError(f"{type(error).__name__}: {error}", answered=False) from None
+        return bytes(received)
 
 
 def read_result(raw: bytes) -> list[Document]:

@@ -1,4 +1,4 @@
-"""A server of POST /retrieve over a BM25 index, which accepts Search-R1's "queries" and SkyRL's "query".
+"""A server of POST /retrieve over a BM25 index, in the format of Search-R1.
 
 By default it listens on the loopback address only. If a token is set, every request must carry it.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from megatron_stppo.config import ConfigError
@@ -26,17 +26,9 @@ Query = Annotated[str, Field(max_length=4096)]
 
 
 class RetrieveRequest(BaseModel):
-    queries: list[Query] = Field(default_factory=list, max_length=512)
+    queries: list[Query] = Field(max_length=512)
     topk: int = Field(3, ge=1, le=100)
     return_scores: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_query(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "queries" not in given and "query" in given:
-            query = given["query"]
-            return {**given, "queries": query if isinstance(query, list) else [query]}
-        return given
 
 
 def create_app(index: Path, token: str | None = None) -> FastAPI:
@@ -67,7 +59,8 @@ def serve(index: Path, host: str, port: int, token: str | None, announce: Callab
     """
     app = create_app(index, token)
     try:
-        listener = socket.create_server((host, port), family=_family(host, port))
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         # gaierror (a name that cannot be resolved) has error numbers that os.strerror does not have
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
@@ -78,10 +71,6 @@ def serve(index: Path, host: str, port: int, token: str | None, announce: Callab
     announce()
     with listener, suppress(KeyboardInterrupt):
         uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
-
-
-def _family(host: str, port: int) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
 
 def _authorise(request: Request, token: str | None) -> None:

@@ -87,7 +87,7 @@ def test_every_accepted_dataset_scores_its_own_answers_after_a_round_trip_throug
     assert len(names) >= 40 and {"chain_sum", "letter_counting", "mini_sudoku"} <= set(names)
     for name in names:
         for task in written(tmp_path, *task_rows(name, "train", 1, 0)):
-            score = reasoning_gym.Scorers(package).of(name)
+            score = package.get_score_answer_fn(name)
             entry = {"answer": task.targets[0], "metadata": task.extra["reasoning_gym"]["metadata"]}
             assert score(task.targets[0], entry) == 1.0, name
 

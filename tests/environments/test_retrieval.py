@@ -304,8 +304,8 @@ def test_the_server_returns_the_results_of_the_embedded_index(index, address, mo
     assert "Madrid" in asyncio.run(searched(environment))
 
 
-def test_the_server_accepts_the_query_of_skyrl_and_omits_scores_unless_requested(address):
-    rows = post(address, json={"query": "spain", "topk": 1}).json()["result"]
+def test_the_server_omits_scores_unless_requested(address):
+    rows = post(address, json={"queries": ["spain"], "topk": 1}).json()["result"]
     assert rows == [[{"id": "2", "contents": '"Spain"\nSpain: capital Madrid.'}]]
     scored = post(address, json={"queries": ["gabon", "zzz"], "topk": 1, "return_scores": True}).json()[
         "result"
@@ -314,12 +314,13 @@ def test_the_server_accepts_the_query_of_skyrl_and_omits_scores_unless_requested
 
 
 def test_the_server_refuses_a_wrong_token_a_wrong_request_and_a_large_one(address):
-    assert post(address, token="wrong", json={"query": "x"}).status_code == 401
-    assert httpx.post(f"{address}/retrieve", json={"query": "x"}, trust_env=False).status_code == 401
+    assert post(address, token="wrong", json={"queries": ["x"]}).status_code == 401
+    assert httpx.post(f"{address}/retrieve", json={"queries": ["x"]}, trust_env=False).status_code == 401
     assert post(address, content=b"{").status_code == 422
     assert post(address, json={"queries": "x"}).status_code == 422
-    assert post(address, json={"query": "x", "topk": 0}).status_code == 422
-    assert post(address, json={"query": "x" * 5000}).status_code == 422
+    assert post(address, json={"query": "x"}).status_code == 422
+    assert post(address, json={"queries": ["x"], "topk": 0}).status_code == 422
+    assert post(address, json={"queries": ["x" * 5000]}).status_code == 422
     assert post(address, content=b"x" * (2**20 + 1)).status_code == 413
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.errors import Ending, ToolsStayAway
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.base import AnyEnvironment, ToolAway
@@ -84,30 +85,30 @@ def collect(
     """
     assert tokenizer.chat_template is not None, "validation/model_folder.py requires one"
     numbers = range(first_index, first_index + len(tasks))
-    episodes = [
-        Episode(task, number if groups is None else groups[i], settings.limits, tokenizer)
-        for i, (task, number) in enumerate(zip(tasks, numbers, strict=True))
-    ]
     started = [
-        InProgress(index, episode, seed, number, settings.temperature, settings.top_p)
-        for index, (episode, number) in enumerate(zip(episodes, numbers, strict=True))
+        InProgress(
+            index,
+            Episode(task, number if groups is None else groups[index], settings.limits, tokenizer),
+            seed,
+            number,
+            settings.temperature,
+            settings.top_p,
+        )
+        for index, (task, number) in enumerate(zip(tasks, numbers, strict=True))
     ]
-    rollout = _Rollout(engine, settings, group, progress)
-    trouble: BaseException | None = None
+    trouble: Exception | None = None
     try:
         try:
-            rollout.run(started, make_environment)
+            _play(engine, started, make_environment, settings, group, progress)
         finally:
             engine.abort_all()
-    except ToolsStayAway as error:  # its message is complete; no traceback is logged
-        trouble = error
     except Exception as error:  # raised again below, after all replicas have exchanged their reports
-        if not isinstance(error, ConfigError):  # its message is complete
+        if not isinstance(error, Ending):  # its message is complete
             log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
     meet(trouble, group, settings.deadline + ALONE)
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
-    return [episode.trajectory() for episode in episodes]
+    return [one.episode.trajectory() for one in started]
 
 
 def open_together(
@@ -208,6 +209,34 @@ def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> Bas
     return RolloutError(f"rollout failed on {said}")
 
 
+def _play(
+    engine: Engine,
+    episodes: Sequence[InProgress],
+    make_environment: Callable[[], AnyEnvironment],
+    settings: RolloutSettings,
+    group: dist.ProcessGroup | None,
+    progress: Progress | None,
+) -> None:
+    """Play the episodes to their ends, with environments on the first rank of the group."""
+    host: EnvironmentHost | None = None
+    if dist.get_rank(group) == 0:
+        tools = ToolWait(settings.tool_wait, f"rank {rank}: " if (rank := dist.get_rank()) else "")
+        host = EnvironmentHost(
+            make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
+        )
+    with host or nullcontext():
+        player, ended = Player(engine, host), 0
+        player.begin(episodes)
+        while player.asked or player.runs:
+            # an engine without requests waits for at least one answer
+            wait_for = int(not player.runs) if settings.overlap_tools else len(player.asked)
+            gone = player.apply(answers_of(host, wait_for, group)) if player.asked else []
+            for _ in gone + player.step():
+                ended += 1
+                if host and progress:
+                    progress(ended, len(episodes))
+
+
 @dataclass(frozen=True)
 class _News:
     """What the first rank of an engine group broadcasts between two engine steps."""
@@ -217,60 +246,24 @@ class _News:
     away: str = ""  # why the rollout stopped waiting for tools
 
 
-class _Rollout:
-    def __init__(
-        self,
-        engine: Engine,
-        settings: RolloutSettings,
-        group: dist.ProcessGroup | None,
-        progress: Progress | None,
-    ) -> None:
-        self._engine, self._settings, self._group = engine, settings, group
-        self._progress = progress
-        self._first = dist.get_rank(group) == 0
-        self._host: EnvironmentHost | None = None  # on the first rank
+def answers_of(
+    host: EnvironmentHost | None, wait_for: int, group: dist.ProcessGroup | None
+) -> tuple[Answer, ...]:
+    """Return at least `wait_for` answers of environments, equal on every rank. Collective over `group`.
 
-    def run(self, episodes: Sequence[InProgress], make_environment: Callable[[], AnyEnvironment]) -> None:
-        if not self._first:
-            return self._drive(episodes)
-        settings = self._settings
-        rank = dist.get_rank()
-        tools = ToolWait(settings.tool_wait, f"rank {rank}: " if rank else "")
-        with EnvironmentHost(
-            make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
-        ) as host:
-            self._host = host
-            self._drive(episodes)
-
-    def _drive(self, episodes: Sequence[InProgress]) -> None:
-        player, ended = Player(self._engine, self._host), 0
-        player.begin(episodes)
-        while player.asked or player.runs:
-            gone = player.apply(self._news(len(player.asked))) if player.asked else []
-            for _ in gone + player.step():
-                ended += 1
-                if self._host and self._progress:
-                    self._progress(ended, len(episodes))
-
-    def _news(self, asked: int) -> tuple[Answer, ...]:
-        """Return the environments' answers, equal on every rank.
-
-        asked: environment calls without an answer. If the engine is idle, wait for at least one of them.
-        """
-        news = broadcast_record(self._listen(asked) if self._host else None, _News, 0, self._group)
-        if news.trouble:
-            raise RolloutError(news.trouble)
-        if news.away:
-            raise ToolsStayAway(news.away)
-        return news.answers
-
-    def _listen(self, asked: int) -> _News:
-        assert self._host is not None
-        idle = self._engine.unfinished == 0
-        wait_for = asked if not self._settings.overlap_tools else int(idle)
+    host: on the first rank of the group, elsewhere None. All ranks raise what EnvironmentHost.take raises.
+    """
+    news = _News()
+    if host is not None:
         try:
-            return _News(tuple(self._host.take(wait_for)))
+            news = _News(tuple(host.take(wait_for)))
         except RolloutError as error:  # sent to the other ranks before this rank raises
-            return _News(trouble=str(error))
+            news = _News(trouble=str(error))
         except ToolsStayAway as error:
-            return _News(away=str(error))
+            news = _News(away=str(error))
+    news = broadcast_record(news, _News, 0, group)
+    if news.trouble:
+        raise RolloutError(news.trouble)
+    if news.away:
+        raise ToolsStayAway(news.away)
+    return news.answers

@@ -8,9 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.rollout.episodes.collect import RolloutSettings, _Rollout
+from megatron_stppo.rollout.episodes.collect import answers_of
 from megatron_stppo.rollout.episodes.environment_host import Answer
-from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from tests.ranks import run_ranks
 
@@ -20,8 +19,6 @@ SAID: tuple[Any, ...] = ((), (), (ANSWER, ANSWER), (), RolloutError("the host fa
 
 def listen() -> list[tuple[Any, int]]:
     """Return, for each of SAID, what this rank got and the number of collectives that it took."""
-    engine: Any = SimpleNamespace(unfinished=1)
-    rollout = _Rollout(engine, RolloutSettings(Limits(1, 1, 1, 1)), None, None)
     left = iter(SAID)
 
     def take(wait_for: int) -> Any:
@@ -30,12 +27,12 @@ def listen() -> list[tuple[Any, int]]:
             raise said
         return said
 
-    rollout._host = SimpleNamespace(take=take) if dist.get_rank() == 0 else None  # type: ignore[assignment]
+    host: Any = SimpleNamespace(take=take) if dist.get_rank() == 0 else None
     got = []
     for _ in SAID:
         before = _collectives()
         try:
-            heard: Any = rollout._news(asked=1)
+            heard: Any = answers_of(host, 0, None)
         except RolloutError as error:
             heard = str(error)
         got.append((heard, _collectives() - before))
