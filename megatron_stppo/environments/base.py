@@ -50,6 +50,20 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class AgentEpisode:
+    """What an agent gets: a task, and the endpoint that answers for the policy.
+
+    Example: AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key).
+    """
+
+    task: Task
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+    seed: int  # differs between the episodes of a task
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The environment's answer to one action.
 

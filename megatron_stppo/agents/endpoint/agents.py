@@ -16,30 +16,13 @@ from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Outcome, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose, contract
-from megatron_stppo.environments.base import StepResult
+from megatron_stppo.environments.base import AgentEpisode, StepResult
 
 MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 KiB
 # The variables that a command gets from the run, besides those of environment.command_variables.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
 MAX_OUTPUT = 2**16  # bytes of a command's output that are kept, the last ones
 WHERE = "the agent"  # the subject of messages about its result
-
-
-@dataclass(frozen=True)
-class AgentEpisode:
-    """What an agent gets: a task, and the endpoint that answers for the policy.
-
-    Example: AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key).
-    """
-
-    task: Task
-    base_url: str
-    api_key: str
-    model: str
-    seed: int  # differs between the episodes of a task
-
-    def __repr__(self) -> str:
-        return f"AgentEpisode(task={self.task.index}, base_url={self.base_url!r})"  # without the key
 
 
 Agent = Callable[[AgentEpisode], Awaitable[Any]]

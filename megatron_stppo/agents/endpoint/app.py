@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,15 +48,6 @@ class Doors:
     max_context: int
     has_parser: bool
     body_seconds: float = 30.0  # from the head of a request to the end of its body
-
-
-class ClientConnection(Protocol):
-    """The connection of a request (server.py), as request.state.connection.
-
-    unread: the last ask. It is marked as abandoned if the client leaves without reading the answer.
-    """
-
-    unread: Ask | None
 
 
 def application(doors: Doors) -> Starlette:
@@ -123,8 +114,7 @@ async def _answered(doors: Doors, request: Request, make: Callable[[bytes], Ask]
             session.refused = str(refusal)
             raise
         ask.is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        connection: ClientConnection = request.state.connection
-        connection.unread = ask
+        request.state.connection.unread = ask  # see server.py
         await asyncio.sleep(0)  # connections that this client has closed before are closed here too
         session.submit(ask)
         answer = await _reply(ask, request)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from megatron_stppo.agents.endpoint.agents import Agent, AgentEpisode, result_of
+from megatron_stppo.agents.endpoint.agents import Agent, result_of
 from megatron_stppo.agents.endpoint.asks import Ask
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.recorder import Recorder, Rules
@@ -22,6 +22,7 @@ from megatron_stppo.base.types import Task
 from megatron_stppo.environments.base import (
     MALFORMED_CALLS,
     REPEATED,
+    AgentEpisode,
     Completion,
     Request,
     StepResult,

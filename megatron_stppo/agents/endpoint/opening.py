@@ -50,10 +50,11 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
         int(model.vocab_size),
         config.max_context,
         section.max_turns,
-        _parser(section.tool_parser),
+        _parser(section.tool_parser, tokenizer),
     )
-    _check_template(rules)
-    _check_parser(rules, section.tool_parser)
+    # raises ConfigError for a chat template with which no conversation can be continued
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    encode_after(tokenizer, chat, None, 1, -1, rules.ends)
     if dist.get_rank() % config.engine_tensor:
         return _unused
     try:
@@ -76,41 +77,30 @@ def _tokenizer(path: Path) -> Any:
     return get_cached_tokenizer(copy.deepcopy(load_tokenizer(path)))
 
 
-def _check_template(rules: Rules) -> None:
-    """Raise ConfigError for a chat template with which no conversation can be continued."""
-    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    encode_after(rules.tokenizer, chat, None, 1, -1, rules.ends)
+def _parser(name: str | None, tokenizer: Any) -> ParseTools | None:
+    """Return vLLM's parser. Raises ConfigError for one that does not work with the model's tokenizer.
 
-
-def _check_parser(rules: Rules, name: str | None) -> None:
-    """Raise ConfigError for a parser that the model's tokenizer lacks tokens for: it would find no call."""
-    if rules.parser is None:
-        return
-    try:
-        rules.parser(rules.tokenizer, None)
-    except Exception as error:  # a parser may raise any exception
-        raise ConfigError(
-            f"environment.tool_parser={name}: vLLM's parser cannot be used with the tokenizer of model.path "
-            f"({one_line(str(error))}); name the parser of this model"
-        ) from None
-
-
-def _parser(name: str | None) -> ParseTools | None:
+    A parser that the tokenizer lacks tokens for would find no call.
+    """
     if name is None:
         return None
-    known = ToolParserManager.list_registered()
+    where, known = f"environment.tool_parser={name}", ToolParserManager.list_registered()
     if name not in known:
         near = difflib.get_close_matches(name, known, 3) or known
-        raise ConfigError(
-            f"environment.tool_parser={name}: vLLM has no such parser; choose from {', '.join(near)}"
-        )
+        raise ConfigError(f"{where}: vLLM has no such parser; choose from {', '.join(near)}")
     try:
-        return ToolParserManager.get_tool_parser(name)
+        parser = ToolParserManager.get_tool_parser(name)
+        parser(tokenizer, None)
     except ImportError as error:  # some parsers need packages that vLLM installs only on a GPU's machine
         raise ConfigError(
-            f"environment.tool_parser={name}: vLLM cannot load it ({one_line(str(error))}); install what it "
-            "needs, or name another"
+            f"{where}: vLLM cannot load it ({one_line(str(error))}); install what it needs, or name another"
         ) from None
+    except Exception as error:  # a parser may raise any exception
+        raise ConfigError(
+            f"{where}: vLLM's parser cannot be used with the tokenizer of model.path "
+            f"({one_line(str(error))}); name the parser of this model"
+        ) from None
+    return parser
 
 
 def _unused() -> AnyEnvironment:

@@ -48,7 +48,7 @@ def chat_chunks(reply: Reply, model: str, usage: bool) -> Iterator[Json]:
     deltas: list[Json] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": reply.text}] if reply.text else []
     deltas += [{"tool_calls": [{"index": index} | call]} for index, call in enumerate(_calls(reply))]
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices: list[Json] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices[min(1, len(deltas) - 1)] |= _tokens(reply, _chat_logprobs(reply))
     choices.append({"index": 0, "delta": {}} | _end(reply))
     chunk = _object("chat.completion.chunk", model)

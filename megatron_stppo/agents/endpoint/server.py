@@ -97,7 +97,7 @@ def _connection(seconds: float) -> type[H11Protocol]:
     """
 
     class Watched(H11Protocol):
-        unread: Ask | None = None
+        unread: Ask | None = None  # the last ask, abandoned if the client leaves without reading the answer
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:

@@ -19,23 +19,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from megatron_stppo.base.types import Message, Task
+from megatron_stppo.environments.base import AgentEpisode
 
 
-@dataclass(frozen=True)
-class CommandEpisode:
-    """The episode of a command, with the fields of agents.endpoint.agents.AgentEpisode."""
-
-    task: Task
-    base_url: str
-    api_key: str = field(repr=False)
-    model: str
-    seed: int
-
-
-def episode_of(variables: Mapping[str, str], given: str) -> CommandEpisode:
+def episode_of(variables: Mapping[str, str], given: str) -> AgentEpisode:
     """Return the episode that the variables and the input of a command describe.
 
     given: the task as JSON. Example: in a command, episode_of(os.environ, sys.stdin.read()). Raises KeyError
@@ -43,7 +32,7 @@ def episode_of(variables: Mapping[str, str], given: str) -> CommandEpisode:
     """
     task = json.loads(given)
     prompt = tuple(map(Message.of, task["prompt"]))
-    return CommandEpisode(
+    return AgentEpisode(
         task=Task(**task | {"prompt": prompt, "targets": tuple(task["targets"])}),
         base_url=variables["OPENAI_BASE_URL"],
         api_key=variables["OPENAI_API_KEY"],

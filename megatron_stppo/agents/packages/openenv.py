@@ -18,13 +18,13 @@ from typing import Any
 from openai import AsyncOpenAI
 from openenv.core import GenericEnvClient
 
-from megatron_stppo.agents.packages.command import CommandEpisode
+from megatron_stppo.environments.base import AgentEpisode
 
 NAME = "openenv"
 MAX_MIB = 4.0  # of a message of the server
 
 
-async def agent(episode: CommandEpisode) -> dict[str, Any]:
+async def agent(episode: AgentEpisode) -> dict[str, Any]:
     """Play until the environment is done, and return the sum of its rewards and the number of steps."""
     given = episode.task.extra[NAME]
     messages: list[Any] = [m.as_dict() for m in episode.task.prompt]

@@ -23,7 +23,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from megatron_stppo.agents.packages.command import CommandEpisode
+from megatron_stppo.environments.base import AgentEpisode
 
 NAME = "verifiers"
 
@@ -35,7 +35,7 @@ def open_environment(env: Mapping[str, Any]) -> Any:
     return vf.load_environment(kind.model_validate(section))
 
 
-async def agent(episode: CommandEpisode) -> dict[str, float]:
+async def agent(episode: AgentEpisode) -> dict[str, float]:
     """Play one task of the environment, and return its reward, its metrics and the individual rewards.
 
     The package reads the key from the variable OPENAI_API_KEY, which a command has. Raises RuntimeError if

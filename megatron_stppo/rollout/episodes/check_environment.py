@@ -152,10 +152,8 @@ class _Player(FailureLines):
     def _answer(self, name: str, call: Callable[[], None]) -> Answer | None:
         """Return the answer to a call, or None if it failed."""
         self.where, self._failed = f"{self.name}.{name}()", False
-        answers: list[Answer] = []
         call()
-        self._wait(lambda: answers.extend(self.host.take(0)) or bool(answers))
-        (answer,) = answers
+        answer: Answer = self._wait(lambda: self.host.take(0))[0]
         if answer.misuse:
             self.found.add(answer.misuse)
         if self._failed or answer.misuse:
@@ -164,10 +162,10 @@ class _Player(FailureLines):
             self._look(answer.result.metrics, answer.result.outcome)
         return answer
 
-    def _wait(self, ended: Callable[[], bool]) -> None:
-        """Wait until `ended` returns true, and report a call that blocks the event loop."""
+    def _wait(self, take: Callable[[], Any]) -> Any:
+        """Return what `take` returns when it is true, and report a call that blocks the event loop."""
         blocked = 0.0
-        while not ended():
+        while not (taken := take()):
             blocked = max(blocked, self.host.lag())
             time.sleep(TICK)
         if blocked > STALL:
@@ -175,6 +173,7 @@ class _Player(FailureLines):
                 f"{self.where}: blocked the event loop for {blocked:.1f} s, and with it all other episodes; "
                 "await, or run what blocks in asyncio.to_thread"
             )
+        return taken
 
     def _look(self, metrics: Any, outcome: str | None) -> None:
         self.found.turns += 1

@@ -178,14 +178,11 @@ class Episode:
         if finished.reason == "length" and self._room < 1 and self.request is None:
             self.end("truncated", f"context of {self.limits.max_context} tokens is full")
 
-    def action(self, finished: Finished) -> str:
-        """Return the text of the turn, for the environment, without the end-of-text token."""
-        ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
-        return decode_plain(self.tokenizer, ids)
-
     def completion(self, finished: Finished) -> Completion:
-        """Return the turn, for the environment."""
-        return Completion(self.action(finished), finished.token_ids, finished.logprobs, finished.reason)
+        """Return the turn, for the environment; its text is without the end-of-text token."""
+        ids = finished.token_ids[:-1] if finished.reason == "end" else finished.token_ids
+        text = decode_plain(self.tokenizer, ids)
+        return Completion(text, finished.token_ids, finished.logprobs, finished.reason)
 
     def answer(self, result: StepResult) -> None:
         """Add the environment's answer to the last turn: reward, observation, and the outcome if done."""

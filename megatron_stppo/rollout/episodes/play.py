@@ -10,7 +10,7 @@ prefix cache keeps the history.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,21 +48,12 @@ class Player:
     def __init__(self, engine: Engine, host: EnvironmentHost | None) -> None:
         """host: runs the environments; on the first rank of the engine's group, elsewhere None."""
         self._engine, self._host = engine, host
-        self._playing: dict[int, InProgress] = {}
-        self._asked: dict[int, None] = {}
+        self.playing: dict[int, InProgress] = {}  # the episodes in progress by index; equal on all ranks
+        # the episodes whose environment was called and has not answered, in the order of the calls
+        self.asked: dict[int, None] = {}
         self._held: list[int] | None = None  # while turns are held: the episodes whose next turn is due
         self.steps = 0  # engine steps
         self.tokens = 0  # generated, in complete turns
-
-    @property
-    def playing(self) -> Mapping[int, InProgress]:
-        """The episodes in progress by index; equal on all ranks."""
-        return self._playing
-
-    @property
-    def asked(self) -> Collection[int]:
-        """The episodes whose environment was called and has not answered, in the order of the calls."""
-        return self._asked
 
     @property
     def runs(self) -> bool:
@@ -80,12 +71,12 @@ class Player:
         If no episode is in progress, the engine's prefix cache is emptied first, so that the new ones do not
         depend on what was played before.
         """
-        if episodes and not self._playing:
+        if episodes and not self.playing:
             self._engine.refresh()
         for new in episodes:
-            assert new.index not in self._playing, f"episode {new.index} is already in progress"
-            self._playing[new.index] = new
-            self._asked[new.index] = None
+            assert new.index not in self.playing, f"episode {new.index} is already in progress"
+            self.playing[new.index] = new
+            self.asked[new.index] = None
             if self._host:
                 self._host.reset(new.index, new.episode.task, request_seed(new.seed, new.place, 0))
 
@@ -123,10 +114,10 @@ class Player:
 
     def _advance(self, answer: Answer) -> InProgress | None:
         """Apply an answer. Return the episode if it has ended."""
-        del self._asked[answer.index]
+        del self.asked[answer.index]
         if answer.misuse:
             raise ConfigError(answer.misuse)
-        episode = self._playing[answer.index].episode
+        episode = self.playing[answer.index].episode
         if answer.result is not None:
             episode.answer(answer.result)
         elif answer.request is not None:
@@ -144,12 +135,12 @@ class Player:
     def _pass_on(self, finished: Finished) -> InProgress | None:
         """Pass a turn to its environment, unless it ended the episode. Return the episode if it has ended."""
         index = int(finished.request_id)
-        episode = self._playing[index].episode
+        episode = self.playing[index].episode
         episode.add_turn(finished)
         self.tokens += len(finished.token_ids)
         if episode.outcome is not None:
             return self._end(index)
-        self._asked[index] = None
+        self.asked[index] = None
         if self._host:
             self._host.step(index, episode.completion(finished))
         return None
@@ -157,10 +148,10 @@ class Player:
     def _end(self, index: int) -> InProgress:
         if self._host:
             self._host.close(index)
-        return self._playing.pop(index)
+        return self.playing.pop(index)
 
     def _generate(self, index: int) -> None:
-        playing = self._playing[index]
+        playing = self.playing[index]
         episode = playing.episode
         self._engine.add(
             str(index),

@@ -17,7 +17,7 @@ import httpx
 import torch
 from openai import AsyncOpenAI, BadRequestError
 
-from megatron_stppo.agents.endpoint.agents import AgentEpisode, open_agent, result_of
+from megatron_stppo.agents.endpoint.agents import open_agent, result_of
 from megatron_stppo.agents.endpoint.environment import AgentEnvironment
 from megatron_stppo.base.types import Message, Task, Trajectory
 from megatron_stppo.config import EnvironmentConfig
@@ -25,6 +25,7 @@ from megatron_stppo.data.packing import to_batch
 from megatron_stppo.environments.base import (
     MALFORMED_CALLS,
     REPEATED,
+    AgentEpisode,
     Completion,
     Request,
     StepResult,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from vllm.tool_parsers import ToolParserManager
@@ -18,10 +17,10 @@ from tests.data.text.test_conversation import CHAT, TOKENIZER
 
 
 def test_a_parser_that_would_find_no_call_is_refused(world: World) -> None:
-    opening._check_parser(world.rules, "hermes")
-    llama = replace(world.rules, parser=ToolParserManager.get_tool_parser("llama3_json"))
+    hermes = ToolParserManager.get_tool_parser("hermes")
+    assert opening._parser("hermes", world.rules.tokenizer) is hermes
     try:
-        opening._check_parser(llama, "llama3_json")
+        opening._parser("llama3_json", world.rules.tokenizer)
     except ConfigError as error:
         assert str(error).startswith("environment.tool_parser=llama3_json: vLLM's parser cannot be used")
         assert "<|python_tag|>" in str(error)
@@ -32,7 +31,7 @@ def test_a_parser_that_would_find_no_call_is_refused(world: World) -> None:
 def test_a_parser_that_cannot_be_loaded_is_refused(world: World) -> None:
     missing = importlib.util.find_spec("mistral_common") is None
     try:
-        opening._parser("qwen3_coder" if missing else "no_such_parser")
+        opening._parser("qwen3_coder" if missing else "no_such_parser", world.rules.tokenizer)
     except ConfigError as error:
         assert ("vLLM cannot load it (No module named 'mistral_common')" in str(error)) == missing
     else:

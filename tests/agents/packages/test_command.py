@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from megatron_stppo.agents.endpoint.agents import as_json
-from megatron_stppo.agents.packages.command import CommandEpisode, episode_of
+from megatron_stppo.agents.packages.command import episode_of
 from megatron_stppo.base.types import Message, Task
+from megatron_stppo.environments.base import AgentEpisode
 
 ROOT = Path(__file__).parents[3]
 PROMPT = (Message("user", "France?"), Message("tool", "Paris", {"name": "look_up"}))
@@ -42,7 +43,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def test_an_episode_survives_the_variables_and_the_input_of_a_command() -> None:
-    expected = CommandEpisode(TASK, "http://127.0.0.1:1/v1", "k-1", "tiny", 7)
+    expected = AgentEpisode(TASK, "http://127.0.0.1:1/v1", "k-1", "tiny", 7)
     assert episode_of(VARIABLES, as_json(TASK)) == expected
 
 
@@ -51,9 +52,7 @@ def test_the_last_line_is_the_result_and_the_key_is_not_in_it(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first == "a line of the agent"
-    assert json.loads(last)["reward"] == 0.5 and json.loads(last)["detail"].startswith(
-        "France?CommandEpisode"
-    )
+    assert json.loads(last)["reward"] == 0.5 and json.loads(last)["detail"].startswith("France?AgentEpisode")
     assert "k-1" not in done.stdout
 
 

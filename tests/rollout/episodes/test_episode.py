@@ -129,7 +129,7 @@ def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
     finished = turn(*tokenizer.encode("Paris the"), reason="length")
     episode.add_turn(finished)
     assert episode.outcome is None
-    assert episode.action(finished) == "Paris the"
+    assert episode.completion(finished).text == "Paris the"
 
 
 def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -164,5 +164,5 @@ def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
     episode = started(tokenizer)
     finished = turn(*tokenizer.encode("Paris"), tokenizer.eos_token_id, reason="end")
     episode.add_turn(finished)
-    assert episode.action(finished) == "Paris"
+    assert episode.completion(finished).text == "Paris"
     assert episode.turns[0].token_ids[-1] == tokenizer.eos_token_id
