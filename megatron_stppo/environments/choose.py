@@ -6,7 +6,6 @@ import importlib
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
 from megatron_stppo.config.own_code import FOUND
@@ -77,9 +76,3 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"
         )
-
-
-def agent(config: EnvironmentConfig) -> Any:
-    """Import and return the object that environment.agent names. Raises ConfigError if it cannot be used."""
-    assert config.agent is not None
-    return own_code.function(f"environment.agent={config.agent}", config.agent, config.modules, "agent")

@@ -185,10 +185,7 @@ class HttpRetriever:
         retries: int,
         token: str | None = None,
         deadline: float = 30.0,
-        connect: float | None = None,
     ) -> None:
-        """connect: seconds for the connection alone; default: `timeout`."""
-        self._connect = timeout if connect is None else connect
         self._url, self._timeout, self._retries, self._deadline = url, timeout, retries, deadline
         # No compressed answers are requested, because a small one could unpack to gigabytes.
         self._headers = {"Accept-Encoding": "identity"}
@@ -245,7 +242,7 @@ class HttpRetriever:
             # environment.concurrency limits the number of searches.
             self._clients[loop] = httpx.AsyncClient(
                 headers=self._headers,
-                timeout=httpx.Timeout(self._timeout, connect=self._connect),
+                timeout=self._timeout,
                 limits=httpx.Limits(max_connections=None),
                 trust_env=False,
                 follow_redirects=False,

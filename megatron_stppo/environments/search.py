@@ -48,23 +48,8 @@ class SearchEnvironment:
 
     stop_strings: tuple[str, ...] = STOP_STRINGS
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        *,
-        max_turns: int,
-        topk: int,
-        deadline: float,
-        max_characters: int,
-    ) -> None:
-        """max_turns: turns before the last generation.
-
-        topk: documents per search; deadline: seconds per search.
-        max_characters: the most characters of documents in one observation.
-        """
-        self._retriever = retriever
-        self._max_turns, self._topk = max_turns, topk
-        self._deadline, self._max_characters = deadline, max_characters
+    def __init__(self, retriever: Retriever, config: EnvironmentConfig) -> None:
+        self._retriever, self._config = retriever, config
         self._turns = 0
         self._task: Task | None = None
 
@@ -82,8 +67,9 @@ class SearchEnvironment:
     async def _answer(self, action: str, targets: Sequence[str]) -> StepResult:
         kind, content = parse_action(action)
         if kind == "answer":
-            return self._grade(content, targets)
-        if self._turns >= self._max_turns:
+            right = exact_match(content, targets)
+            return _end("ok" if right else "wrong", one_line(content), reward=float(right))
+        if self._turns >= self._config.max_turns:
             return _end("truncated", "no answer in the last generation", valid=kind != "invalid")
         if kind == "invalid":
             return StepResult(CORRECTION, 0.0, done=False, valid=False)
@@ -92,19 +78,15 @@ class SearchEnvironment:
     async def close(self) -> None:
         self._task = None
 
-    def _grade(self, answer: str, targets: Sequence[str]) -> StepResult:
-        right = exact_match(answer, targets)
-        return _end("ok" if right else "wrong", one_line(answer), reward=float(right))
-
     async def _search(self, query: str) -> StepResult:
         try:
-            async with asyncio.timeout(self._deadline):
-                documents = await self._retriever.search(query, self._topk)
+            async with asyncio.timeout(self._config.deadline):
+                documents = await self._retriever.search(query, self._config.retrieval.topk)
         except (TimeoutError, RetrievalTimeout) as error:
             return _end("timeout", f"retrieval: {one_line(str(error) or 'deadline passed')}", tool_calls=1)
         except RetrievalError as error:
             return _end("error", f"retrieval: {one_line(str(error))}", tool_calls=1)
-        observation = render(documents, self._max_characters)
+        observation = render(documents, self._config.max_observation_tokens * CHARACTERS_PER_TOKEN)
         return StepResult(observation, 0.0, done=False, valid=True, tool_calls=1)
 
 
@@ -142,17 +124,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], SearchEnvironment]:
     for a server that does not answer. Call it outside an event loop, because it waits for the server.
     """
     retriever = open_retriever(config)
-
-    def make() -> SearchEnvironment:
-        return SearchEnvironment(
-            retriever,
-            max_turns=config.max_turns,
-            topk=config.retrieval.topk,
-            deadline=config.deadline,
-            max_characters=config.max_observation_tokens * CHARACTERS_PER_TOKEN,
-        )
-
-    return make
+    return lambda: SearchEnvironment(retriever, config)
 
 
 class Unreachable(ConfigError, ToolAway):
@@ -177,7 +149,7 @@ def open_retriever(section: EnvironmentConfig) -> Retriever:
     # All ranks ask at the same moment, and the server may answer one query after the other.
     seconds = max(config.timeout, PROBE_SECONDS * int(os.environ.get("WORLD_SIZE", "1")))
     deadline = max(section.deadline, seconds / SEARCH)
-    asyncio.run(_probe(HttpRetriever(config.url, seconds, 0, token, deadline, config.timeout), config.url))
+    asyncio.run(_probe(HttpRetriever(config.url, seconds, 0, token, deadline), config.url))
     return HttpRetriever(config.url, config.timeout, config.retries, token, section.deadline)
 
 

@@ -142,16 +142,14 @@ def test_reset_starts_over(make):
     ],
 )
 def test_a_failing_retriever_is_an_outcome_and_not_a_wrong_answer(error, outcome):
-    environment = SearchEnvironment(Failing(error), max_turns=2, topk=1, deadline=0.05, max_characters=100)
+    environment = SearchEnvironment(Failing(error), EnvironmentConfig(deadline=0.05))
     (last,) = play(environment, "<search>France</search>")
     assert (last.done, last.outcome, last.reward, last.tool_calls) == (True, outcome, 0.0, 1)
     assert "\x1b" not in last.detail and "\n" not in last.detail and last.detail.startswith("retrieval: ")
 
 
 def test_a_bug_in_a_retriever_is_not_swallowed():
-    environment = SearchEnvironment(
-        Failing(ZeroDivisionError()), max_turns=2, topk=1, deadline=1, max_characters=100
-    )
+    environment = SearchEnvironment(Failing(ZeroDivisionError()), EnvironmentConfig())
     with pytest.raises(ZeroDivisionError):
         play(environment, "<search>France</search>")
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Outcome, Task
-from megatron_stppo.config import ConfigError, EnvironmentConfig
-from megatron_stppo.environments import choose, contract
+from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
+from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import AgentEpisode, StepResult
 
 MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 KiB
@@ -33,9 +33,10 @@ def open_agent(config: EnvironmentConfig) -> Agent:
     if config.command is not None:
         return _Command(tuple(config.command), tuple(config.command_variables))
     assert config.agent is not None, "the section requires an agent or a command"
-    agent = choose.agent(config)
+    where = f"environment.agent={config.agent}"
+    agent = own_code.function(where, config.agent, config.modules, "agent")
     if not inspect.iscoroutinefunction(agent):
-        raise ConfigError(f"environment.agent={config.agent}: is not a coroutine function; write `async def`")
+        raise ConfigError(f"{where}: is not a coroutine function; write `async def`")
     function: Agent = agent
     return function
 

@@ -66,6 +66,7 @@ class AgentEnvironment:
             task, self._endpoint.url(self._session), self._session.token, self._endpoint.model, seed
         )
         self._agent = asyncio.ensure_future(self._played(episode))
+        self._agent.add_done_callback(self._session.end)
         request = await self._next(self._session, self._agent)
         if request is None:
             self._agent.result()
@@ -116,7 +117,10 @@ class AgentEnvironment:
 
     async def _next(self, session: Session, agent: asyncio.Task[object]) -> Request | None:
         """Return the agent's next request for a new completion; None if the agent has ended."""
-        while (ask := await _first(session, agent)) is not None:
+        while (ask := await session.next()) is not None:
+            if agent.done():
+                _answer(ask, Refusal(410, ENDED))
+                break
             try:
                 answer = self._recorder.ask(ask)
             except Refusal as refusal:
@@ -146,19 +150,6 @@ def _without_completion(session: Session) -> Exception:
     if session.asked:
         return GaveUp("the agent has closed its request before the completion was ready, and has ended")
     return NoCompletion("the agent has ended without asking for a completion")
-
-
-async def _first(session: Session, agent: asyncio.Task[object]) -> Ask | None:
-    """Return the next request, or None if the agent ends before."""
-    asked, taken = asyncio.ensure_future(session.next()), False
-    try:
-        await asyncio.wait({asked, agent}, return_when=asyncio.FIRST_COMPLETED)
-        taken = not agent.done()
-        return asked.result() if taken else None
-    finally:
-        if not taken and asked.done():
-            _answer(asked.result(), Refusal(410, ENDED))
-        asked.cancel()
 
 
 def _answer(ask: Ask, answer: Reply | Refusal) -> None:

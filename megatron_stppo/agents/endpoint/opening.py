@@ -15,9 +15,8 @@ from vllm.tool_parsers import ToolParserManager
 
 from megatron_stppo.agents.endpoint.agents import open_agent
 from megatron_stppo.agents.endpoint.environment import AgentEnvironment
-from megatron_stppo.agents.endpoint.recorder import Rules
+from megatron_stppo.agents.endpoint.recorder import ParseTools, Rules
 from megatron_stppo.agents.endpoint.server import Endpoint
-from megatron_stppo.agents.endpoint.tool_calls import ParseTools
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.text.conversation import encode_after

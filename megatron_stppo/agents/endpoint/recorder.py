@@ -10,21 +10,26 @@ its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.agents.endpoint.asks import Ask
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.agents.endpoint.histories import Histories, Match
 from megatron_stppo.agents.endpoint.reply import Reply
-from megatron_stppo.agents.endpoint.tool_calls import ParseTools, parse
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request
 
+ParseTools = Callable[[Any, Any], ToolParser]  # a class of vLLM's parsers: (tokenizer, tools) -> parser
+Calls = tuple[tuple[str, str], ...]  # (name of the function, arguments as JSON)
 log = logging.getLogger(__name__)
 
 
@@ -154,7 +159,7 @@ class Recorder:
         """
         if ask.request is None or self._rules.parser is None:
             return text, ()
-        content, calls, malformed = parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
+        content, calls, malformed = _parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
         self.malformed_calls += malformed
         return content, tuple(
             (f"call{self.completions % 1000:03d}{n % 100:02d}", *call) for n, call in enumerate(calls)
@@ -186,3 +191,44 @@ def _until_stop(text: str, ask: Ask) -> tuple[str, str | None]:
         return text, None
     start, stop = min(found)
     return text[: start + (len(stop) if ask.keep_stop else 0)], stop
+
+
+def _parse(
+    make: ParseTools, tokenizer: Any, request: ChatCompletionRequest, text: str
+) -> tuple[str, Calls, bool]:
+    """Return (the text without calls, the calls, whether there are calls that cannot be read).
+
+    The policy may write anything. Parsers then log a traceback, or raise: neither is an error of the run.
+    """
+    parser = make(tokenizer, request.tools)
+    with _withheld(type(parser)) as complaints:
+        try:
+            parsed = parser.extract_tool_calls(text, request)
+            calls = tuple((call.function.name, call.function.arguments) for call in parsed.tool_calls)
+            for call in calls:  # half a surrogate pair in JSON ("\ud83d") cannot be sent
+                "".join(call).encode()
+        except Exception:
+            return text, (), True
+    if not parsed.tools_called:
+        return text, (), bool(complaints)
+    return parsed.content or "", calls, bool(complaints)
+
+
+@contextmanager
+def _withheld(parser: type) -> Iterator[Sequence[logging.LogRecord]]:
+    """Yield the warnings and errors that the modules of a parser log in the block, which are not shown."""
+    records: list[logging.LogRecord] = []
+
+    def shown(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            records.append(record)
+        return record.levelno < logging.WARNING
+
+    loggers = [logging.getLogger(name) for name in {kind.__module__ for kind in parser.__mro__}]
+    for logger in loggers:
+        logger.addFilter(shown)
+    try:
+        yield records
+    finally:
+        for logger in loggers:
+            logger.removeFilter(shown)

@@ -48,7 +48,7 @@ class Session:
     def __post_init__(self) -> None:
         """Must be called in the event loop of the episode."""
         self._loop = asyncio.get_running_loop()
-        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
+        self._asks: asyncio.Queue[Ask | None] = asyncio.Queue()  # None: the agent has ended
         self._closed = False
         self.asked = 0  # requests for a completion, whether their clients wait for it or not
         self.refused = ""  # why the last request that was refused was refused
@@ -85,17 +85,22 @@ class Session:
         except RuntimeError:
             raise Refusal(410, ENDED) from None
 
-    async def next(self) -> Ask:
-        """Return the next request whose client still waits."""
-        while (ask := await self._asks.get()).abandoned:
+    async def next(self) -> Ask | None:
+        """Return the next request whose client still waits; None if the agent has ended."""
+        while (ask := await self._asks.get()) is not None and ask.abandoned:
             pass
         return ask
+
+    def end(self, agent: object) -> None:
+        """Let `next` return None, because the agent has ended."""
+        self._asks.put_nowait(None)
 
     def close(self) -> None:
         """Refuse the requests that wait, and all later ones."""
         self._closed = True
         while not self._asks.empty():
-            self._asks.get_nowait().reply.set_result(Refusal(410, ENDED))
+            if (ask := self._asks.get_nowait()) is not None:
+                ask.reply.set_result(Refusal(410, ENDED))
 
     def _take(self, ask: Ask) -> None:
         if self._closed:

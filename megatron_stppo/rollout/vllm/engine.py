@@ -23,17 +23,16 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from megatron_stppo.rollout.vllm.engine_adapters import REQUEST, EngineAdapters
-from megatron_stppo.rollout.vllm.engine_memory import EngineMemory
 from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RolloutError
-from megatron_stppo.rollout.vllm.in_flight import computed_tokens, no_new_steps, steps_under_way
 from megatron_stppo.rollout.vllm.requests import Requests, given_id
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
@@ -42,6 +41,7 @@ from megatron_stppo.rollout.vllm.vllm_setup import (
     build_vllm,
     end_of_text_ids,
     join_world,
+    on_cpu,
     tear_down,
     weights,
 )
@@ -85,7 +85,7 @@ class Engine:
             self._routes.follow(self._core)
         served = self._given.adapters
         self._adapters = EngineAdapters(worker, served) if served is not None else None
-        self._memory = EngineMemory(self._core)
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()  # whose memory is released
         self._steps = 0  # of this rollout
         self._failed = False
         # gloo group of this replica's ranks, over which the environments' answers are broadcast
@@ -101,7 +101,7 @@ class Engine:
         self.published, self._version = _never_published, None
         tear_down(self._llm)
         # everything that refers to the old model, or both models would be in memory at once
-        del self._llm, self._core, self._routes, self._adapters, self._memory
+        del self._llm, self._core, self._routes, self._adapters
         gc.collect()  # reference cycles hold the weights and the key-value cache
         torch.cuda.empty_cache()  # the new engine takes its memory from the driver
         self._start()
@@ -124,9 +124,13 @@ class Engine:
             return []
         self._synchronised()
         finished: list[Finished] = []
-        with no_new_steps(self._core.engine_core):
-            while steps_under_way(self._core.engine_core):
+        scheduler = self._core.engine_core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)  # steps only return those that are under way
+        try:
+            while self._under_way:
                 finished += self._complete(self._output())
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
         return finished
 
     def refresh(self, *, recompute: bool = False) -> int:
@@ -145,7 +149,7 @@ class Engine:
                 f"{len(self._requests)} requests are running; their recorded experts would be of several "
                 "versions; complete the requests before refreshing"
             )
-        if steps_under_way(self._core.engine_core):
+        if self._under_way:
             raise RolloutError("a step is under way while the weights change; call settle() before each sync")
         if not self._core.reset_prefix_cache(reset_running_requests=recompute):
             raise RolloutError("vLLM kept its prefix cache because blocks are in use; abort requests first")
@@ -246,7 +250,7 @@ class Engine:
         may sleep and its cache may be reset: nothing reads the weights.
         Raises EngineFailure if vLLM raises an error.
         """
-        while not self._requests and steps_under_way(self._core.engine_core):
+        while not self._requests and self._under_way:
             self._output()
 
     def abort(self, request_id: str) -> None:
@@ -277,19 +281,28 @@ class Engine:
 
         This many tokens are computed again after `refresh(recompute=True)`; fewer if requests share a prefix.
         """
-        return computed_tokens(self._core.engine_core)
+        return sum(request.num_computed_tokens for request in self._core.engine_core.scheduler.running)
 
     def sleep(self) -> None:
-        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory."""
+        """Release the GPU memory of the weights and of the key-value cache. On a CPU both stay in memory.
+
+        vLLM drops everything that was allocated while it loaded the model, and keeps a copy of the buffers
+        only. The parameters come back with undefined content, which the reshard overwrites; so does any
+        tensor that a layer keeps as a plain attribute, which nothing overwrites.
+        """
         if self._requests:
             raise RolloutError(f"{len(self._requests)} requests are running; the engine cannot sleep")
-        self._memory.sleep(self._failed)
+        if not self._asleep and not on_cpu():
+            # After an error the state of vLLM's scheduler is undefined: only the memory is released.
+            released = self._core.engine_core.model_executor if self._failed else self._core
+            released.sleep(2)  # the level
+        self._asleep = {"weights", "kv_cache"}
         self._version = None
 
     def wake_weights(self) -> bool:
         """Allocate memory for the weights. Return whether their content is undefined, until a reshard fills
         it, because the engine has slept; on a CPU, it never is."""
-        dropped = self._memory.wake("weights")
+        dropped = self._wake("weights")
         if dropped and self._adapters is not None:  # its layers keep tensors that no reshard fills
             self._adapters.clear()
         return dropped
@@ -297,7 +310,20 @@ class Engine:
     def wake(self) -> None:
         """Allocate memory for the rest. After this and `refresh` the engine generates again."""
         self.wake_weights()
-        self._memory.wake("kv_cache")
+        self._wake("kv_cache")
+
+    def _wake(self, part: Literal["weights", "kv_cache"]) -> bool:
+        """Allocate a part whose memory is released. Return whether its content is undefined."""
+        dropped = part in self._asleep and not on_cpu()
+        if dropped:
+            self._core.wake_up([part])
+        self._asleep.discard(part)
+        return dropped
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether vLLM has begun steps whose tokens it has not returned; never on a CPU (see _drain)."""
+        return bool(self._core.engine_core.batch_queue)
 
     def _synchronised(self) -> int:
         """Return the published version.
@@ -306,7 +332,7 @@ class Engine:
         `published` are passed on.
         """
         version = self.published()
-        if self._memory.is_asleep:
+        if self._asleep:
             raise RolloutError("the engine is asleep; wake it before generating")
         if version != self._version:
             raise RolloutError(

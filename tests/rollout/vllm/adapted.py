@@ -103,7 +103,7 @@ def lose_memory(engine: Any) -> None:
     No GPU is here: two functions stand in for its memory, and all tensors that vLLM makes while it loads a
     model get other content.
     """
-    from megatron_stppo.rollout.vllm import engine_memory as module
+    from megatron_stppo.rollout.vllm import engine as module
 
     slots_of_a_step(engine)
     engine.sleep()
