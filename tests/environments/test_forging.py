@@ -84,7 +84,7 @@ def test_no_document_puts_a_control_token_into_the_context(play, tokenizer, i):
     episode.start((Message("user", "x?"),), ("</answer>",))
     episode.add_turn(Finished("0", (5,), (-0.5,), "stop", versions=((1, 1),)))
     episode.answer(search)
-    (turn,) = episode.turns
+    (turn,) = episode.histories[0].turns
     assert turn.observation_ids and not set(turn.observation_ids) & set(tokenizer.all_special_ids)
     control = {tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", END, "<|endoftext|>")}
     assert not set(turn.observation_ids) & control

@@ -9,7 +9,8 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from typing import Any, cast
 
 from megatron_stppo.base.printing import one_line
@@ -31,7 +32,7 @@ Agent = Callable[[AgentEpisode], Awaitable[Any]]
 def open_agent(config: EnvironmentConfig) -> Agent:
     """Return the configured agent. Raises ConfigError unless it is a coroutine function."""
     if config.command is not None:
-        return _Command(tuple(config.command), tuple(config.command_variables))
+        return partial(_run, config.command, config.command_variables)
     assert config.agent is not None, "the section requires an agent or a command"
     where = f"environment.agent={config.agent}"
     agent = own_code.function(where, config.agent, config.modules, "agent")
@@ -70,53 +71,48 @@ class CommandFailed(RuntimeError):
     """A command of an agent ended with an error, or its last line is not a result."""
 
 
-@dataclass(frozen=True)
-class _Command:
-    """An agent that is a program: one process per episode, in a session of its own, without a shell.
+async def _run(command: Sequence[str], variables: Sequence[str], episode: AgentEpisode) -> Any:
+    """Play an episode with an agent that is a program, in a session of its own, without a shell.
 
     It reads its task from the standard input.
     """
+    task = as_json(episode.task)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=_environment(variables, episode, task),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    feeding = asyncio.ensure_future(_feed(process.stdin, task.encode()))
+    try:
+        out, err = await asyncio.gather(_last(process.stdout), _last(process.stderr))
+        status = await process.wait()
+    finally:
+        feeding.cancel()  # a program need not read its task
+        with suppress(ProcessLookupError):  # also its children, if the episode is cancelled
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if status:
+        said = one_line(err.decode("utf-8", "replace").strip().rpartition("\n")[2])
+        raise CommandFailed(f"the command ended with status {status}: {said}")
+    lines = out.decode("utf-8", "replace").strip().splitlines()
+    return _parsed(lines[-1] if lines else "")
 
-    command: Sequence[str]
-    variables: Sequence[str]
 
-    async def __call__(self, episode: AgentEpisode) -> Any:
-        task = as_json(episode.task)
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            env=self._environment(episode, task),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        feeding = asyncio.ensure_future(_feed(process.stdin, task.encode()))
-        try:
-            out, err = await asyncio.gather(_last(process.stdout), _last(process.stderr))
-            status = await process.wait()
-        finally:
-            feeding.cancel()  # a program need not read its task
-            with suppress(ProcessLookupError):  # also its children, if the episode is cancelled
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if status:
-            said = one_line(err.decode("utf-8", "replace").strip().rpartition("\n")[2])
-            raise CommandFailed(f"the command ended with status {status}: {said}")
-        lines = out.decode("utf-8", "replace").strip().splitlines()
-        return _parsed(lines[-1] if lines else "")
-
-    def _environment(self, episode: AgentEpisode, task: str) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in (*INHERITED, *self.variables) if name in os.environ}
-        given = {
-            "OPENAI_BASE_URL": episode.base_url,
-            "OPENAI_API_KEY": episode.api_key,
-            "MEGATRON_STPPO_MODEL": episode.model,
-            "MEGATRON_STPPO_SEED": str(episode.seed),
-        }
-        if len(task) <= MOST_IN_VARIABLE:
-            given["MEGATRON_STPPO_TASK"] = task
-        return kept | given
+def _environment(variables: Sequence[str], episode: AgentEpisode, task: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in (*INHERITED, *variables) if name in os.environ}
+    given = {
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_KEY": episode.api_key,
+        "MEGATRON_STPPO_MODEL": episode.model,
+        "MEGATRON_STPPO_SEED": str(episode.seed),
+    }
+    if len(task) <= MOST_IN_VARIABLE:
+        given["MEGATRON_STPPO_TASK"] = task
+    return kept | given
 
 
 def as_json(task: Task) -> str:

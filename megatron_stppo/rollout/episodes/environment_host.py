@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.base.printing import one_line
@@ -135,18 +136,22 @@ class EnvironmentHost:
         ToolsStayAway if tools did not answer in time.
         """
         answers: list[tuple[int, Answer]] = []
-        while len(answers) < wait_for:
-            answers.append(self._next())
-            self._check_tools()
-        while not self._answers.empty():
-            answers.append(self._answers.get())
-        self._check_tools()  # an episode that a missing tool ended is among the answers
-        return [answer for _, answer in sorted(answers, key=_ticket)]
+        while len(answers) < wait_for or not self._answers.empty():
+            with suppress(queue.Empty):
+                answers.append(self._answers.get(timeout=BEAT))
+            self.check()  # an episode that a missing tool ended is among the answers
+        return [answer for _, answer in sorted(answers, key=itemgetter(0))]
 
     def check(self) -> None:
         """Raise what `take` raises while it waits, for a caller that waits for other things too."""
-        self._check_tools()
-        self._check_loop()
+        if self._tools.gave_up:
+            raise ToolsStayAway(self._tools.gave_up)
+        silent = time.monotonic() - self._beat
+        if silent > self._deadline + PATIENCE:
+            raise RolloutError(
+                f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
+                "await, or run what blocks in asyncio.to_thread"
+            )
 
     def lag(self) -> float:
         """Return the seconds after which the event loop runs a new call. Raises what `check` raises."""
@@ -160,25 +165,6 @@ class EnvironmentHost:
         """Wait for tools again as long as at the start, and log failures again, as a new rollout does."""
         self._tools.renew()
         self._lines.renew()
-
-    def _next(self) -> tuple[int, Answer]:
-        while True:
-            try:
-                return self._answers.get(timeout=BEAT)
-            except queue.Empty:
-                self._check_loop()
-
-    def _check_tools(self) -> None:
-        if self._tools.gave_up:
-            raise ToolsStayAway(self._tools.gave_up)
-
-    def _check_loop(self) -> None:
-        silent = time.monotonic() - self._beat
-        if silent > self._deadline + PATIENCE:
-            raise RolloutError(
-                f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
-                "await, or run what blocks in asyncio.to_thread"
-            )
 
     def _submit(self, index: int, call: Callable[[], Awaitable[Answer]]) -> None:
         ticket, self._submitted = self._submitted, self._submitted + 1
@@ -262,7 +248,3 @@ class EnvironmentHost:
         while True:
             self._beat = time.monotonic()
             await asyncio.sleep(BEAT)
-
-
-def _ticket(entry: tuple[int, Answer]) -> int:
-    return entry[0]

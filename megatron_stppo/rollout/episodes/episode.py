@@ -117,14 +117,6 @@ class Episode:
     metrics: dict[str, float | None] = field(default_factory=dict)
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self._current.prompt_ids
-
-    @property
-    def turns(self) -> list[Turn]:
-        return self._current.turns
-
-    @property
     def context(self) -> list[int]:
         """Prompt, turns and observations of the history that is continued: the policy's input."""
         return self._current.context
@@ -153,7 +145,7 @@ class Episode:
         self.request, self.history, self.stop_strings = request, request.history, request.stop_strings
         if request.history == len(self.histories):
             self.histories.append(History())
-        if self.turns:
+        if self._current.turns:
             self._current.observe(request.token_ids)
         else:
             self._current.begin(request.token_ids)

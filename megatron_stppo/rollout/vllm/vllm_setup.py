@@ -74,10 +74,6 @@ class EngineSettings:
     options: Mapping[str, Any] = field(default_factory=dict)  # rollout.vllm, further arguments of vLLM
 
     @property
-    def wide_head(self) -> bool:
-        return self.float32_logits and self.dtype != "float32"
-
-    @property
     def bytes_per_token(self) -> int:
         """The bytes that a token takes in the key-value cache of one rank."""
         config = load_config(self.model_path)
@@ -107,7 +103,10 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()
         cpu_cache.check(given.kv_cache_gib, *cache)
-        _keep_weights_plain()
+        # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
+        cpu_layers.plain_linears()
+        cpu_layers.plain_experts()
+        cpu_layers.one_adapter()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
         # vLLM inspects all names of torch, including deprecated ones
@@ -140,7 +139,9 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
         "model": str(given.model_path),
         "trust_remote_code": False,
         "dtype": given.dtype,
-        "hf_overrides": {"head_dtype": "float32"} if given.wide_head else {},
+        "hf_overrides": {"head_dtype": "float32"}
+        if given.float32_logits and given.dtype != "float32"
+        else {},
         "seed": given.seed,
         "tensor_parallel_size": given.tensor,
         "distributed_executor_backend": "external_launcher",
@@ -264,16 +265,6 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
             "choose a model with a multiple of 32"
         )
-
-
-def _keep_weights_plain() -> None:
-    """Keep vLLM's CPU weights in their plain layout, so that writing into a parameter takes effect.
-
-    They stay plain, because later engines of the process need them too.
-    """
-    cpu_layers.plain_linears()
-    cpu_layers.plain_experts()
-    cpu_layers.one_adapter()
 
 
 def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:

@@ -66,7 +66,6 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
     from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
 
     parser = ToolParserManager.get_tool_parser("hermes")
-    parser = ToolParserManager.get_tool_parser("hermes")
     engine = Engine(EngineSettings(folder, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05))
     fill(engine.parameters(), folder)
     engine.published = lambda: 3

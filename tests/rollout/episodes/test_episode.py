@@ -32,7 +32,7 @@ def seen(observation: str) -> StepResult:
 
 
 def test_prompt_is_the_chat_template_with_the_assistants_opening(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = tokenizer.decode(started(tokenizer).prompt_ids)
+    text = tokenizer.decode(started(tokenizer).histories[0].prompt_ids)
     assert text == "<|im_start|>user\nwhich city?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -56,7 +56,7 @@ def test_context_is_prompt_turns_and_observations_in_order(tokenizer: PreTrained
     episode.add_turn(turn(6))
     episode.answer(StepResult("", 1.0, True, True, False, "ok", "six"))
     paris = tokenizer.encode("Paris")
-    assert episode.context == [*episode.prompt_ids, 5, 9, *paris, 6]
+    assert episode.context == [*episode.histories[0].prompt_ids, 5, 9, *paris, 6]
     trajectory = episode.trajectory()
     assert list(trajectory.token_ids) == episode.context
     assert [t.reward for t in trajectory.turns] == [0.0, 1.0], "the reward is on the turn that earned it"
@@ -74,7 +74,7 @@ def test_the_environment_reads_every_space_that_the_policy_writes_and_the_other_
     episode.add_turn(spoken)
     assert episode.completion(spoken).text == " hi a: "
     episode.answer(seen("b the"))
-    head = tokenizer.decode(episode.prompt_ids)
+    head = tokenizer.decode(episode.histories[0].prompt_ids)
     assert tokenizer.decode(episode.context) == head + " hi a: b the"
 
 
@@ -88,7 +88,7 @@ def test_long_observation_is_cut_before_its_closing_tag(tokenizer: PreTrainedTok
     episode = started(tokenizer)
     episode.add_turn(turn(5))
     episode.answer(seen("<information>" + "Paris is the capital. " * 20 + "</information>\n\n"))
-    ids = episode.turns[0].observation_ids
+    ids = episode.histories[0].turns[0].observation_ids
     assert len(ids) == LIMITS.max_observation_tokens
     text = tokenizer.decode(ids)
     assert text.startswith("<information>Paris") and text.endswith("</information>\n\n")
@@ -100,7 +100,7 @@ def test_no_space_comes_between_the_rest_of_a_long_observation_and_its_tag() -> 
     episode = started(tokenizer)
     episode.add_turn(turn(*encode_plain(tokenizer, "hi")))
     episode.answer(seen("." * 60 + "</a>"))
-    text = tokenizer.decode(episode.turns[0].observation_ids)
+    text = tokenizer.decode(episode.histories[0].turns[0].observation_ids)
     assert set(text.removesuffix("</a>")) == {"."}
 
 
@@ -109,7 +109,7 @@ def test_long_observation_without_a_tag_is_cut_at_the_limit(tokenizer: PreTraine
     episode.add_turn(turn(5))
     text = "Paris is the capital. " * 20
     episode.answer(seen(text))
-    assert list(episode.turns[0].observation_ids) == tokenizer.encode(text)[:20]
+    assert list(episode.histories[0].turns[0].observation_ids) == tokenizer.encode(text)[:20]
 
 
 def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
@@ -117,9 +117,9 @@ def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
 ) -> None:
     episode = started(tokenizer, Limits(5, 8, 20, 100))
     assert episode.outcome == "error"
-    whole = started(tokenizer).prompt_ids
+    whole = started(tokenizer).histories[0].prompt_ids
     assert episode.detail == f"prompt of {len(whole)} tokens exceeds rollout.max_prompt_tokens=5"
-    assert episode.prompt_ids == whole[:5], "cut, so that it does not fill a microbatch"
+    assert episode.histories[0].prompt_ids == whole[:5], "cut, so that it does not fill a microbatch"
 
 
 def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
@@ -133,7 +133,7 @@ def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
 
 
 def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = len(started(tokenizer).prompt_ids)
+    prompt = len(started(tokenizer).histories[0].prompt_ids)
     episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
     assert episode.max_tokens == 3
     episode.add_turn(turn(5, 6, 7, reason="length"))
@@ -141,7 +141,7 @@ def test_turn_cut_by_the_end_of_the_context_ends_truncated(tokenizer: PreTrained
 
 
 def test_an_answer_that_fills_the_context_is_still_graded(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = len(started(tokenizer).prompt_ids)
+    prompt = len(started(tokenizer).histories[0].prompt_ids)
     episode = started(tokenizer, Limits(50, 8, 20, prompt + 3))
     episode.add_turn(turn(5, 6, 7, reason="stop"))
     assert episode.outcome is None
@@ -150,12 +150,12 @@ def test_an_answer_that_fills_the_context_is_still_graded(tokenizer: PreTrainedT
 
 
 def test_observation_without_room_for_a_reply_is_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt, answer = len(started(tokenizer).prompt_ids), tokenizer.encode("Paris France")
+    prompt, answer = len(started(tokenizer).histories[0].prompt_ids), tokenizer.encode("Paris France")
     episode = started(tokenizer, Limits(50, 8, 20, prompt + 1 + len(answer)))
     episode.add_turn(turn(5))
     episode.answer(seen("Paris France"))
     assert episode.outcome == "truncated"
-    assert episode.trajectory().token_ids == (*episode.prompt_ids, 5)
+    assert episode.trajectory().token_ids == (*episode.histories[0].prompt_ids, 5)
 
 
 def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
@@ -165,4 +165,4 @@ def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
     finished = turn(*tokenizer.encode("Paris"), tokenizer.eos_token_id, reason="end")
     episode.add_turn(finished)
     assert episode.completion(finished).text == "Paris"
-    assert episode.turns[0].token_ids[-1] == tokenizer.eos_token_id
+    assert episode.histories[0].turns[0].token_ids[-1] == tokenizer.eos_token_id
