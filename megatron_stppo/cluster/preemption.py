@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from megatron_stppo.config import ConfigError
+from megatron_stppo.base.errors import ConfigError
 
 OF_A_SCHEDULER = (signal.SIGUSR1, signal.SIGTERM)
 OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and a closed terminal

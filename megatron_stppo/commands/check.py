@@ -1,4 +1,4 @@
-"""The commands `check-layouts` and `doctor`."""
+"""The commands `audit`, `check-layouts` and `doctor`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,51 @@ from typing import Annotated
 
 import typer
 
+from megatron_stppo.base.errors import Ending
+from megatron_stppo.cluster.exits import crash
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.commands.open_run import open_config
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 
 commands = command_group()
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo audit runs/first",
+        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo audit runs/first parallel.tensor=8",
+    )
+)
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to audit")],
+    overrides: Overrides = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="largest difference of a token's log-prob, in nats; default: a limit for each token, from "
+            "the rounding of its own computation",
+        ),
+    ] = None,
+) -> None:
+    """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not, and 3 if
+    files or checkpoints of the run are damaged."""
+    from megatron_stppo.validation import sources
+
+    settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
+    sources.check_audit(settings, run)
+    process.prepare(engine=False)
+    process.check(settings)
+    from megatron_stppo.evidence.audit.audit import audit as check
+    from megatron_stppo.evidence.audit.report import CRASHED
+
+    try:
+        code = check(settings, run, tolerance)
+    except Ending:
+        raise
+    except Exception as error:
+        code = crash(error, CRASHED)  # not that of a difference
+    raise typer.Exit(code)
 
 
 @commands.command(
@@ -26,8 +67,6 @@ def check_layouts(
 ) -> None:
     """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
     settings = open_config(config, overrides, "check-layouts")
-    from megatron_stppo.cluster.launch import process
-
     process.prepare(engine=False)
     from megatron_stppo.evidence.layouts.check import check_layouts as check
 
@@ -69,7 +108,6 @@ def doctor(
         from megatron_stppo.cluster.launch import doctor as report
 
         raise typer.Exit(report.doctor())
-    from megatron_stppo.cluster.launch import process
     from megatron_stppo.cluster.preflight import limits
 
     limits_of_check = limits.read(limit or ())
@@ -77,8 +115,6 @@ def doctor(
     process.set_ranks()
     from megatron_stppo.cluster.preflight.check import Settings, check
 
-    code, hangs = check(Settings(folder, limits_of_check, seconds, size * 2**20, output))
-    if hangs:
-        sys.stdout.flush()
-        os._exit(code)
-    raise typer.Exit(code)
+    code = check(Settings(folder, limits_of_check, seconds, size * 2**20, output))
+    sys.stdout.flush()
+    os._exit(code)

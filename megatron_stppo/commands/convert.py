@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron_stppo.base.files import check_absent, check_empty
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.commands.open_run import open_config
-from megatron_stppo.commands.options import File, Overrides, Sets, command_group, examples
+from megatron_stppo.commands.options import File, Overrides, command_group, examples
+from megatron_stppo.observe.console import say
+
+if TYPE_CHECKING:
+    from megatron_stppo.config import Config
 
 commands = command_group("Convert between checkpoints and Hugging Face folders.")
+Checkpoint = Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")]
+Output = Annotated[Path, typer.Argument(help="new folder to write")]
 
 
 @commands.command(
@@ -22,21 +29,9 @@ commands = command_group("Convert between checkpoints and Hugging Face folders."
         "megatron-stppo convert to-hf config.yaml step_20 trained run.name=second",
     ),
 )
-def to_hf(
-    config: File,
-    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
-    output: Annotated[Path, typer.Argument(help="new folder to write")],
-    overrides: Overrides = None,
-    sets: Sets = None,
-) -> None:
+def to_hf(config: File, checkpoint: Checkpoint, output: Output, overrides: Overrides = None) -> None:
     """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
-    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
-    from megatron_stppo.cluster.launch import process
-    from megatron_stppo.validation import checks
-
-    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
-    check_absent("output", output)
-
+    settings = _open(config, checkpoint, output, overrides)
     process.prepare(engine=False)
     from megatron_stppo.checkpoint import convert
 
@@ -50,22 +45,12 @@ def to_hf(
         "megatron-stppo convert to-peft config.yaml step_20 adapters run.name=second",
     ),
 )
-def to_peft(
-    config: File,
-    checkpoint: Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")],
-    output: Annotated[Path, typer.Argument(help="new folder to write")],
-    overrides: Overrides = None,
-    sets: Sets = None,
-) -> None:
+def to_peft(config: File, checkpoint: Checkpoint, output: Output, overrides: Overrides = None) -> None:
     """Write the adapters of a checkpoint's actor in PEFT's format, on any number of ranks."""
-    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert", checkpoint=True)
-    from megatron_stppo.cluster.launch import process
-    from megatron_stppo.validation import checks, lora
+    settings = _open(config, checkpoint, output, overrides)
+    from megatron_stppo.validation import lora
 
     lora.check_used(settings, "convert to-peft")
-    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
-    check_absent("output", output)
-
     process.prepare(engine=False)
     from megatron_stppo.checkpoint import export_peft
 
@@ -83,17 +68,24 @@ def to_megatron(
     config: File,
     output: Annotated[Path, typer.Argument(help="checkpoints folder to write")],
     overrides: Overrides = None,
-    sets: Sets = None,
 ) -> None:
     """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
-    settings = open_config(config, [*(overrides or []), *(sets or [])], "convert")
-    from megatron_stppo.cluster.launch import process
-
+    settings = open_config(config, overrides, "convert")
     check_empty("output", output)
     process.prepare(engine=False)
     from megatron_stppo.checkpoint import convert
 
     convert.to_megatron(settings, output)
+
+
+def _open(config: Path, checkpoint: str, output: Path, overrides: list[str] | None) -> Config:
+    """Return the configuration of the run whose `checkpoint` is converted. Raises ConfigError."""
+    settings = open_config(config, overrides, "convert", checkpoint=True)
+    from megatron_stppo.validation import checks
+
+    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
+    check_absent("output", output)
+    return settings
 
 
 imports = command_group()
@@ -118,7 +110,6 @@ def import_gguf(
     from rich.progress import track
 
     from megatron_stppo.checkpoint import import_gguf as gguf
-    from megatron_stppo.observe.console import say
 
     def shown(names: Sequence[str]) -> list[str]:
         return list(track(names, "decoding"))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.commands.options import Overrides, command_group, examples
 
 commands = command_group()
@@ -29,7 +30,7 @@ def check_environment(
     ] = None,
 ) -> None:
     """Play scripted episodes with your environment, without a model; exit 2 if it has a problem."""
-    from megatron_stppo.config import ConfigError, EnvironmentConfig
+    from megatron_stppo.config import EnvironmentConfig
     from megatron_stppo.config.file import load
     from megatron_stppo.data import tasks
     from megatron_stppo.rollout.episodes.check_environment import check

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from megatron_stppo.cluster.exits import naming_a_full_disk
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.commands.open_run import importing, lock, open_config
 from megatron_stppo.commands.options import File, Modules, Overrides, command_group, examples
-
-if TYPE_CHECKING:
-    pass
 
 commands = command_group()
 
@@ -34,7 +32,6 @@ def rollout(
 ) -> None:
     """Play training episodes and write them to trajectories/, without training."""
     settings = open_config(config, overrides, "rollout", checkpoint=source is not None)
-    from megatron_stppo.cluster.launch import process
     from megatron_stppo.validation import run_folder, sources
 
     if source is None:
@@ -67,7 +64,6 @@ def evaluate(
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
     settings = open_config(config, overrides, "evaluate", checkpoint=checkpoint is not None, modules=modules)
-    from megatron_stppo.cluster.launch import process
     from megatron_stppo.validation import checks
 
     checks.check_step(settings.run.folder, "checkpoint", checkpoint)

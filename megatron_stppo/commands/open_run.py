@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.cluster.exits import is_first_rank
+from megatron_stppo.cluster.launch import connections, process
+from megatron_stppo.observe.console import say, timed
 
 if TYPE_CHECKING:
     from megatron_stppo.base.types import Task
@@ -35,7 +36,6 @@ def open_config(
     model.lora.path. modules: the folder of the modules that `environment` names; default: that of the file.
     Raises ConfigError.
     """
-    from megatron_stppo.cluster.launch import process
     from megatron_stppo.config.file import load
 
     if world is None:
@@ -48,8 +48,8 @@ def open_config(
         config = model_layout.with_fitting_layout(config, ranks)
     checked = config.of_checkpoint() if checkpoint else config
     checks.check(checked, ranks, command)
-    if is_first_rank() and (note := lora.base_note(checked)):
-        typer.echo(f"megatron-stppo: {note}", err=True)
+    if note := lora.base_note(checked):
+        say(note, is_first_rank())
     if command == "train" and resume:
         run_folder.check_resume(config)
     elif command == "train":
@@ -60,16 +60,10 @@ def open_config(
 
         choose.check(config.environment, resume)
     if world is None:
-        _keep_order(config)
+        generations = connections.gpu_generations()
+        if warning := connections.keep_order(os.environ, config.parallel, generations):
+            say(warning, is_first_rank())
     return config
-
-
-def _keep_order(config: Config) -> None:
-    from megatron_stppo.cluster.launch import connections
-
-    warning = connections.keep_order(os.environ, config.parallel, connections.gpu_generations())
-    if warning and is_first_rank():
-        typer.echo(f"megatron-stppo: {warning}", err=True)
 
 
 @contextmanager
@@ -79,8 +73,6 @@ def importing() -> Iterator[None]:
     They create over a million objects that stay. Without garbage collection they take a quarter less
     processor time. Later collections leave these objects out.
     """
-    from megatron_stppo.observe.console import timed
-
     gc.disable()
     try:
         with timed("importing", is_first_rank()):
@@ -96,9 +88,8 @@ def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
         from megatron_stppo.data import tasks
 
         read = {field: tasks.read(getattr(config.data, field)) for field in fields}
-        if is_first_rank():
-            for warning in _doubtful(config, read):
-                typer.echo(f"megatron-stppo: {warning}", err=True)
+        for warning in _doubtful(config, read):
+            say(warning, is_first_rank())
 
 
 def _doubtful(config: Config, read: Mapping[str, Sequence[Task]]) -> Iterator[str]:
@@ -132,7 +123,6 @@ def lock(config: Config) -> None:
     """Reserve the run's folder for this process. Raises ConfigError if another process writes it."""
     if is_first_rank():
         from megatron_stppo.cluster import run_lock
-        from megatron_stppo.config import ConfigError
 
         try:
             run_lock.take(config)

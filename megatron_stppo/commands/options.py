@@ -14,12 +14,6 @@ Overrides = Annotated[
         metavar="[section.field=value]...", help="values that override the file", show_default=False
     ),
 ]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="section.field=value", help="another way to override the file; may be repeated"
-    ),
-]
 # the folder of the file, when the Python interface gives its configuration in another folder
 Modules = Annotated[Path | None, typer.Option(hidden=True)]
 

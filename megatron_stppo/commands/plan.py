@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_stppo.base.errors import ConfigError
+from megatron_stppo.cluster.launch import process
 from megatron_stppo.commands.open_run import open_config
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 
@@ -58,8 +60,6 @@ def plan(
 ) -> None:
     """Plan a run on any number of GPUs: memory, bytes of reshard and checkpoint, lower bounds of times."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
-    from megatron_stppo.config import ConfigError
-
     if asynchronous:
         return _plan_asynchronous(config, overrides, gpus, source, assume or [], as_json)
     for option, given in (("--from", source), ("--assume", assume)):
@@ -68,8 +68,6 @@ def plan(
     if len(gpus) > 1:
         raise ConfigError(f"--gpus: {len(gpus)} values; give one, or add --asynchronous")
     settings = open_config(config, overrides, "plan", world=gpus[0])
-    from megatron_stppo.cluster.launch import process
-
     process.prepare(engine=False, device="meta")
     from megatron_stppo.plan.dry_run import plan as dry_run
     from megatron_stppo.plan.report import write_plan
@@ -89,7 +87,6 @@ def _plan_asynchronous(
     as_json: bool,
 ) -> None:
     """Print forecasts of asynchronous training. Raises ConfigError if no number of GPUs has a split."""
-    from megatron_stppo.config import ConfigError
     from megatron_stppo.config.file import load
     from megatron_stppo.plan import assumptions
     from megatron_stppo.validation import splits
@@ -97,8 +94,6 @@ def _plan_asynchronous(
     settings = load(config, overrides)
     given = assumptions.read(settings, assume)
     candidates = {count: splits.candidates(settings, count) for count in gpus}
-    from megatron_stppo.cluster.launch import process
-
     process.prepare(engine=False, device="meta")
     from megatron_stppo.plan.outlook import Planner
     from megatron_stppo.plan.report import write_outlooks

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_stppo.base.errors import CannotServe, ConfigError
 from megatron_stppo.cluster.exits import is_first_rank
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
 from megatron_stppo.commands.open_run import importing
 from megatron_stppo.commands.options import Overrides, command_group, examples
+from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -58,11 +62,7 @@ def serve(
 ) -> None:
     """Play episodes for a run of `train` with serving.replicas, as one of its vLLM replicas; one process per
     tensor-parallel rank."""
-    from megatron_stppo.base.errors import CannotServe
-    from megatron_stppo.cluster.launch import process
-    from megatron_stppo.config import ConfigError
     from megatron_stppo.config.run import NAME
-    from megatron_stppo.observe.console import say
     from megatron_stppo.replicas.replica.parent import end_normally, has_ended, watch
     from megatron_stppo.replicas.wire import keys
 
@@ -84,8 +84,6 @@ def serve(
     if connection is None or has_ended(parent):  # the file may be of the next attempt, with its own replicas
         raise CannotServe(f"the trainer, process {parent}, has ended")
     settings = _open(run, overrides)
-    from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
-
     # before the imports, which take long: without a handler a signal would end the process
     leave = (signal.SIGTERM, *OF_A_TERMINAL)
     notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
@@ -114,8 +112,6 @@ def _open(run: Path, overrides: list[str] | None) -> Config:
 
 
 def _check_overrides(overrides: list[str]) -> None:
-    from megatron_stppo.config import ConfigError
-
     for override in overrides:
         field = override.partition("=")[0]
         if field in NOT_OWN or (field not in OWN and not field.startswith(OWN_SECTION)):

@@ -1,4 +1,4 @@
-"""The command `train`."""
+"""The commands that train: `train`, `replay` and `cold-start`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatron_stppo.base.errors import DoNotRestart, Ending
+from megatron_stppo.base.errors import ConfigError, DoNotRestart, Ending
 from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.exits import is_first_rank, naming_a_full_disk
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.commands.open_run import importing, lock, open_config
 from megatron_stppo.commands.options import File, Modules, Overrides, command_group, examples
+from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
     from megatron_stppo.replicas.trainer.recorded import Recorded
 
 commands = command_group()
+Records = Literal["rollouts", "batches", "journal"]
 
 
 @commands.command(
@@ -41,19 +46,96 @@ def train(
 ) -> None:
     """Train with reinforcement learning; one process, or one per device under torchrun or srun."""
     settings = open_config(config, overrides, "train", resume, modules=modules)
-    start(settings, resume)
+    start_training(settings, resume)
 
 
-def start(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
+@commands.command(
+    epilog=examples(
+        "megatron-stppo replay runs/first run.name=again",
+        "megatron-stppo replay runs/first run.name=again update.actor.lr=1e-5",
+        "megatron-stppo replay runs/first run.name=one --records batches --start step_10 run.iterations=11",
+        "megatron-stppo replay runs/first run.name=again --records journal",
+    )
+)
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to replay")],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG.yaml", help="default: config.yaml of RUN_DIR")
+    ] = None,
+    records: Annotated[
+        Records,
+        typer.Option(
+            help="rollouts: score its trajectories and update; batches: update on its dumps; journal: play "
+            "the episodes of an asynchronous run again, in the recorded order"
+        ),
+    ] = "rollouts",
+    start: Annotated[
+        str | None,
+        typer.Option(help="checkpoint of RUN_DIR to start from, step_N or latest; default: model.path"),
+    ] = None,
+) -> None:
+    """Train on the records of a run, and write a new run."""
+    from megatron_stppo.validation import sources
+
+    if records == "journal":
+        return _repeat(run, overrides, config, start)
+    settings = open_config(config or sources.config_of(run), overrides, "replay")
+    sources.check_replay(settings, records, run, start)
+    lock(settings)
+    with importing():
+        process.prepare(engine=False)
+        process.check(settings)
+        from megatron_stppo.training.replay import replay as train_again
+    with naming_a_full_disk(settings.run.folder):
+        train_again(settings, records, run, start)
+
+
+def _repeat(run: Path, overrides: list[str] | None, config: Path | None, start: str | None) -> None:
+    """Repeat an asynchronous run from its journal. config: default: that of the run."""
+    from megatron_stppo.replicas.trainer import recorded
+    from megatron_stppo.replicas.wire import keys
+    from megatron_stppo.validation import sources
+
+    if start is not None:
+        raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
+    modules = None if config else keys.modules(run)
+    settings = open_config(
+        config or sources.config_of(run), overrides, "train", remedy="give another run.name", modules=modules
+    )
+    if settings.serving.replicas is None:
+        raise ConfigError(
+            f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "
+            "asynchronous run, or replay --records rollouts"
+        )
+    start_training(settings, recorded=recorded.read(run))
+
+
+@commands.command(
+    "cold-start",
+    epilog=examples(
+        "megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start",
+        "megatron-stppo cold-start config.yaml cold_start.output=runs/adapters model.lora.rank=16",
+        "megatron-stppo train config.yaml model.lora.path=runs/adapters",
+    ),
+)
+def cold_start(config: File, overrides: Overrides = None) -> None:
+    """Teach a model the format from scripted trajectories (data.demonstrations). With model.lora only
+    adapters are trained and written."""
+    settings = open_config(config, overrides, "cold-start")
+    with importing():
+        process.prepare(engine=False)
+        from megatron_stppo.training import cold_start as stage
+    stage.cold_start(settings)
+
+
+def start_training(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
     """Train with a checked configuration. recorded: the asynchronous run to repeat."""
     if settings.serving.replicas is not None:
         from megatron_stppo.replicas.wire import address
 
         address.check(settings.serving.address, settings.serving.start, os.environ)
     lock(settings)
-    from megatron_stppo.cluster.launch import process
-    from megatron_stppo.cluster.preemption import PreemptionNotice
-    from megatron_stppo.observe.console import say
     from megatron_stppo.validation import attempts, run_folder
 
     if resume and is_first_rank():

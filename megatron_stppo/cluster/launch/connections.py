@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_stppo.config import ParallelConfig
+if TYPE_CHECKING:
+    from megatron_stppo.config import ParallelConfig
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10  # major number of its compute capability
@@ -26,9 +27,7 @@ def gpu_generations() -> list[int]:
 
     NVML also counts GPUs of a shared node that the scheduler gave to other jobs; these are left out.
     """
-    if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
-        return []
-    pynvml = importlib.import_module("pynvml")
+    pynvml = importlib.import_module("pynvml")  # a quarter of a second, which --help need not wait for
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # without a driver
@@ -42,11 +41,6 @@ def gpu_generations() -> list[int]:
     return found
 
 
-def matters(generations: Sequence[int]) -> bool:
-    """Return whether the variable changes the order of kernels on one of these GPUs."""
-    return any(generation < BLACKWELL for generation in generations)
-
-
 def keep_order(
     environment: MutableMapping[str, str], parallel: ParallelConfig, generations: Sequence[int]
 ) -> str | None:
@@ -57,7 +51,7 @@ def keep_order(
     """
     axes = {"tensor": parallel.tensor, "context": parallel.context}
     split = [f"parallel.{name}={size}" for name, size in axes.items() if size > 1]
-    if not split or not matters(generations):
+    if not split or not any(generation < BLACKWELL for generation in generations):
         return None
     given = environment.setdefault(NAME, "1")
     if given == "1":

@@ -15,34 +15,28 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.base.printing import Printable
-from megatron_stppo.cluster.launch import connections, slurm
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.cluster.launch import slurm
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron_stppo.config import Config
     from megatron_stppo.model import fusions
     from megatron_stppo.parallel.groups import MeshRank
 
 LINE = "%(asctime)s %(name)s %(levelname)s %(message)s"  # of a log
-# Warnings that a user cannot act on: (category, module that they are attributed to, with those inside it).
-IGNORED: tuple[tuple[type[Warning], str], ...] = (
-    (UserWarning, "megatron"),  # packages that are optional here
-    (FutureWarning, "megatron"),
-    (DeprecationWarning, "megatron"),
-    (UserWarning, "vllm"),
-    (FutureWarning, "vllm"),
-    (DeprecationWarning, "vllm"),
-    (FutureWarning, "torch.distributed"),  # megatron calls functions that have new names
-)
-# megatron's warning that its collectives are not hidden; shown where the variable matters
-SHOWN = rf".*\b{connections.NAME}\b"
+# Warnings that a user cannot act on, by the module that they are attributed to, with those inside it.
+IGNORED: dict[str, tuple[type[Warning], ...]] = {
+    "megatron": (UserWarning, FutureWarning, DeprecationWarning),  # packages that are optional here
+    "vllm": (UserWarning, FutureWarning, DeprecationWarning),
+    "torch.distributed": (FutureWarning,),  # megatron calls functions that have new names
+}
 
 
 def discover() -> None:
@@ -96,7 +90,7 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     """
     logging.basicConfig(level=logging.WARNING, format=LINE)
     _print_safely(logging.getLogger())
-    _ignore_warnings(connections.gpu_generations() if _has_gpu() else ())
+    _ignore_warnings()
     if not _has_gpu():
         # megatron and vLLM compile small functions; on a CPU that costs minutes and gains nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -142,15 +136,11 @@ def check_transformer_engine() -> None:
         ) from error
 
 
-def _ignore_warnings(generations: Sequence[int]) -> None:
-    """Ignore the warnings of these libraries about themselves. Those of all other modules are shown.
-
-    generations: of the GPUs, see cluster/launch/connections.py.
-    """
-    for category, module in IGNORED:
-        warnings.filterwarnings("ignore", category=category, module=rf"{re.escape(module)}(\.|$)")
-    if connections.matters(generations):
-        warnings.filterwarnings("default", SHOWN, UserWarning)
+def _ignore_warnings() -> None:
+    """Ignore the warnings of these libraries about themselves. Those of all other modules are shown."""
+    for module, categories in IGNORED.items():
+        for category in categories:
+            warnings.filterwarnings("ignore", category=category, module=rf"{re.escape(module)}(\.|$)")
 
 
 def check(config: Config) -> None:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from megatron_stppo.config import ConfigError
+from megatron_stppo.base.errors import ConfigError
 
 # Below the range of ports that Linux uses for outgoing connections.
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -83,32 +83,24 @@ def check_gpus(environment: Mapping[str, str], seen: bool) -> None:
 
 
 def first_ranks_host(environment: Mapping[str, str]) -> str:
-    """Return the host of this step's first rank. Raises ConfigError.
+    """Return the host of this step's first rank, from a list in Slurm's notation. Raises ConfigError.
 
-    Example: {"SLURM_JOB_NODELIST": "gpu[01-08]", "SLURM_STEP_NODELIST": "gpu[07-08]"} gives "gpu07".
+    Example: {"SLURM_JOB_NODELIST": "gpu[01-08]", "SLURM_STEP_NODELIST": "gpu[07-08]"} gives "gpu07", and the
+    list "r[2,4]n[1-8]-ib" gives "r2n1-ib".
     """
-    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environment else "SLURM_JOB_NODELIST"
-    return first_host(nodes, _given(environment, nodes))
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environment else "SLURM_JOB_NODELIST"
+    nodes = _given(environment, name)
+    first = re.match(r"(?:[^][,]|\[[^][]+\])+(?=,|$)", nodes)
+    host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+        raise ConfigError(f"{name}={nodes}: is not a list of hosts; set MASTER_ADDR to the first rank's host")
+    return host
 
 
 def is_part_of_the_job(environment: Mapping[str, str]) -> bool:
     """Return whether this is a step on some of its job's nodes. Other steps may run on the others."""
     job, step = (environment.get(f"SLURM_{x}_NUM_NODES", "1") for x in ("JOB", "STEP"))
     return started_by_srun(environment) and job != step
-
-
-def first_host(name: str, nodes: str) -> str:
-    """Return the first host of `nodes`, a list in Slurm's notation.
-
-    Raises ConfigError with `name`, the name of the environment variable.
-
-    Examples: "gpu[007-012,020]" -> "gpu007", "login,gpu1" -> "login", "r[2,4]n[1-8]-ib" -> "r2n1-ib".
-    """
-    first = re.match(r"(?:[^][,]|\[[^][]+\])+(?=,|$)", nodes)
-    host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0]) if first else ""
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
-        raise ConfigError(f"{name}={nodes}: is not a list of hosts; set MASTER_ADDR to the first rank's host")
-    return host
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:

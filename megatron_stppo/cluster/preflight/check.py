@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -21,11 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_stppo.base.files import replacing
-from megatron_stppo.cluster.launch import process, rendezvous
-from megatron_stppo.cluster.preflight import gpu, host, network
-from megatron_stppo.cluster.preflight.exchange import Board, Measurements
+from megatron_stppo.cluster.launch import process, rendezvous, slurm
+from megatron_stppo.cluster.preflight import machine, network
+from megatron_stppo.cluster.preflight.exchange import Board, RankReport
 from megatron_stppo.cluster.preflight.judge import CheckRow, judge
-from megatron_stppo.cluster.preflight.records import Bandwidth, Facts, Together
 from megatron_stppo.config import ConfigError
 
 FAILED = 2  # exit code
@@ -42,119 +40,96 @@ class Settings:
     output: Path | None = None  # JSON file
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What all ranks need for the measurements that they make together."""
+def check(settings: Settings) -> int:
+    """Measure, print the table on the first rank, and return the exit code: 0, or FAILED if a row fails.
 
-    nodes: tuple[str, ...]  # of every rank; empty if a rank is missing, so that there is nothing to measure
-    has_gpus: bool  # every rank has its own
-
-
-def check(settings: Settings) -> tuple[int, bool]:
-    """Measure, and print the table on the first rank.
-
-    Returns (exit code, whether a measurement of this rank hangs). The code is 0, or FAILED if a row fails,
-    and is the same on all ranks. After a measurement that hangs, end the process with os._exit, because the
-    measurement's thread may hold resources for which an orderly exit would wait.
+    The code is the same on all ranks. Then end the process with os._exit: a measurement that hangs keeps
+    resources for which an orderly exit would wait.
     Needs torchrun's variables (cluster.launch.process). Raises ConfigError if the first rank does not answer.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         rendezvous.raise_file_limit(world)
         store = rendezvous.open_store(timedelta(seconds=settings.seconds))
-        board = Board(store, rank, world, settings.seconds)
-        code, hangs = _check(settings, board)
+        return _check(settings, Board(store, rank, world, settings.seconds))
     except (dist.DistError, TimeoutError) as error:
         raise ConfigError(f"rank {rank}: the first rank does not answer: {error}") from None
-    if dist.is_initialized() and not hangs:
-        dist.destroy_process_group()
-    return code, hangs
 
 
-def _check(settings: Settings, board: Board) -> tuple[int, bool]:
-    """Return (exit code, whether a measurement of this rank hangs)."""
+def _check(settings: Settings, board: Board) -> int:
+    report = RankReport(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     name = board.announce("name", f"{time.time():.0f}", str)
-    file = host.file_of(settings.folder, name, _node())
-    alone, met = Measurements(settings.seconds), Measurements(settings.seconds)
-
-    facts = board.collect("facts", _alone(settings, board.rank, alone, file), Facts)
-    nodes = tuple(facts[rank].node for rank in facts) if len(facts) == board.world else ()
-    meeting = board.announce(
-        "meeting", Meeting(nodes, all(one.gpu for one in facts.values())), Meeting, waits=8
-    )
-    together: dict[int, Together] = {}
-    if meeting.nodes:
-        together = board.collect("together", _together(settings, board, met, meeting, name), Together)
+    file = _file(settings, name, report.node)
+    _measure_alone(settings, board.rank, report, file)
+    alone = board.collect("alone", report)
+    complete = len(alone) == board.world
+    # the node of every rank; empty if a rank is missing, so that there is nothing to measure
+    nodes = board.announce("nodes", [alone[r].node for r in alone] if complete else [], list[str], waits=8)
+    gpus = board.announce("gpus", all("model of the GPUs" in one.texts for one in alone.values()), bool)
+    together: dict[int, RankReport] = {}
+    if nodes:
+        _measure_together(settings, board, report, nodes, gpus, name)
+        together = board.collect("together", report)
     code = 0
     if board.rank == 0:
-        rows = judge(board.world, facts, together, settings.limits)
+        rows = judge(board.world, alone, together, settings.limits)
         show(rows, Console() if sys.stdout.isatty() else Console(width=160))
         code = FAILED if any(row.verdict == "fail" for row in rows) else 0
         if settings.output is not None:
-            written: dict[str, list[Any]] = {
-                "rows": rows,
-                "facts": [*facts.values()],
-                "together": [*together.values()],
-            }
-            content: dict[str, Any] = {name: [asdict(x) for x in found] for name, found in written.items()}
-            content["passed"] = code == 0
+            content = {"passed": code == 0, "rows": rows, "ranks": {**alone, **together}}
             settings.output.parent.mkdir(parents=True, exist_ok=True)
             with replacing(settings.output) as scratch:
-                scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                scratch.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     # After the table: torchrun kills all ranks as soon as one of them exits with an error.
     code = board.announce("code", code, int, waits=8)
-    alone.run("remove", lambda: file.unlink(missing_ok=True))
-    board.leave(facts)
-    return code, alone.hanging or met.hanging
+    report.run("remove", settings.seconds, lambda _: file.unlink(missing_ok=True))
+    board.leave(alone)
+    return code
 
 
-def _alone(settings: Settings, rank: int, measure: Measurements, file: Path) -> Facts:
-    """Return what this rank measures without the others."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    found = compute = None
-    if torch.cuda.is_available():
-        found = measure.run("GPU", lambda: gpu.examine(process.device_index()))
-    if found is None:
-        compute = measure.run("matrix product", gpu.load_cpu)
-    elif load := measure.run("matrix product", lambda: gpu.load(local)):
-        compute, clock, throttled = load
-        found = replace(found, clock=clock, throttled=throttled)
-    return Facts(
-        rank,
-        _node(),
-        expects_gpu=bool(os.environ.get("SLURM_GPUS_ON_NODE")),
-        versions=measure.run("versions", host.versions) or {},
-        gpu=found,
-        compute=compute,
-        open_files=host.open_files(),
-        shared_memory=measure.run("/dev/shm", host.shared_memory),
-        folder=None if local else measure.run("run folder", lambda: host.folder_speed(file, settings.size)),
-        errors=measure.errors,
-    )
+def _file(settings: Settings, check: str, node: str) -> Path:
+    """Return the file that a node writes, and for which the others look. `check`: name of this check."""
+    return settings.folder / f"preflight-{check}-{node}.tmp"
 
 
-def _together(
-    settings: Settings, board: Board, measure: Measurements, meeting: Meeting, name: str
-) -> Together:
-    """Return what this rank measures with the others. name: of this check, part of its files' names."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    files = {node: host.file_of(settings.folder, name, node) for node in dict.fromkeys(meeting.nodes)}
-    wait = settings.limits["max_visible"]
-    seen = None if local else measure.run("files of other nodes", lambda: host.wait_for_files(files, wait))
-    clock: list[float] = []
-    speeds: list[Bandwidth] = []
+def _measure_alone(settings: Settings, rank: int, report: RankReport, file: Path) -> None:
+    """Add to the report what this rank measures without the others."""
+    who, seconds = f"rank {rank} ({report.node})", settings.seconds
+    report.run("GPU", seconds, _measure_gpu, who)
+    report.run("versions", seconds, machine.describe_software)
+    report.run("limits", seconds, machine.measure_limits, who)
+    if _local_rank() == 0:
+        report.run("run folder", seconds, machine.measure_folder, file, settings.size)
 
-    def network_of_ranks() -> None:
-        if meeting.has_gpus:
-            torch.cuda.set_device(local)  # counts for this thread
-        # Longer than the deadline here, so that torch's watchdog does not end the process first.
-        network.join(board.store, board.rank, board.world, meeting.has_gpus, 2 * settings.seconds)
-        clock.extend(network.clock())
-        speeds.extend(network.bandwidth(meeting.nodes, meeting.has_gpus))
 
-    measure.run("network", network_of_ranks)
-    visible, hidden = seen or (None, ())
-    return Together(board.rank, visible, hidden, tuple(clock), tuple(speeds), measure.errors)
+def _measure_gpu(report: RankReport, who: str) -> None:
+    has_gpu = torch.cuda.is_available()
+    slurm.check_gpus(os.environ, has_gpu)
+    if has_gpu:
+        machine.measure_gpu(report, who, process.device_index())
+
+
+def _measure_together(
+    settings: Settings, board: Board, report: RankReport, nodes: Sequence[str], gpus: bool, name: str
+) -> None:
+    """Add to the report what this rank measures with the others. name: of this check."""
+    if _local_rank() == 0:
+        files = {node: _file(settings, name, node) for node in nodes}
+        longest = settings.limits["max_visible"]
+        report.run("files of other nodes", settings.seconds, machine.wait_for_files, files, longest)
+    report.run("network", settings.seconds, _measure_network, board, nodes, gpus)
+
+
+def _measure_network(report: RankReport, board: Board, nodes: Sequence[str], gpus: bool) -> None:
+    if gpus:
+        torch.cuda.set_device(_local_rank())  # counts for this thread
+    # Longer than the deadline of the measurement, so that torch's watchdog does not end the process first.
+    network.join(board.store, board.rank, board.world, gpus, 2 * board.seconds)
+    network.measure_bandwidth(report, nodes, gpus)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def show(rows: Sequence[CheckRow], console: Console) -> None:
@@ -171,7 +146,3 @@ def show(rows: Sequence[CheckRow], console: Console) -> None:
     console.print(table)
     counts = Counter(row.verdict for row in rows)
     console.print(f"{counts['pass']} pass, {counts['fail']} fail, {counts['not checked']} not checked")
-
-
-def _node() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,7 +1,7 @@
-"""The exchange of records through the store of the rendezvous, and deadlines for measurements.
+"""What a rank measures, with a deadline for each measurement, and how the first rank collects it.
 
-Ranks do not exchange their records with collectives, because a collective waits for every rank and does not
-say which one is missing. Here the first rank waits until a deadline, and continues with the records that it
+Ranks do not exchange their reports with collectives, because a collective waits for every rank and does not
+say which one is missing. Here the first rank waits until a deadline, and continues with the reports that it
 has.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,38 +22,73 @@ Value = TypeVar("Value")
 GRACE = 30.0  # seconds that the other ranks wait for the first one beyond its own deadlines
 
 
+@dataclass
+class RankReport:
+    """What one rank has measured so far, and what went wrong.
+
+    Example: RankReport("b", [("min_write", "b", 0.1)], {"version of torch": "2.13.0"}, {"GPU": "lost"}).
+    """
+
+    node: str
+    numbers: list[tuple[str, str, float]] = field(default_factory=list)  # (limit, of whom, value)
+    texts: dict[str, str] = field(default_factory=dict)  # {what must be equal on all ranks: value}
+    faults: dict[str, str] = field(default_factory=dict)  # {measurement: why it failed, or what it found}
+
+    def run(self, name: str, seconds: float, measure: Callable[..., object], *arguments: Any) -> None:
+        """Call measure(self, *arguments), which adds to this report. An error, or no end within `seconds`,
+        becomes a fault.
+
+        A measurement that hangs is left behind in its thread: a file system or a collective that does not
+        answer cannot be interrupted.
+        """
+
+        def target() -> None:
+            try:
+                measure(self, *arguments)
+            except Exception as error:  # the rank must still report everything else
+                self.faults[name] = f"{type(error).__name__}: {error}"
+
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            self.faults[name] = f"no result within {seconds:g} s"
+
+    def copy(self) -> RankReport:
+        """Return a report that a measurement which hangs no longer changes."""
+        return RankReport(self.node, list(self.numbers), dict(self.texts), dict(self.faults))
+
+
 @dataclass(frozen=True)
 class Board:
-    """The store, as one rank of `world` sees it. A wait takes at most `seconds`."""
+    """The store of the rendezvous, as one rank of `world` sees it. A wait takes at most `seconds`."""
 
     store: dist.Store
     rank: int
     world: int
     seconds: float
 
-    def collect(self, name: str, own: Value, type: type[Value]) -> dict[int, Value]:
-        """Publish `own`. Return {rank: record} of all ranks that published theirs in time, on the first rank.
+    def collect(self, name: str, own: RankReport) -> dict[int, RankReport]:
+        """Publish `own`. Return {rank: report} of all ranks that published theirs in time, on the first rank.
 
         On the other ranks the result is empty, and nothing waits.
         """
-        self._set(f"{name}/{self.rank}", encode(own))
-        if self.rank:
-            return {}
-        found, deadline = {}, time.monotonic() + self.seconds
-        for rank in range(self.world):
+        self._set(f"{name}/{self.rank}", encode(own.copy()))
+        found: dict[int, RankReport] = {}
+        deadline = time.monotonic() + self.seconds
+        for rank in range(self.world) if self.rank == 0 else ():
             payload = self._get(f"{name}/{rank}", max(0.1, deadline - time.monotonic()))
             if payload is not None:
-                found[rank] = decode(payload, type)
+                found[rank] = decode(payload, RankReport)
         return found
 
-    def announce(self, name: str, value: Value | None, type: type[Value], waits: int = 1) -> Value:
+    def announce(self, name: str, value: Value, type: type[Value], waits: int = 1) -> Value:
         """Return the first rank's `value` on every rank.
 
         waits: how many deadlines may pass on the first rank before.
         Raises TimeoutError on the other ranks if the first rank does not answer.
         """
         if self.rank == 0:
-            assert value is not None
             self._set(name, encode(value))
             return value
         payload = self._get(name, waits * self.seconds + GRACE)
@@ -77,34 +112,3 @@ class Board:
         except RuntimeError:  # a timeout, or the store is gone together with the first rank
             return None
         return bytes(self.store.get(key))
-
-
-class Measurements:
-    """Runs measurements one after the other; each ends with a value, or with an entry in `errors`."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.errors: dict[str, str] = {}
-        self.hanging = False  # whether a measurement still runs after its deadline, in its thread
-
-    def run(self, name: str, measure: Callable[[], Value]) -> Value | None:
-        """Return the value of `measure`, or None after an error, or after `seconds`.
-
-        A measurement that hangs is left behind in its thread: a file system or a collective that does not
-        answer cannot be interrupted.
-        """
-        value: list[Value] = []
-
-        def target() -> None:
-            try:
-                value.append(measure())
-            except Exception as error:  # the rank must still report everything else
-                self.errors[name] = f"{type(error).__name__}: {error}"
-
-        thread = threading.Thread(target=target, daemon=True)
-        thread.start()
-        thread.join(self.seconds)
-        if thread.is_alive():
-            self.hanging = True
-            self.errors[name] = f"no result within {self.seconds:g} s"
-        return value[0] if value else None

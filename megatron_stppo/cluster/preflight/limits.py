@@ -12,13 +12,14 @@ from megatron_stppo.config import ConfigError
 EXCLUDE = "exclude the node (sbatch --exclude) and report it to the administrators"
 TCP = "look for NET/Socket with NCCL_DEBUG=INFO; set NCCL_IB_HCA, NCCL_SOCKET_IFNAME"
 SLOW_FOLDER = "write checkpoints to a faster file system (run.root)"
+NODE, PAIR, ALL = "min_bandwidth_node", "min_bandwidth_pair", "min_bandwidth_all"
 
 
 @dataclass(frozen=True)
 class Limit:
     """One limit. A name that begins with min_ is a lower bound, one that begins with max_ an upper bound.
 
-    Example: Limit("max_skew", 1.0, "s", "difference from the median clock", "clocks", "start chronyd").
+    Example: Limit("min_compute", 0.9, "x median", "GPUs differ by a few percent", "matrix product", "..").
     """
 
     name: str
@@ -27,44 +28,35 @@ class Limit:
     reason: str
     row: str  # name of the row
     remedy: str
-    field: str = ""  # of Facts, if every rank or folder has one number
 
 
 LIMITS = (
-    Limit("min_bandwidth_node", 200.0, "GB/s", "NVLink of an A100 gives about 230, of an H100 over 400",
+    Limit(NODE, 200.0, "GB/s", "NVLink of an A100 gives about 230, of an H100 over 400",
           "all-reduce within a node", f"nvidia-smi nvlink --status; {EXCLUDE}"),
-    Limit("min_bandwidth_pair", 40.0, "GB/s", "one adapter of 400 Gbit/s carries 50, TCP below 10",
-          "all-reduce of two nodes", TCP),
-    Limit("min_bandwidth_all", 40.0, "GB/s", "as for a pair; a large fabric gives less than a pair",
+    Limit(PAIR, 40.0, "GB/s", "one adapter of 400 Gbit/s carries 50, TCP below 10",
+          "all-reduce of two nodes", f"{TCP}; if one node is in all slow pairs, {EXCLUDE}"),
+    Limit(ALL, 40.0, "GB/s", "as for a pair; a large fabric gives less than a pair",
           "all-reduce of all nodes", "if all pairs pass, links between switches are slow"),
     Limit("min_compute", 0.9, "x median", "GPUs of one kind differ by a few percent",
           "matrix product", EXCLUDE),
-    Limit("min_clock", 0.6, "x maximum", "a power limit alone leaves at least 0.7 in a matrix product",
-          "SM clock under load", EXCLUDE, "gpu.clock"),
     Limit("max_memory_used", 2.0, "GiB", "CUDA's own context takes less than 1", "GPU memory in use",
-          "end the processes that an earlier job left on the node, or exclude the node", "gpu.memory_used"),
+          "end the processes that an earlier job left on the node, or exclude the node"),
     Limit("max_uncorrected_errors", 0, "errors", "memory errors since the driver was loaded",
-          "uncorrected memory errors", f"the GPU must be reset or replaced; {EXCLUDE}",
-          "gpu.uncorrected_errors"),
+          "uncorrected memory errors", f"the GPU must be reset or replaced; {EXCLUDE}"),
     Limit("min_write", 0.5, "GB/s", "actor and critic of 7B: 14 bytes per parameter, 210 GB per checkpoint",
-          "write to the run folder", SLOW_FOLDER, "folder.write"),
-    Limit("min_read", 0.5, "GB/s", "the same, to resume", "read from the run folder", SLOW_FOLDER,
-          "folder.read"),
+          "write to the run folder", SLOW_FOLDER),
+    Limit("min_read", 0.5, "GB/s", "the same, to resume", "read from the run folder", SLOW_FOLDER),
     Limit("min_free_space", 700.0, "GB", "three checkpoints of such a run, and records",
           "free space in the run folder",
-          "remove old runs, keep fewer checkpoints, or set run.root to another file system", "folder.free"),
+          "remove old runs, keep fewer checkpoints, or set run.root to another file system"),
     Limit("max_visible", 10.0, "s", "until a node sees the files of all other nodes", "run folder is shared",
           "set run.root to a file system that all nodes share; in an image, mount it (MOUNTS)"),
-    Limit("max_skew", 1.0, "s",
-          "difference of a node's clock from the median clock; locks of run folders expire by the clock",
-          "clocks of the nodes", "start chronyd or ntpd on the node, or report it"),
     Limit("min_open_files", 4096, "files", "hard limit; or 4 per rank of the job + 1024, if that is more",
           "limit on open files",
-          "raise the hard limit: LimitNOFILE of slurmd.service, or /etc/security/limits.conf", "open_files"),
+          "raise the hard limit: LimitNOFILE of slurmd.service, or /etc/security/limits.conf"),
     Limit("min_shared_memory", 2.0, "GiB", "/dev/shm; Docker's default, 0.06, is too small for NCCL",
-          "size of /dev/shm", "mount a larger tmpfs; with Docker --ipc=host or --shm-size", "shared_memory"),
+          "size of /dev/shm", "mount a larger tmpfs; with Docker --ipc=host or --shm-size"),
 )  # fmt: skip
-NAMED = {limit.name: limit for limit in LIMITS}
 DEFAULTS = {limit.name: limit.default for limit in LIMITS}
 
 

@@ -1,21 +1,21 @@
-"""Measure the bus bandwidth of all-reduces in groups of ranks, and the differences of the nodes' clocks."""
+"""Measure the bus bandwidth of all-reduces in groups of ranks."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.cluster.preflight.records import Bandwidth
+from megatron_stppo.cluster.preflight.exchange import RankReport
+from megatron_stppo.cluster.preflight.limits import ALL, NODE, PAIR
 
 MIB = 2**20
 SIZES_CUDA, SIZES_CPU = (64 * MIB, 256 * MIB, 1024 * MIB), (MIB, 4 * MIB)
 REPEATS, WARM_UP = 10, 3
-CLOCK_READINGS = 5
 
 
 def join(store: dist.Store, rank: int, world: int, cuda: bool, seconds: float) -> None:
@@ -28,15 +28,6 @@ def join(store: dist.Store, rank: int, world: int, cuda: bool, seconds: float) -
         world_size=world,
         timeout=timedelta(seconds=seconds),
     )
-
-
-def clock() -> tuple[float, ...]:
-    """Return the time after each of a few barriers, which all ranks leave almost together. Collective."""
-    readings, one = [], torch.zeros(1)
-    for _ in range(CLOCK_READINGS):
-        dist.all_reduce(one)
-        readings.append(time.time())
-    return tuple(readings)
 
 
 def groups(nodes: Sequence[str]) -> list[list[tuple[int, ...]]]:
@@ -61,18 +52,20 @@ def groups(nodes: Sequence[str]) -> list[list[tuple[int, ...]]]:
     return [one for one in several if one]
 
 
-def bandwidth(nodes: Sequence[str], cuda: bool) -> Iterator[Bandwidth]:
-    """Yield the bandwidth in every group of which this rank is a member. Collective."""
-    rank = dist.get_rank()
+def measure_bandwidth(report: RankReport, nodes: Sequence[str], cuda: bool) -> None:
+    """Add the bandwidth in every group of which this rank is a member. Collective."""
     for one in groups(nodes):
         # All ranks create all groups: gloo hangs if ranks have created different numbers of groups.
         created = [(group, dist.new_group(list(group))) for group in one]
         for group, process_group in created:
-            if rank in group:
-                where = tuple(dict.fromkeys(nodes[member] for member in group))
-                sizes = SIZES_CUDA if cuda else SIZES_CPU
-                times = [(size, _all_reduce(size, process_group, cuda)) for size in sizes]
-                yield Bandwidth(where, max(bus_bandwidth(*one, len(group)) for one in times))
+            if dist.get_rank() in group:
+                where = list(dict.fromkeys(nodes[member] for member in group))
+                limit = {1: NODE, 2: PAIR}.get(len(where), ALL)
+                fastest = max(
+                    bus_bandwidth(size, _all_reduce(size, process_group, cuda), len(group))
+                    for size in (SIZES_CUDA if cuda else SIZES_CPU)
+                )
+                report.numbers.append((limit, "all" if limit == ALL else " + ".join(where), fastest))
         dist.all_reduce(torch.zeros(1))  # the next round begins when no group of this one uses the network
 
 
@@ -87,13 +80,10 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 def _all_reduce(size: int, group: dist.ProcessGroup | None, cuda: bool) -> float:
     """Return seconds per all-reduce of `size` bytes."""
     message = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda" if cuda else "cpu")
-    for _ in range(WARM_UP):
-        dist.all_reduce(message, group=group)
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(REPEATS):
-        dist.all_reduce(message, group=group)
-    if cuda:
-        torch.cuda.synchronize()
+    for repeats in (WARM_UP, REPEATS):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(message, group=group)
+        if cuda:
+            torch.cuda.synchronize()
     return (time.perf_counter() - start) / REPEATS

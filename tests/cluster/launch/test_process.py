@@ -17,7 +17,7 @@ PROGRAM = """
 import warnings
 from megatron_stppo.cluster.launch import process
 
-process._ignore_warnings(())
+process._ignore_warnings()
 for module in ("megatron.core.models", "vllm", "vllm.config", "megatron_stppo.loop", "vllms", "torch.cuda"):
     for category in (UserWarning, RuntimeWarning):
         text = f"{category.__name__} of {module}"

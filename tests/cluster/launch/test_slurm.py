@@ -6,7 +6,7 @@ import pytest
 
 from megatron_stppo.cluster.launch.slurm import (
     check_gpus,
-    first_host,
+    first_ranks_host,
     logged_variables,
     started_by_srun,
     torchrun_variables,
@@ -97,7 +97,7 @@ def test_a_process_without_a_launcher_stays_a_single_rank(alone: dict[str, str])
     ],
 )
 def test_the_first_host_of_a_list_is_read(nodes: str, host: str) -> None:
-    assert first_host("SLURM_JOB_NODELIST", nodes) == host
+    assert first_ranks_host({"SLURM_JOB_NODELIST": nodes}) == host
 
 
 @pytest.mark.parametrize(

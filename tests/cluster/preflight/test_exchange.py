@@ -9,37 +9,46 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.cluster.preflight import host, network
-from megatron_stppo.cluster.preflight.exchange import Board, Measurements
+from megatron_stppo.cluster.preflight import machine, network
+from megatron_stppo.cluster.preflight.exchange import Board, RankReport
 
 
 def test_a_rank_that_publishes_nothing_is_missing_after_the_deadline() -> None:
     store = dist.HashStore()
-    Board(store, 2, 3, 0.3).collect("facts", "of 2", str)
+    Board(store, 2, 3, 0.3).collect("alone", RankReport("c"))
     start = time.monotonic()
-    assert Board(store, 0, 3, 0.3).collect("facts", "of 0", str) == {0: "of 0", 2: "of 2"}
+    assert Board(store, 0, 3, 0.3).collect("alone", RankReport("a")) == {
+        0: RankReport("a"),
+        2: RankReport("c"),
+    }
     assert time.monotonic() - start < 5
 
 
 def test_all_ranks_get_what_the_first_one_announces_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     assert Board(store, 0, 2, 0.3).announce("code", 2, int) == 2
-    assert Board(store, 1, 2, 0.3).announce("code", None, int) == 2
+    assert Board(store, 1, 2, 0.3).announce("code", 0, int) == 2
     monkeypatch.setattr("megatron_stppo.cluster.preflight.exchange.GRACE", 0.1)
     with pytest.raises(TimeoutError, match=r"rank 1: the first rank did not answer \(never\)"):
-        Board(store, 1, 2, 0.1).announce("never", None, int)
+        Board(store, 1, 2, 0.1).announce("never", 0, int)
 
 
-def test_a_measurement_that_raises_or_hangs_leaves_an_error_and_the_next_one_runs() -> None:
-    measure, end = Measurements(0.2), threading.Event()
-    assert measure.run("disk", lambda: Path("/none/x").read_text()) is None
-    assert not measure.hanging
-    assert measure.run("network", end.wait) is None
-    assert measure.run("clock", lambda: 3) == 3
-    assert measure.hanging
-    assert measure.errors["disk"].startswith("FileNotFoundError: ")
-    assert measure.errors["network"] == "no result within 0.2 s"
+def test_a_measurement_that_raises_or_hangs_leaves_a_fault_and_the_next_one_runs() -> None:
+    report, end = RankReport("a"), threading.Event()
+
+    def late(report: RankReport) -> None:
+        report.numbers.append(("min_write", "a", 1.0))
+        end.wait()
+        report.numbers.append(("min_read", "a", 1.0))
+
+    report.run("disk", 10, lambda _: Path("/none/x").read_text())
+    report.run("network", 0.2, late)
+    report.run("software", 10, lambda report, name: report.texts.update(torch=name), "2.13")
+    sent = report.copy()
     end.set()
+    assert sent.faults["disk"].startswith("FileNotFoundError: ")
+    assert sent.faults["network"] == "no result within 0.2 s"
+    assert (sent.numbers, sent.texts) == ([("min_write", "a", 1.0)], {"torch": "2.13"})
 
 
 def test_groups_are_nodes_then_neighbours_in_a_ring_then_all_ranks() -> None:
@@ -66,11 +75,18 @@ def test_bus_bandwidth_of_a_ring_of_eight() -> None:
 
 
 def test_a_folder_is_measured_and_files_that_do_not_appear_are_named(tmp_path: Path) -> None:
-    mine, other = host.file_of(tmp_path / "new", "1", "a"), host.file_of(tmp_path / "new", "1", "b")
-    speed = host.folder_speed(mine, 3 * host.BLOCK)
-    assert mine.stat().st_size == 3 * host.BLOCK
-    assert min(speed.write, speed.read, speed.free) > 0
-    seconds, hidden = host.wait_for_files({"a": mine, "b": other}, 0.3)
-    assert (hidden, seconds >= 0.3) == (("b",), True)
+    mine, other, report = tmp_path / "new" / "a", tmp_path / "new" / "b", RankReport("a")
+    machine.measure_folder(report, mine, 3 * machine.BLOCK)
+    assert mine.stat().st_size == 3 * machine.BLOCK
+    assert [name for name, _, value in report.numbers if value > 0] == [
+        "min_write",
+        "min_read",
+        "min_free_space",
+    ]
+    machine.wait_for_files(report, {"a": mine, "b": other}, 0.3)
+    name, who, seconds = report.numbers[-1]
+    assert (name, who, seconds > 0.3) == ("max_visible", "a", True)
+    assert report.faults.pop("files of other nodes") == "does not see the file of b"
     other.touch()
-    assert host.wait_for_files({"a": mine, "b": other}, 0.3)[1] == ()
+    machine.wait_for_files(report, {"a": mine, "b": other}, 0.3)
+    assert not report.faults

@@ -174,10 +174,9 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
     """Needs the conversion by two ranks in the previous test."""
     run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
     overrides = (f"run.name={run.name}", *CASES[run.name])
-    sets = [part for override in overrides[:1] for part in ("--set", override)]
     convert = [sys.executable, "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
     done = subprocess.run(
-        [*convert, *overrides[1:], *sets],
+        [*convert, *overrides],
         capture_output=True,
         text=True,
         env=small_run.ENVIRONMENT,

