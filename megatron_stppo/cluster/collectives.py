@@ -11,54 +11,32 @@ other threads of Python do not run.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-NCCL, OTHERS = "_dump_nccl_trace", "_dump_fr_trace"  # torch has the first one only if it was built with NCCL
-JSON = "_json"  # their names in the other format
-PREFIX = "nccl_trace_rank_"  # of the files, for torch's program torchfrtrace
-FOLDER, BEFORE = "collectives", "collectives.before"
+RECORDS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, which a CPU build lacks, and of others
 SHOWN = 3  # collectives of a backend
 COALESCED = "nccl:coalesced"
 
 
-def keep_earlier(run: Path) -> None:
-    """Move the files of an earlier attempt out of the way: torchfrtrace must not compare two attempts."""
-    if (run / FOLDER).exists():
-        shutil.rmtree(run / BEFORE, ignore_errors=True)
-        (run / FOLDER).rename(run / BEFORE)
-
-
-def unfinished(run: Path, rank: int) -> str:
-    """Return the oldest collectives that have not ended, and write NCCL's record into the run's folder.
+def unfinished() -> str:
+    """Return the oldest collectives that have not ended.
 
     Example: "nccl:all_reduce 812 of TENSOR_MODEL_PARALLEL_GROUP". It says so if there are none, and if a
     record cannot be read.
     """
     module = sys.modules.get("torch._C._distributed_c10d")  # None before torch is imported
     found: list[str] = []
-    for name in (NCCL, OTHERS):
+    for name in RECORDS:
         if hasattr(module, name):
             try:
-                if name == NCCL:
-                    pickled = getattr(module, name)(includeStackTraces=False)  # with them it takes seconds
-                    _keep(pickled, run, rank)
-                record = json.loads(getattr(module, name + JSON)())
+                record = json.loads(getattr(module, name)())
                 found += names(record.get("entries", []))  # without the key if there are none
-            except (AttributeError, LookupError, TypeError, ValueError) as error:  # torch has changed
+            except (LookupError, TypeError, ValueError) as error:  # torch has changed
                 found.append(f"{name[1:]} cannot be read ({type(error).__name__}: {error})")
     return ", ".join(found) or "none is recorded"
-
-
-def _keep(record: bytes, run: Path, rank: int) -> None:
-    with contextlib.suppress(OSError):  # the disk is full
-        (run / FOLDER).mkdir(exist_ok=True)
-        (run / FOLDER / f"{PREFIX}{rank}").write_bytes(record)
 
 
 def names(entries: Iterable[dict[str, Any]]) -> list[str]:

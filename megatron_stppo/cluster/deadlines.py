@@ -34,10 +34,11 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_stppo.base.files import replacing
-from megatron_stppo.cluster.collectives import keep_earlier, unfinished
-from megatron_stppo.cluster.phases import OTHER, START_UP
+from megatron_stppo.cluster.collectives import unfinished
 
 log = logging.getLogger(__name__)
+START_UP = "start_up"  # until the first phase begins
+OTHER = "other"  # between two phases
 BEAT = 2.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank counts as stopped or dead
 STDERR = 2  # faulthandler takes a file descriptor
@@ -78,7 +79,7 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, deadlines: Mapping[str, float], rank: int, world: int) -> None:
-        self._run, self._folder, self._deadlines = folder, folder / "heartbeats", dict(deadlines)
+        self._folder, self._deadlines = folder / "heartbeats", dict(deadlines)
         self._rank, self._world = rank, world
         self._main = threading.get_ident()
         self._number = self._entered = 0
@@ -90,7 +91,6 @@ class Watchdog:
         if self._rank == 0:  # heartbeats of an earlier attempt; every rank writes a new one
             for old in self._folder.glob("rank-*.json"):
                 old.unlink(missing_ok=True)
-            keep_earlier(self._run)
         for loop in (self._keep_beating, self._wait):
             threading.Thread(target=loop, name=f"deadlines{loop.__name__}", daemon=True).start()
         return self
@@ -141,18 +141,14 @@ class Watchdog:
         These come last, because reading them may never end. End the process with exit code 1.
         """
         said = f"rank {self._rank}: phase {phase} exceeded its deadline of {seconds:g} s (deadlines.{phase})"
-        _say(said)  # before anything that could block
+        _print(said)  # before anything that could block
         log.critical("%s; stacks of its threads:\n%s", said, stacks())
         reads = is_reader(self._rank, self._world)
         first = self._beats() if reads else []
         time.sleep(SILENT)
         if reads:
-            found = verdict(first, self._beats())
-            log.critical("%s: %s", said, found)
-            _say(f"{said}: {found}")
-        left = f"rank {self._rank}: collectives that have not ended: {unfinished(self._run, self._rank)}"
-        log.critical("%s", left)
-        _say(left)
+            _say(f"{said}: {verdict(first, self._beats())}")
+        _say(f"rank {self._rank}: collectives that have not ended: {unfinished()}")
         if not reads:
             time.sleep(GRACE - SILENT - BEAT)  # if it ended first, the launcher would kill those that read
         os._exit(1)
@@ -162,6 +158,11 @@ class Watchdog:
 
 
 def _say(text: str) -> None:
+    log.critical("%s", text)
+    _print(text)
+
+
+def _print(text: str) -> None:
     with contextlib.suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
         print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
 

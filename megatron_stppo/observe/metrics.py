@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch.profiler import record_function
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_stppo.cluster.phases import OTHER
+from megatron_stppo.cluster.deadlines import OTHER
 from megatron_stppo.observe.reporters import Reporter
 from megatron_stppo.observe.rows import truncate
 

@@ -24,19 +24,8 @@ if TYPE_CHECKING:
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 # Columns of `episodes` that a line of trajectories/ has under the same name.
 COPIED = (
-    "iteration",
-    "data_source",
-    "split",
-    "index",
-    "group",
-    "branch",
-    "outcome",
-    "reward",
-    "tool_calls",
-    "valid_actions",
-    "detail",
-    "targets",
-    "prompt",
+    *("iteration", "data_source", "split", "index", "group", "branch", "outcome", "reward"),
+    *("tool_calls", "valid_actions", "detail", "targets", "prompt"),
 )
 
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,23 +31,18 @@ def recorder(entries: list[dict[str, Any]]) -> Callable[[], bytes]:
     return lambda: json.dumps(record).encode()
 
 
-def test_the_oldest_unfinished_collectives_of_all_backends_are_named_and_nccls_record_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_oldest_unfinished_collectives_of_all_backends_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     done = [entry("nccl:all_gather", 1, 1, retired=True), entry("nccl:all_gather", 2, 2, state="completed")]
     late = [entry("nccl:send 0->1", 5, 9, **PAIR), entry("nccl:all_reduce", 812, 3, state="started")]
     gloo = [entry("gloo:barrier", 4, 5, process_group=("0", "default_pg"))]
     fake = SimpleNamespace(_dump_nccl_trace_json=recorder(done + late), _dump_fr_trace_json=recorder(gloo))
-    fake._dump_fr_trace = None
-    fake._dump_nccl_trace = lambda includeStackTraces: b"with stacks" if includeStackTraces else b"pickled"
     monkeypatch.setitem(sys.modules, MODULE, fake)
-    assert collectives.unfinished(tmp_path, 3) == (
+    assert collectives.unfinished() == (
         "nccl:all_reduce 812 of TENSOR, nccl:send 0->1 5 of group 7, gloo:barrier 4 of default_pg"
     )
-    assert (tmp_path / "collectives" / "nccl_trace_rank_3").read_bytes() == b"pickled"
     monkeypatch.setattr(fake, "_dump_nccl_trace_json", recorder(done))
     monkeypatch.setattr(fake, "_dump_fr_trace_json", recorder([]))
-    assert collectives.unfinished(tmp_path, 3) == "none is recorded"
+    assert collectives.unfinished() == "none is recorded"
 
 
 def test_operations_of_a_batch_have_the_state_of_the_batch() -> None:
@@ -62,40 +56,23 @@ def test_operations_of_a_batch_have_the_state_of_the_batch() -> None:
 
 
 def test_a_record_in_another_format_is_said_and_the_other_one_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gloo = [entry("gloo:barrier", 4, 5, process_group=("0", "default_pg"))]
-    fake = SimpleNamespace(_dump_fr_trace=None, _dump_fr_trace_json=recorder(gloo))
-    fake._dump_nccl_trace = lambda includeStackTraces: b"pickled"
+    fake = SimpleNamespace(_dump_fr_trace_json=recorder(gloo))
     fake._dump_nccl_trace_json = lambda: b'{"entries": [{"retired": 0}]}'
     monkeypatch.setitem(sys.modules, MODULE, fake)
-    assert collectives.unfinished(tmp_path, 0) == (
-        "dump_nccl_trace cannot be read (KeyError: 'profiling_name'), gloo:barrier 4 of default_pg"
+    assert collectives.unfinished() == (
+        "dump_nccl_trace_json cannot be read (KeyError: 'profiling_name'), gloo:barrier 4 of default_pg"
     )
-    monkeypatch.delattr(fake, "_dump_nccl_trace_json")
-    assert collectives.unfinished(tmp_path, 0).startswith("dump_nccl_trace cannot be read (AttributeError: ")
 
 
-def test_torchs_own_record_is_read_when_it_is_empty_and_before_torch_is_imported(tmp_path: Path) -> None:
+def test_torchs_own_record_is_read_when_it_is_empty_and_before_torch_is_imported() -> None:
     code = (
-        "from pathlib import Path\n"
         "from megatron_stppo.cluster.collectives import unfinished\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "print(unfinished(folder, 0))\n"
+        "print(unfinished())\n"
         "import torch.distributed\n"
-        "print(unfinished(folder, 0))\n"
+        "print(unfinished())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout == "none is recorded\n" * 2
-
-
-def test_the_records_of_the_attempt_before_are_kept_apart(tmp_path: Path) -> None:
-    for text in ("first", "second"):
-        (tmp_path / "collectives").mkdir()
-        (tmp_path / "collectives" / "nccl_trace_rank_0").write_text(text)
-        collectives.keep_earlier(tmp_path)
-    collectives.keep_earlier(tmp_path)  # nothing to move
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("nccl*")] == [
-        "collectives.before/nccl_trace_rank_0"
-    ]
-    assert (tmp_path / "collectives.before" / "nccl_trace_rank_0").read_text() == "second"

@@ -10,7 +10,7 @@ import torch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import load
 from megatron_stppo.observe.metrics import Metrics
-from megatron_stppo.observe.profile import profiled
+from megatron_stppo.observe.observer import profiled
 
 
 def names(trace: Path) -> list[str]:

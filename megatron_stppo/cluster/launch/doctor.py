@@ -20,6 +20,7 @@ NEEDED = {
     "torch": "2.13",
     "megatron-core": "0.16",
     "transformers": "5.",
+    "nvidia-ml-py": "",
     "bm25s": "0.",
     "pyarrow": "",
     "tensorboard": "",
@@ -84,18 +85,8 @@ def _needed() -> list[Finding]:
         elif not installed.startswith(tested):
             found.append(Finding(name, installed, "optional", f"tested with {tested}*"))
         else:
-            found.append(Finding(name, installed, "ok", _build(installed) if name == "torch" else ""))
+            found.append(Finding(name, installed, "ok"))
     return found
-
-
-def _build(torch_version: str) -> str:
-    """Return which build of torch is installed, read from its version: importing torch takes seconds."""
-    local = torch_version.partition("+")[2]
-    if local == "cpu":
-        return "CPU build"
-    if importlib.util.find_spec("nvidia") is not None or local.startswith("cu"):
-        return "CUDA build: works on a CPU too, but is large; see docs/install.md"
-    return "build unknown"
 
 
 def _engine() -> Finding:
@@ -158,8 +149,8 @@ def _known_bad() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    if importlib.util.find_spec("pynvml") is None:  # the module of the package nvidia-ml-py
-        return [Finding("nvidia-ml-py", "missing", "optional", "without it GPUs are not examined")]
+    if importlib.util.find_spec("pynvml") is None:  # the module of nvidia-ml-py, which is reported as missing
+        return []
     pynvml = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()

@@ -9,20 +9,13 @@ from typing import Any
 
 import msgspec
 
-from megatron_stppo.observe.report.lines import Lines, damaged, number, short
-from megatron_stppo.observe.trajectory_files import FOLDER, played_path, recorded, turns_path
+from megatron_stppo.observe.report.lines import number, reading, short
+from megatron_stppo.observe.trajectory_files import played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_METRICS = 96  # of an episode
 MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
-RECORDED = (
-    "tokens",
-    "advantage",
-    "ratio",
-    "clipped",
-    "mismatch",
-    "value",
-)  # columns of training/update/turns.py
+RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of training/update/turns.py
 
 
 class TurnRow(msgspec.Struct):
@@ -101,11 +94,10 @@ def _of_iteration(
     folder: Path, iteration: int, most: int, budget: int, notes: list[str]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return (episodes, whether the file has more)."""
-    path = played_path(folder, iteration)
-    records, lines = _turn_records(turns_path(folder, iteration), most, notes), Lines(path)
+    records = _turn_records(folder, iteration, most, notes)
     found: list[dict[str, Any]] = []
     more = False
-    try:
+    with reading(folder, str(played_path(Path(), iteration)), notes) as lines:
         for line, record in lines:
             if more := len(found) >= most:
                 break
@@ -119,17 +111,15 @@ def _of_iteration(
             if more := budget < 0:
                 break
             found.append(shown)
-    except OSError as error:
-        notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
-    if lines.damaged:
-        notes.append(f"{FOLDER}/{path.name}: {damaged(lines)}")
     return found, more
 
 
-def _turn_records(path: Path, most: int, notes: list[str]) -> dict[int, TurnRecord]:
-    """Return the update's values by line number; empty if the file does not exist."""
-    lines, records = Lines(path), {}
-    try:
+def _turn_records(folder: Path, iteration: int, most: int, notes: list[str]) -> dict[int, TurnRecord]:
+    """Return the update's values by line number; empty if the iteration has none."""
+    name, records = str(turns_path(Path(), iteration)), dict[int, TurnRecord]()
+    if not (folder / name).exists():
+        return records
+    with reading(folder, name, notes) as lines:
         for line, record in lines:
             if line > 2 * most:  # later lines are not shown, unless many lines are damaged
                 break
@@ -137,43 +127,34 @@ def _turn_records(path: Path, most: int, notes: list[str]) -> dict[int, TurnReco
                 records[line] = msgspec.convert(record, TurnRecord)
             except (msgspec.ValidationError, RecursionError):
                 lines.damaged += 1
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        notes.append(f"{FOLDER}/{path.name} cannot be read: {error.strerror}")
-    if lines.damaged:
-        notes.append(f"{FOLDER}/{path.name}: {damaged(lines)}")
     return records
 
 
 def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | None) -> dict[str, Any]:
+    """Return what the page shows of an episode: bounded, with the update's values."""
     updates = (
-        update.turns if update and len(update.turns) == len(episode.turns) else [{} for _ in episode.turns]
+        update.turns if update and len(update.turns) == len(episode.turns) else [{}] * len(episode.turns)
     )
     turns = []
-    for turn, numbers in list(zip(episode.turns, updates, strict=True))[:MAX_TURNS]:
-        kept = {name: number(numbers.get(name)) for name in RECORDED}
-        turns.append(
-            {
-                "action": _cut(turn.action),
-                "observation": _cut(turn.observation),
-                "version": _cut(_versions(turn.versions)),
-            }
-            | {name: short(value) for name, value in kept.items() if value is not None}
-        )
-    reward = number(record.get("reward"))
+    for turn, values in list(zip(episode.turns, updates, strict=True))[:MAX_TURNS]:
+        texts = {
+            "action": _cut(turn.action),
+            "observation": _cut(turn.observation),
+            "version": _cut(_versions(turn.versions)),
+        }
+        turns.append(texts | _numbers({name: values.get(name) for name in RECORDED}))
+    metrics = dict(list(episode.metrics.items())[:MAX_METRICS])
+    index = "" if episode.index is None else episode.index
     return {
-        "task": _cut(
-            f"{episode.data_source} {episode.split} {'' if episode.index is None else episode.index}"
-        ),
+        "task": _cut(f"{episode.data_source} {episode.split} {index}"),
         "outcome": _cut(episode.outcome),
-        "reward": None if reward is None else short(reward),
+        "reward": short(number(record.get("reward"))),
         "group": episode.group,
         "branch": episode.branch,
         "tool_calls": episode.tool_calls,
         "valid": episode.valid_actions,
         "detail": _cut(episode.detail),
-        "metrics": _metrics(episode.metrics),
+        "metrics": {_cut(name): value for name, value in _numbers(metrics).items()},
         "targets": [_cut(target) for target in episode.targets[:20]],
         "prompt": _cut(episode.prompt),
         "turns": turns,
@@ -181,10 +162,10 @@ def _shown(episode: EpisodeRow, record: dict[str, Any], update: TurnRecord | Non
     }
 
 
-def _metrics(given: dict[str, Any]) -> dict[str, float]:
-    """Return the environment's metrics that are numbers, at most MAX_METRICS."""
-    found = {_cut(name): number(value) for name, value in list(given.items())[:MAX_METRICS]}
-    return {name: short(value) for name, value in found.items() if value is not None}
+def _numbers(given: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the values that are usable numbers."""
+    found = {name: short(number(value)) for name, value in given.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _versions(runs: Sequence[tuple[int, int]]) -> str:

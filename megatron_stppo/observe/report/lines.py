@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ class Lines:
                 number += 1
 
 
+@contextmanager
+def reading(run: Path, name: str, notes: list[str]) -> Iterator[Lines]:
+    """Yield the lines of a file of the run. Add a note for what is damaged, or if it cannot be read.
+
+    Example of a note: "metrics.jsonl: 1 damaged line left out".
+    """
+    lines = Lines(run / name)
+    try:
+        yield lines
+    except OSError as error:
+        notes.append(f"{name} cannot be read: {error.strerror}")
+    if lines.damaged:
+        notes.append(f"{name}: {lines.damaged} damaged line{'' if lines.damaged == 1 else 's'} left out")
+
+
 def number(value: Any) -> float | None:
     """Return `value` as a float, or None if it is not a usable number.
 
@@ -43,14 +59,9 @@ def number(value: Any) -> float | None:
     return float(value) if abs(value) <= LARGEST else None
 
 
-def damaged(lines: Lines) -> str:
-    """Return a note for the report. Example: "1 damaged line left out"."""
-    return f"{lines.damaged} damaged line{'' if lines.damaged == 1 else 's'} left out"
-
-
-def short(value: float) -> float:
+def short(value: float | None) -> float | None:
     """Return `value` rounded to six significant digits, enough for a curve or a table."""
-    return float(f"{value:.6g}")
+    return None if value is None else float(f"{value:.6g}")
 
 
 def _skip_rest(file: Any, line: bytes) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.observe.report.lines import Lines, damaged, number, short
+from megatron_stppo.observe.report.lines import number, reading, short
 
 Rows = dict[int, dict[str, float | None]]  # by iteration; None where the run wrote null or NaN
 Points = tuple[list[int], list[float | None]]  # iterations, values
@@ -23,8 +23,8 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
 
     Adds to `notes` what is damaged or missing.
     """
-    lines, rows = Lines(folder / "metrics.jsonl"), Rows()
-    try:
+    rows = Rows()
+    with reading(folder, "metrics.jsonl", notes) as lines:
         for _, record in lines:
             iteration = record.pop("iteration", None)
             if type(iteration) is not int or not 0 <= iteration < 2**53:
@@ -35,10 +35,6 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
                 for name, value in record.items()
                 if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
             }
-    except OSError as error:
-        notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
-    if lines.damaged:
-        notes.append(f"metrics.jsonl: {damaged(lines)}")
     rows = dict(sorted(rows.items()))
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: column(rows, name) for name in names if not name.startswith("share/")}
@@ -51,7 +47,7 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
         )
     return {
         "columns": {name: thin(*points) for name, points in columns.items()},
-        "phases": _longest_first(stack(rows, PHASE)),
+        "phases": stack(rows, PHASE, longest_first=True),
         "staleness": stack(rows if SERVED in columns else {}, STALENESS),
         "overview": overview(rows, columns),
     }
@@ -93,7 +89,7 @@ def thin(iterations: list[int], values: list[float | None], most: int = POINTS) 
         size = -(-len(values) // (most // 2))
         stretches = [kept[start : start + size] for start in range(0, len(kept), size)]
         kept = sorted({i for stretch in stretches for i in _ends(stretch, values)} | {len(values) - 1})
-    return [iterations[i] for i in kept], [_short(values[i]) for i in kept]
+    return [iterations[i] for i in kept], [short(values[i]) for i in kept]
 
 
 def _ends(stretch: list[int], values: list[float | None]) -> Iterator[int]:
@@ -103,11 +99,7 @@ def _ends(stretch: list[int], values: list[float | None]) -> Iterator[int]:
     yield from itertools.islice((i for i in stretch if i not in numbers), 1)
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else short(value)
-
-
-def stack(rows: Rows, prefix: str) -> dict[str, Any]:
+def stack(rows: Rows, prefix: str, longest_first: bool = False) -> dict[str, Any]:
     """Return the columns that begin with `prefix`, which are parts of a whole, summed over buckets of rows.
 
     {"names": the rest of each column's name, "iterations": last of each bucket, "amounts": [bucket][name]}.
@@ -115,29 +107,20 @@ def stack(rows: Rows, prefix: str) -> dict[str, Any]:
     score and update, iterations [3] and amounts [[1, 4]].
     """
     having = [(iteration, row) for iteration, row in rows.items() if any(n.startswith(prefix) for n in row)]
-    found = {name for _, row in having for name in row if name.startswith(prefix)}
-    names = sorted(found, key=lambda name: (len(name), name))  # 10 after 2
+
+    def amount(name: str, bucket: Sequence[tuple[int, Mapping[str, float | None]]]) -> float:
+        return sum(row.get(name) or 0.0 for _, row in bucket)
+
+    names = sorted({name for _, row in having for name in row if name.startswith(prefix)})
+    # else 10 after 2
+    names.sort(key=lambda name: -amount(name, having) if longest_first else len(name))
     size = max(1, -(-len(having) // BUCKETS))
     buckets = [having[start : start + size] for start in range(0, len(having), size)]
     return {
         "names": [name.removeprefix(prefix) for name in names],
         "iterations": [bucket[-1][0] for bucket in buckets],
-        "amounts": [[short(_sum(bucket, name)) for name in names] for bucket in buckets],
+        "amounts": [[short(amount(name, bucket)) for name in names] for bucket in buckets],
     }
-
-
-def _longest_first(stacked: dict[str, Any]) -> dict[str, Any]:
-    """Return a stack with the names in the order of their sums."""
-    names, amounts = stacked["names"], stacked["amounts"]
-    order = sorted(range(len(names)), key=lambda k: (-sum(row[k] for row in amounts), names[k]))
-    return stacked | {
-        "names": [names[k] for k in order],
-        "amounts": [[row[k] for k in order] for row in amounts],
-    }
-
-
-def _sum(rows: list[tuple[int, dict[str, float | None]]], name: str) -> float:
-    return sum(row.get(name) or 0.0 for _, row in rows)
 
 
 def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
@@ -154,7 +137,7 @@ def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
     ):
         _, values = columns.get(name, ([], []))
         numbers = [value for value in values if value is not None]
-        found[label] = [_short(v) for v in (values[0], values[-1], max(numbers))] if numbers else None
+        found[label] = [short(v) for v in (values[0], values[-1], max(numbers))] if numbers else None
     for name, label, of in (
         ("actor/clip_fraction", "share of tokens clipped, mean", statistics.fmean),
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
