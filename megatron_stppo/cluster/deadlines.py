@@ -200,13 +200,8 @@ def verdict(before: Sequence[Beat | None], after: Sequence[Beat | None]) -> str:
         parts += [f"rank {rank} never wrote a heartbeat" for rank in never]
     elif behind:
         parts = [f"rank {rank} is still in phase {alive[rank].phase}" for rank in behind]
-    elif not busy:
-        parts = ["all ranks wait for others, or for their GPU: compare what they say of their collectives"]
-    elif len(busy) == len(alive):
-        parts = [
-            "no rank is seen to wait for another (a wait for a collective of GPUs cannot be seen: compare "
-            "what the ranks say of their collectives)"
-        ]
+    elif len(busy) in (0, len(alive)):
+        parts = ["no rank is seen to be later than the others: compare what they say of their collectives"]
     else:
         parts = [f"rank {rank} is in {alive[rank].at} and is not seen to wait as others are" for rank in busy]
     where = "; ".join(f"rank {rank}: {beat.phase}, {beat.at}" for rank, beat in seen.items())

@@ -61,7 +61,7 @@ class Stragglers:
         rank is given once it has been slow for `patience` calls in a row, else it is None.
         """
         gpu = torch.cuda.is_available()
-        busy = product_seconds(torch.device("cuda"), SIDE, PRODUCTS) if gpu else self._busy
+        busy = product_seconds() if gpu else self._busy
         self._busy = 0.0
         rank, ratio = slowest([seconds for (seconds,) in gather_records([busy], float)])
         times = self._slow[1] + 1 if rank == self._slow[0] else 1
@@ -82,13 +82,13 @@ def slowest(seconds: Sequence[float]) -> tuple[int, float]:
     return rank, seconds[rank] / max(usual, 1e-9)
 
 
-def product_seconds(device: torch.device, side: int, products: int) -> float:
-    """Return the seconds of `products` bfloat16 matrix products [side, side], after one warm-up product."""
-    a = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+def product_seconds() -> float:
+    """Return the seconds of PRODUCTS bfloat16 matrix products on the GPU, after one warm-up product."""
+    a = torch.ones(SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
     out = a @ a
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(products):
+    for _ in range(PRODUCTS):
         torch.mm(a, a, out=out)
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     return time.perf_counter() - started

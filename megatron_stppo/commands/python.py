@@ -153,10 +153,14 @@ def _forward(command: Sequence[str], environment: dict[str, str]) -> int:
         encoding="utf-8",
         errors="replace",
     ) as process:
+        assert process.stdout is not None
         interrupted = False
         while True:
             try:
-                _print_lines(process)
+                for line in process.stdout:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                process.wait()
                 break
             except KeyboardInterrupt:
                 interrupted = True
@@ -164,15 +168,6 @@ def _forward(command: Sequence[str], environment: dict[str, str]) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return process.returncode
-
-
-def _print_lines(process: subprocess.Popen[str]) -> None:
-    """Print the lines of the process until it ends."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-    process.wait()
 
 
 def _failure(command: str, status: int, error: Path) -> Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 commands = command_group()
 Records = Literal["rollouts", "batches", "journal"]
+NOTE = "exit.json"  # in a run's folder
 
 
 @commands.command(
@@ -180,33 +180,27 @@ def noting_the_end(config: Config) -> Iterator[None]:
     A killed process leaves no such file. After exit codes 0 and 93, which end the run for good, the report
     page is written too.
     """
-    note = config.run.folder / "exit.json"
-
-    def write(code: int, reason: str) -> None:
-        if is_first_rank():
-            with suppress(OSError):  # on a full disk there is still the exit code
-                with replacing(note) as scratch:
-                    scratch.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
-
-    def draw() -> None:
-        if is_first_rank():
-            from megatron_stppo.observe.report import page
-
-            if page.draw_at_the_end(config.run.folder):
-                print(f"megatron-stppo: the report is {config.run.folder / page.FILE}", file=sys.stderr)
-
     if is_first_rank():
-        note.unlink(missing_ok=True)
+        (config.run.folder / NOTE).unlink(missing_ok=True)
     try:
         with naming_a_full_disk(config.run.folder):
             yield
-    except Exception as error:
-        if not isinstance(error, Ending):  # a crash's message may contain anything; only the log has it
-            write(1, type(error).__name__)
-            raise
-        write(error.exit_code, str(error))
-        if error.exit_code == DoNotRestart.exit_code:
-            draw()
+    except Ending as error:
+        _note(config.run.folder, error.exit_code, str(error))
         raise
-    write(0, "done")
-    draw()
+    except Exception as error:  # a crash's message may contain anything; only the log has it
+        _note(config.run.folder, 1, type(error).__name__)
+        raise
+    _note(config.run.folder, 0, "done")
+
+
+def _note(folder: Path, code: int, reason: str) -> None:
+    if is_first_rank():
+        with suppress(OSError):  # on a full disk there is still the exit code
+            with replacing(folder / NOTE) as scratch:
+                scratch.write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+        if code in (0, DoNotRestart.exit_code):
+            from megatron_stppo.observe.report import page
+
+            if page.draw_at_the_end(folder):
+                say(f"the report is {folder / page.FILE}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.observe import rows
 from megatron_stppo.observe.trajectory_files import FOLDER, played_path, recorded
 
 try:
@@ -50,15 +49,7 @@ class RecordedRun:
         A number that a row does not have is NaN. Raises ConfigError without pandas, or if the file cannot be
         read.
         """
-        path = self.folder / METRICS
-        try:
-            given = rows.read(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); give the folder of a run"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{path}: is damaged ({error}); remove that line") from None
+        given = list(_records(self.folder / METRICS, "a row of metrics", dict))
         return _table(given).set_index("iteration") if given else _table([], "iteration")
 
     @property
@@ -73,7 +64,8 @@ class RecordedRun:
 
         Example: table[table.branch == 0].reward.mean() is the mean reward of the episodes.
         """
-        found = [row for iteration in recorded(self.folder) for row in _episodes(self.folder, iteration)]
+        paths = [played_path(self.folder, iteration) for iteration in recorded(self.folder)]
+        found = [row for path in paths for row in _records(path, "an episode", _episode)]
         return _table(found, *COPIED, "turns", "tokens", "text")
 
 
@@ -93,17 +85,22 @@ def _table(given: list[dict[str, Any]], *columns: str) -> DataFrame:
     return pandas.DataFrame(given, columns=list(names))
 
 
-def _episodes(folder: Path, iteration: int) -> Iterator[dict[str, Any]]:
-    path, number = played_path(folder, iteration), 0
+def _records(path: Path, what: str, convert: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the converted lines of a file, without an incomplete last line, which is still being written.
+
+    what: one of the lines. Raises ConfigError with file and line.
+    """
+    number = 0
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
                 number += 1
-                yield _episode(json.loads(line))
+                if line.endswith("\n"):
+                    yield convert(json.loads(line))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give another folder") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the folder of a run") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} line {number}: is not an episode ({error}); remove the line") from None
+        raise ConfigError(f"{path} line {number}: is not {what} ({error}); remove the line") from None
 
 
 def _episode(record: dict[str, Any]) -> dict[str, Any]:

@@ -76,23 +76,15 @@ def remove_stale_shared_memory(
 
     Files of other users stay: they cannot be deleted, and what their processes map cannot be read.
     """
-    now = time.time()
-    old = [path for path in folder.glob(STALE_PATTERN) if now - _modified(path, now) >= older_than]
-    mapped = _mapped_files(STALE_PATTERN.strip("*")) if old else set()
-    deleted = []
-    for path in old:
-        if str(path) not in mapped:
-            with suppress(OSError):
-                path.unlink()
-                deleted.append(path)
+    deleted, mapped = [], None
+    for path in folder.glob(STALE_PATTERN):
+        with suppress(OSError):  # another rank has deleted it already, or it is another user's
+            if time.time() - path.stat().st_mtime >= older_than:
+                mapped = _mapped_files(STALE_PATTERN.strip("*")) if mapped is None else mapped
+                if str(path) not in mapped:
+                    path.unlink()
+                    deleted.append(path)
     return deleted
-
-
-def _modified(path: Path, default: float) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another rank has deleted it already
-        return default
 
 
 def _mapped_files(part: str) -> set[str]:

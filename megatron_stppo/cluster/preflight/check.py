@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.launch import process, rendezvous, slurm
-from megatron_stppo.cluster.preflight import machine, network
+from megatron_stppo.cluster.preflight import measure
 from megatron_stppo.cluster.preflight.exchange import Board, RankReport
 from megatron_stppo.cluster.preflight.judge import CheckRow, judge
 from megatron_stppo.config import ConfigError
@@ -96,17 +96,17 @@ def _measure_alone(settings: Settings, rank: int, report: RankReport, file: Path
     """Add to the report what this rank measures without the others."""
     who, seconds = f"rank {rank} ({report.node})", settings.seconds
     report.run("GPU", seconds, _measure_gpu, who)
-    report.run("versions", seconds, machine.describe_software)
-    report.run("limits", seconds, machine.measure_limits, who)
+    report.run("versions", seconds, measure.describe_software)
+    report.run("limits", seconds, measure.measure_limits, who)
     if _local_rank() == 0:
-        report.run("run folder", seconds, machine.measure_folder, file, settings.size)
+        report.run("run folder", seconds, measure.measure_folder, file, settings.size)
 
 
 def _measure_gpu(report: RankReport, who: str) -> None:
     has_gpu = torch.cuda.is_available()
     slurm.check_gpus(os.environ, has_gpu)
     if has_gpu:
-        machine.measure_gpu(report, who, process.device_index())
+        measure.measure_gpu(report, who, process.device_index())
 
 
 def _measure_together(
@@ -116,7 +116,7 @@ def _measure_together(
     if _local_rank() == 0:
         files = {node: _file(settings, name, node) for node in nodes}
         longest = settings.limits["max_visible"]
-        report.run("files of other nodes", settings.seconds, machine.wait_for_files, files, longest)
+        report.run("files of other nodes", settings.seconds, measure.wait_for_files, files, longest)
     report.run("network", settings.seconds, _measure_network, board, nodes, gpus)
 
 
@@ -124,8 +124,8 @@ def _measure_network(report: RankReport, board: Board, nodes: Sequence[str], gpu
     if gpus:
         torch.cuda.set_device(_local_rank())  # counts for this thread
     # Longer than the deadline of the measurement, so that torch's watchdog does not end the process first.
-    network.join(board.store, board.rank, board.world, gpus, 2 * board.seconds)
-    network.measure_bandwidth(report, nodes, gpus)
+    measure.join_network(board.store, board.rank, board.world, gpus, 2 * board.seconds)
+    measure.measure_bandwidth(report, nodes, gpus)
 
 
 def _local_rank() -> int:

@@ -15,7 +15,6 @@ Points = tuple[list[int], list[float | None]]  # iterations, values
 POINTS, BUCKETS = 1000, 200  # most points of a column, most buckets of the phases
 PHASE, STALENESS = "seconds/", "staleness/tokens_"
 SERVED = "serving/replicas"  # a column of asynchronous runs only
-NO_RANK = "straggler/rank"  # null means that no rank is slow
 
 
 def read(folder: Path, notes: list[str]) -> dict[str, Any]:
@@ -38,7 +37,6 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
     rows = dict(sorted(rows.items()))
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: column(rows, name) for name in names if not name.startswith("share/")}
-    notes += not_numbers(columns)
     columns = {name: points for name, points in columns.items() if any(v is not None for v in points[1])}
     if any(len(iterations) > POINTS for iterations, _ in columns.values()):
         notes.append(
@@ -51,24 +49,6 @@ def read(folder: Path, notes: list[str]) -> dict[str, Any]:
         "staleness": stack(rows if SERVED in columns else {}, STALENESS),
         "overview": overview(rows, columns),
     }
-
-
-def not_numbers(columns: Mapping[str, Points]) -> list[str]:
-    """Return a sentence for each set of columns whose values are missing or NaN in the same iterations.
-
-    Example: "not a number in 2 rows from iteration 91 on: actor/entropy, actor/kl_to_old".
-    """
-    gaps: dict[tuple[int, ...], list[str]] = {}
-    for name, (iterations, values) in columns.items():
-        gap = tuple(i for i, value in zip(iterations, values, strict=True) if value is None)
-        if gap and name != NO_RANK:
-            gaps.setdefault(gap, []).append(name)
-    return [
-        f"not a number in {len(gap)} rows from iteration {gap[0]} on: {', '.join(names)}"
-        if len(gap) > 1
-        else f"not a number in iteration {gap[0]}: {', '.join(names)}"
-        for gap, names in gaps.items()
-    ]
 
 
 def column(rows: Rows, name: str) -> Points:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.cluster.preflight import machine, network
+from megatron_stppo.cluster.preflight import measure
 from megatron_stppo.cluster.preflight.exchange import Board, RankReport
 
 
@@ -52,17 +52,17 @@ def test_a_measurement_that_raises_or_hangs_leaves_a_fault_and_the_next_one_runs
 
 
 def test_groups_are_nodes_then_neighbours_in_a_ring_then_all_ranks() -> None:
-    assert network.groups(["a", "a", "b", "b"]) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]], (
+    assert measure.groups(["a", "a", "b", "b"]) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]], (
         "two nodes are one pair"
     )
-    assert network.groups(["a", "b", "c"]) == [[(0, 1)], [(1, 2)], [(0, 2)], [(0, 1, 2)]]
-    assert network.groups(["a", "b", "c", "d"]) == [[(0, 1), (2, 3)], [(1, 2), (0, 3)], [(0, 1, 2, 3)]]
-    assert network.groups(["a"]) == [], "one rank has nobody to meet"
+    assert measure.groups(["a", "b", "c"]) == [[(0, 1)], [(1, 2)], [(0, 2)], [(0, 1, 2)]]
+    assert measure.groups(["a", "b", "c", "d"]) == [[(0, 1), (2, 3)], [(1, 2), (0, 3)], [(0, 1, 2, 3)]]
+    assert measure.groups(["a"]) == [], "one rank has nobody to meet"
 
 
 @pytest.mark.parametrize("count", range(3, 9))
 def test_every_node_of_three_or_more_is_in_two_pairs_and_in_one_group_of_a_round(count: int) -> None:
-    rounds = network.groups([f"n{node}" for node in range(count)])
+    rounds = measure.groups([f"n{node}" for node in range(count)])
     pairs = [group for one in rounds for group in one if len(group) == 2]
     assert [sum(rank in pair for pair in pairs) for rank in range(count)] == [2] * count
     for one in rounds:
@@ -71,22 +71,22 @@ def test_every_node_of_three_or_more_is_in_two_pairs_and_in_one_group_of_a_round
 
 
 def test_bus_bandwidth_of_a_ring_of_eight() -> None:
-    assert network.bus_bandwidth(1_000_000_000, 0.01, 8) == pytest.approx(175.0)
+    assert measure.bus_bandwidth(1_000_000_000, 0.01, 8) == pytest.approx(175.0)
 
 
 def test_a_folder_is_measured_and_files_that_do_not_appear_are_named(tmp_path: Path) -> None:
     mine, other, report = tmp_path / "new" / "a", tmp_path / "new" / "b", RankReport("a")
-    machine.measure_folder(report, mine, 3 * machine.BLOCK)
-    assert mine.stat().st_size == 3 * machine.BLOCK
+    measure.measure_folder(report, mine, 3 * measure.BLOCK)
+    assert mine.stat().st_size == 3 * measure.BLOCK
     assert [name for name, _, value in report.numbers if value > 0] == [
         "min_write",
         "min_read",
         "min_free_space",
     ]
-    machine.wait_for_files(report, {"a": mine, "b": other}, 0.3)
+    measure.wait_for_files(report, {"a": mine, "b": other}, 0.3)
     name, who, seconds = report.numbers[-1]
     assert (name, who, seconds > 0.3) == ("max_visible", "a", True)
     assert report.faults.pop("files of other nodes") == "does not see the file of b"
     other.touch()
-    machine.wait_for_files(report, {"a": mine, "b": other}, 0.3)
+    measure.wait_for_files(report, {"a": mine, "b": other}, 0.3)
     assert not report.faults

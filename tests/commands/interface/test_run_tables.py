@@ -83,7 +83,7 @@ def test_wrong_folders_and_damaged_files_give_one_line(run: Path, tmp_path: Path
         with pytest.raises(ConfigError, match=r"iteration-00002.jsonl line 2: is not an episode"):
             read_run(run).episodes  # noqa: B018
     (run / "metrics.jsonl").write_text("{\n")
-    with pytest.raises(ConfigError, match=r"metrics.jsonl: is damaged"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl line 1: is not a row of metrics"):
         read_run(run).metrics  # noqa: B018
 
 

@@ -34,7 +34,6 @@ def test_damaged_lines_are_counted_and_the_rest_is_shown(tmp_path: Path) -> None
     notes = page.draw([run], tmp_path / "page.html")
     assert notes == [
         "run: metrics.jsonl: 8 damaged lines left out",
-        "run: not a number in iteration 5: reward/mean, y",
         "run: trajectories/iteration-00001.turns.jsonl: 1 damaged line left out",
         "run: trajectories/iteration-00001.jsonl: 5 damaged lines left out",
         "run: config.yaml is damaged and left out",
@@ -77,15 +76,6 @@ def test_the_overview_has_the_failed_episodes_of_all_iterations_by_cause(tmp_pat
 def test_every_panel_draws_metrics_of_docs_metrics_md() -> None:
     names = re.findall(r'"([a-z]+/\w+)"', (ROOT / "observe/report" / "panels.js").read_text())
     assert len(names) > 20 and not set(names) - set(documented.metrics())
-
-
-def test_columns_with_the_same_gaps_are_reported_together() -> None:
-    gone = ([1, 2, 3], [0.5, None, None])
-    columns = {"a": gone, "b": gone, "c": ([1, 2], [None, 1.0]), "d": ([1], [1.0]), "straggler/rank": gone}
-    assert numbers.not_numbers(columns) == [
-        "not a number in 2 rows from iteration 2 on: a, b",
-        "not a number in iteration 1: c",
-    ]
 
 
 def test_parts_of_a_whole_are_stacked_by_phase_and_by_staleness(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 import torch
 
-from megatron_stppo.cluster.preflight import machine
+from megatron_stppo.cluster.preflight import measure
 from megatron_stppo.cluster.preflight.exchange import RankReport
 
 
@@ -19,13 +19,13 @@ def failing(code: int) -> None:
 
 def test_an_unsupported_query_is_none_and_a_lost_gpu_is_an_error() -> None:
     for code in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION):
-        assert machine.supported(failing, code) is None
+        assert measure.supported(failing, code) is None
     with pytest.raises(pynvml.NVMLError_GpuIsLost):
-        machine.supported(failing, pynvml.NVML_ERROR_GPU_IS_LOST)
+        measure.supported(failing, pynvml.NVML_ERROR_GPU_IS_LOST)
 
 
 def test_every_name_of_nvml_exists_in_the_installed_package() -> None:
-    names = set(re.findall(r"pynvml\.(\w+)", Path(machine.__file__).read_text()))
+    names = set(re.findall(r"pynvml\.(\w+)", Path(measure.__file__).read_text()))
     assert len(names) == 17
     assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []
 
@@ -33,7 +33,7 @@ def test_every_name_of_nvml_exists_in_the_installed_package() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_has_a_driver_and_a_speed_under_load() -> None:
     report = RankReport("a")
-    machine.measure_gpu(report, "rank 0 (a)", 0)
+    measure.measure_gpu(report, "rank 0 (a)", 0)
     numbers = {name: value for name, _, value in report.numbers}
     assert report.texts["version of the driver"] and numbers["max_memory_used"] > 0
     assert numbers["min_compute"] > 1
