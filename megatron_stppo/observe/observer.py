@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,12 +17,25 @@ from megatron_stppo.base.types import Batch
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.stragglers import Stragglers
 from megatron_stppo.config import Config
-from megatron_stppo.observe.gauges import Gauges
 from megatron_stppo.observe.metrics import Metrics, peak_gib
+from megatron_stppo.observe.nvml import Sampler
 from megatron_stppo.observe.reporters import Reporter
 from megatron_stppo.observe.throughput import throughput
+from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+
+log = logging.getLogger(__name__)
+# How the values of all GPUs are combined: largest memory, lowest clock, sum of errors, mean of the rest.
+OVER_GPUS: dict[str, Callable[[Sequence[float]], float]] = {
+    "memory_gib": max,
+    "watts": statistics.fmean,
+    "sm_mhz": min,
+    "ecc_corrected": sum,
+    "ecc_uncorrected": sum,
+    "nvlink_sent_gb_per_second": statistics.fmean,
+    "nvlink_received_gb_per_second": statistics.fmean,
+}
 
 
 class Observer:
@@ -64,6 +80,38 @@ class Observer:
     def close(self) -> None:
         self._metrics.close()
         self._gauges.close()
+
+
+class Gauges:
+    """Reads gpu/*. Every rank samples its own GPU, because a launcher may hide the node's other GPUs."""
+
+    def __init__(self) -> None:
+        self._sampler: Sampler | None = None
+        if torch.cuda.is_available():
+            try:
+                self._sampler = Sampler(f"GPU-{torch.cuda.get_device_properties().uuid}")
+            except pynvml.NVMLError as error:
+                log.warning("no GPU gauges: NVML reports %s", error)
+
+    def read(self) -> dict[str, float]:
+        """Return gpu/* since the last call, equal on all ranks. Collective if there are GPUs."""
+        if not torch.cuda.is_available():
+            return {}
+        mine = self._sampler.read() if self._sampler else {}
+        return over_gpus([of_rank[0] for of_rank in gather_records([mine], dict[str, float])])
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+
+
+def over_gpus(readings: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Combine all ranks' values.
+
+    Example: [{"watts": 600.0}, {"watts": 700.0}, {}] gives {"gpu/watts": 650.0}.
+    """
+    found = {name: [one[name] for one in readings if name in one] for name in OVER_GPUS}
+    return {f"gpu/{name}": OVER_GPUS[name](values) for name, values in found.items() if values}
 
 
 def profiled(iterations: Iterable[int], window: tuple[int, int] | None, folder: Path) -> Iterator[int]:

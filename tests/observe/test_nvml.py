@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.observe.gauges import Gauges, over_gpus
+from megatron_stppo.observe.observer import Gauges, over_gpus
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 # The sampler takes no sample during the test, except those of the two readings.
