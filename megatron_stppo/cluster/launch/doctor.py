@@ -156,11 +156,11 @@ def _devices() -> Iterator[Finding]:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(device).total / 2**30
         yield Finding(f"gpu {index}", f"{memory:.0f} GiB", remark=str(pynvml.nvmlDeviceGetName(device)))
-        yield _kernels(*pynvml.nvmlDeviceGetCudaComputeCapability(device))
+        yield kernels(*pynvml.nvmlDeviceGetCudaComputeCapability(device))
     pynvml.nvmlShutdown()
 
 
-def _kernels(major: int, minor: int) -> Finding:
+def kernels(major: int, minor: int) -> Finding:
     """Return whether the extension's CUDA build runs on a GPU of this compute capability."""
     extension = importlib.import_module("megatron_stppo.ops.extension")
     built, own = extension.parts().get("cuda", ""), f"sm_{major}{minor}"

@@ -108,11 +108,9 @@ def wait_for_files(report: RankReport, files: Mapping[str, Path], seconds: float
 def measure_gpu(report: RankReport, who: str, index: int) -> None:
     """Examine the GPU that this process sees as `index`, then load it with matrix products for a second."""
     properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    archs = extension.parts().get("cuda", "").removeprefix("sm_")
-    if not archs or not extension.fits(archs, major, minor):
-        wanted = f"{major}{minor}{'a' if major >= 9 else ''}"
-        report.faults["csrc/"] = f"not built for this GPU; install with STPPO_CUDA_ARCHS={wanted}"
+    built = doctor.kernels(properties.major, properties.minor)
+    if built.state != "ok":
+        report.faults["csrc/"] = built.remark
     pynvml.nvmlInit()
     try:
         # NVML also counts hidden GPUs, so that its index may be another one

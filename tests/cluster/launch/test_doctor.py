@@ -69,6 +69,6 @@ def test_kernels_are_usable_on_the_architectures_they_were_built_for(
 ) -> None:
     built = {"cpu": "built"} | ({"cuda": f"sm_{archs}"} if archs else {})
     monkeypatch.setattr(extension, "parts", lambda: built)
-    found = doctor._kernels(*capability)
+    found = doctor.kernels(*capability)
     assert (found.state == "ok") == runs
     assert runs or "STPPO_CUDA_ARCHS=" in found.remark
