@@ -95,7 +95,7 @@ def serve(
     end_normally()
     repeats = None if replay_from is None else journal.read(replay_from, name)
     build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
-    start.serve(settings, start.Started(run, connection, notice, name, parent, repeats), build)
+    start.serve(settings, start.Started(run, connection, notice, name, repeats), build)
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

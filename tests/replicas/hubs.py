@@ -12,6 +12,7 @@ import msgspec
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Order, Terms
 from megatron_stppo.replicas.trainer.hub import Hub
@@ -73,6 +74,7 @@ def hello(name: str, **changed: object) -> Hello:
 @dataclass
 class Trainer:
     hub: Hub
+    crew: Crew
     ledger: Ledger
     listener: Listener
     told: list[tuple[str, str]]  # groups for weights that are lost, and why
@@ -85,9 +87,9 @@ class Trainer:
         replica.dialer.send(hello(name, **changed))
         group = self.hub.wait(lambda: None)
         assert isinstance(group, str)
-        self.hub.updates.offer(msgspec.structs.replace(OFFER, group=group, version=version))
+        self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
         replica.next(Offer)
-        self.hub.updates.joined_now(group)
+        self.hub.joined_now(group)
         return group
 
 
@@ -111,7 +113,8 @@ def trainer(
         tell_lost(group, why)
         told.append((group, why))
 
-    hub = Hub(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, notice=notice, completes=completes)
+    crew = Crew(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, only_oldest=completes)
+    hub = Hub(crew, notice)
     dialers = []
 
     def connect() -> ScriptedReplica:
@@ -119,7 +122,7 @@ def trainer(
         return ScriptedReplica(dialers[-1])
 
     try:
-        yield Trainer(hub, ledger, listener, told), connect
+        yield Trainer(hub, crew, ledger, listener, told), connect
     finally:
         hub.close("done")
         for dialer in dialers:

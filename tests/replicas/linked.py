@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ import torch.distributed as dist
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.losses import ReplicaLost, tell_lost
 from megatron_stppo.replicas.wire.messages import Offer
-from megatron_stppo.replicas.wire.weights import Link, link_layouts
+from megatron_stppo.replicas.wire.weights import Link, ReplicaLost, link_layouts, tell_lost
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.replicas.two_programs import await_note, post
@@ -50,7 +50,7 @@ class Trainer:
         if self.rank == 0:
             post(self.folder, name, str(self.port))
         offer = offered(name, self.port, self.layout)
-        return Link.of_tensors(self.source, SHAPE, offer, tensor, self.store, timeout)
+        return Link(self.source, SHAPE, offer, tensor, timeout, self.store)
 
     def change(self, factor: int) -> None:
         """Multiply all weights."""
@@ -153,7 +153,7 @@ def serve(folder: Path, layout: Layout, name: str, versions: tuple[int, ...]) ->
     """Receive these versions. Return, for each, this checkpoint's factor and the published version."""
     offer, got = offered(name, int(await_note(folder, name)), layout), []
     target, expected = _tensors(offer)
-    link = Link.into_tensors(target, SHAPE, offer, TIMEOUT)
+    link = Link(target, SHAPE, offer, dist.get_world_size(), TIMEOUT)
     for version in versions:
         report = link.sync(version)
         assert report.version == version
@@ -164,12 +164,12 @@ def serve(folder: Path, layout: Layout, name: str, versions: tuple[int, ...]) ->
 
 def fail(folder: Path, layout: Layout, name: str, on_rank: int = 0) -> str:
     """Receive version 1, then fail in the way that the name says. Return why the link refuses to publish."""
-    offer, hook = offered(name, int(await_note(folder, name)), layout), _Hook()
+    offer = offered(name, int(await_note(folder, name)), layout)
     dies = dist.get_rank() == on_rank
     if name == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     target, expected = _tensors(offer)
-    link = Link.into_tensors(target, SHAPE, offer, TIMEOUT, hook)
+    link = Link(target, SHAPE, offer, dist.get_world_size(), TIMEOUT)
     buckets = link.sync(1).buckets
     assert buckets >= (3 if dist.get_world_size() == 1 else 2) and _factor(target, expected)
     await_note(folder, f"{name} has version 1")  # the trainer's ranks have got all that this rank sent
@@ -177,11 +177,11 @@ def fail(folder: Path, layout: Layout, name: str, on_rank: int = 0) -> str:
         post(folder, "between dies")
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "inside" and dies:
-        hook.action = lambda bucket: _die(folder) if bucket == 1 else None
+        before_a_bucket(link, lambda bucket: _die(folder) if bucket == 1 else None)
     if name == "silent":
         await_note(folder, "silent is over")
     if name == "changed":
-        hook.action = lambda bucket: target[EMBEDDING][0].add_(1) if bucket == buckets - 1 else None
+        before_a_bucket(link, lambda bucket: target[EMBEDDING][0].add_(bucket == buckets - 1))
     try:
         link.sync(3 if name == "other version" else 2)
     except RuntimeError as error:
@@ -198,14 +198,9 @@ def _die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Hook:
-    """Called before a bucket is packed."""
-
-    def __init__(self) -> None:
-        self.action: Any = lambda bucket: None
-
-    def __call__(self, bucket: int) -> None:
-        self.action(bucket)
+def before_a_bucket(link: Link, hook: Callable[[int], object]) -> None:
+    """Call the hook before a bucket is packed."""
+    link._reshard._each._on_bucket = hook  # type: ignore[union-attr,assignment]
 
 
 def _tensors(offer: Offer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

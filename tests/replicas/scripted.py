@@ -16,7 +16,6 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import (
-    MOST_BYTES,
     Announce,
     Assignment,
     Done,
@@ -28,6 +27,7 @@ from megatron_stppo.replicas.wire.messages import (
     Ready,
     Stop,
 )
+from megatron_stppo.replicas.wire.payloads import MOST_BYTES
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts
@@ -59,9 +59,7 @@ class Scripted:
         self._links += 1
         offer = Offer(f"link-{self._links}", "127.0.0.1", self._port, Layout(), "local", version)
         self.send(offer)
-        self._link = Link.of_tensors(
-            self._source, self._shape, offer, hello.tensor, self._store, self._timeout
-        )
+        self._link = Link(self._source, self._shape, offer, hello.tensor, self._timeout, self._store)
         self._send_weights(version)
         return hello
 

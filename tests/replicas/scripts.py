@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.types import Trajectory
-from megatron_stppo.replicas.wire.messages import Hello, NotAccepted, ReplicaFailed
+from megatron_stppo.replicas.wire.messages import Hello, NotAccepted, ReplicaEnds
 from tests.replicas.scripted import Scripted
 from tests.rollout.vllm.tiny import task
 
@@ -65,22 +65,22 @@ def drain(trainer: Scripted) -> dict[int, Trajectory]:
     return played
 
 
-def misuse(trainer: Scripted) -> ReplicaFailed:
+def misuse(trainer: Scripted) -> ReplicaEnds:
     trainer.join(3)
     trainer.play([1], [task(0, "step is not async")], SEED)
-    return trainer.expect(ReplicaFailed)
+    return trainer.expect(ReplicaEnds)
 
 
-def short(trainer: Scripted) -> ReplicaFailed:
+def short(trainer: Scripted) -> ReplicaEnds:
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
-    return trainer.expect(ReplicaFailed)
+    return trainer.expect(ReplicaEnds)
 
 
-def differ(trainer: Scripted) -> ReplicaFailed:
+def differ(trainer: Scripted) -> ReplicaEnds:
     trainer.join(3)
     trainer.play(NUMBERS[1:], TASKS[1:], SEED)
-    return trainer.expect(ReplicaFailed)
+    return trainer.expect(ReplicaEnds)
 
 
 def refuse(trainer: Scripted) -> Hello:

@@ -29,9 +29,9 @@ from megatron_stppo.replicas.wire.messages import (
     Assignment,
     Counters,
     Done,
-    Leaving,
     Play,
     Ready,
+    ReplicaEnds,
     Stop,
 )
 from megatron_stppo.replicas.wire.payloads import limit_of, message_limit, pack
@@ -97,14 +97,6 @@ def test_both_sides_send_signs_of_life_without_being_asked(monkeypatch: pytest.M
         assert dialer.take(0.0) == []  # the trainer's are not messages for the caller
 
 
-def test_a_replica_says_nothing_before_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(monkeypatch)
-    with listening() as listener, dialing(listener) as dialer:
-        assert listener.take(0.3) == []
-        dialer.send(Ready(1))
-        assert first_of(listener, 1)[0][1] == Ready(1)
-
-
 def test_a_process_that_hangs_is_noticed_by_its_silence_and_one_that_is_killed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,9 +138,9 @@ def test_messages_are_delivered_before_closing_on_both_sides() -> None:
         dialer = Dialer(listener.connection, MAX)
         for version in range(100):
             dialer.send(Ready(version))
-        dialer.send(Leaving("SIGTERM"))
+        dialer.send(ReplicaEnds("left", "SIGTERM"))
         dialer.close()
-        assert [message for _, message in taken(listener, 101)][-1] == Leaving("SIGTERM")
+        assert [message for _, message in taken(listener, 101)][-1] == ReplicaEnds("left", "SIGTERM")
 
 
 def test_closing_never_hangs_with_a_dead_peer_and_unsent_messages() -> None:
@@ -163,18 +155,18 @@ def test_closing_never_hangs_with_a_dead_peer_and_unsent_messages() -> None:
         os.kill(process.pid, signal.SIGKILL)
     with listening(inbox_bytes=1) as listener, dialing(listener) as dialer:
         for _ in range(100):
-            dialer.send(Leaving("x" * (MAX // 2)))
+            dialer.send(ReplicaEnds("left", "x" * (MAX // 2)))
         assert seconds(dialer.close) < 10
         assert not dialer.send(Ready(1)) and dialer.take(60.0) == []
 
 
 def test_a_message_that_is_too_long_is_refused_where_it_is_sent() -> None:
     with connected() as (listener, dialer, peer):
-        with pytest.raises(ValueError, match=r"Leaving of 104.... bytes exceeds the limit of 1048576"):
-            dialer.send(Leaving("x" * MAX))
+        with pytest.raises(ValueError, match=r"ReplicaEnds of 104.... bytes exceeds the limit of 1048576"):
+            dialer.send(ReplicaEnds("left", "x" * MAX))
         with pytest.raises(ValueError, match="Stop of"):
             listener.send(peer, Stop("x" * MAX))
-        most = Leaving("x" * (MAX - len("type") - len("Leaving") - len("reason") - 9))
+        most = ReplicaEnds("left", "x" * (MAX - len(pack(ReplicaEnds("left", ""), MAX)) - 4))
         dialer.send(most)
         assert taken(listener, 1) == [(peer, most)]  # exactly MAX bytes
 

@@ -18,7 +18,6 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer import served
-from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire.messages import (
     Announce,
@@ -52,7 +51,7 @@ def serving(t: Trainer, folder: Path) -> Iterator[Served]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Served(learner, store, ("127.0.0.1", 1), t.hub, t.ledger, ServingMeter())
+        yield Served(learner, store, ("127.0.0.1", 1), t.hub)
     finally:
         dist.destroy_process_group()
 
@@ -97,7 +96,7 @@ def test_no_weights_are_sent_before_an_evaluation_has_ended_also_when_a_replica_
             assert isinstance(offer, Offer) and offer.version == 3
         of_a, of_b = received(a), received(b)
         a.dialer.close()  # it dies with its three episodes; b is full
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
         c.dialer.send(hello("c"))
         offer = received(c)
         assert isinstance(offer, Offer) and offer.version == 3, "the version that is evaluated"
@@ -124,14 +123,14 @@ def test_a_replica_that_names_an_older_version_in_an_evaluation_is_expelled() ->
     with trainer() as (t, connect):
         a, b = connect(), connect()
         t.join(a, "a")  # at version 0
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         a.dialer.send(Ready(1))
-        t.hub.updates.next_update(1)
+        t.hub.next_update(1)
         episode = Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0)
         t.hub.evaluate([episode])
         assert a.given() == [-1]
         a.finish(-1)  # its tokens name version 0
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
         t.join(b, "b")
         assert b.next(Play).episodes == (episode,)
 
@@ -142,10 +141,10 @@ def test_weights_are_not_announced_during_an_evaluation() -> None:
         t.join(a, "a")
         t.hub.evaluate([Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0)])
         with pytest.raises(AssertionError, match="one version"):
-            t.hub.updates.announce(1)
+            t.hub.announce(1)
         a.finish(-1)
         t.hub.wait(lambda: t.hub.results([-1]))
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         a.next(Announce)
         t.hub.close("done")
         a.next(Stop)

@@ -13,10 +13,9 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Taken
 from megatron_stppo.replicas.wire.messages import (
     Assignment,
-    Leaving,
     NotAccepted,
     Play,
-    ReplicaFailed,
+    ReplicaEnds,
     Stop,
 )
 from tests.replicas.hubs import TASKS, hello, trainer, until
@@ -82,25 +81,25 @@ def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() ->
         t.join(b, "b")
         a.dialer.close()  # its connection ends
         assert b.next(Play).episodes == (first[0], *first[2:])
-        assert (t.hub.lost, t.hub.numbers()["reassigned"]) == (1, 3)
+        assert (t.crew.lost, t.hub.numbers()["reassigned"]) == (1, 3)
 
 
 def test_a_silent_replica_is_lost() -> None:
     with trainer(timeout=0.3) as (t, connect):
         a = connect()
         t.join(a, "a")  # its dialer sends a sign of life every 2 s, which is too rare for this timeout
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
 
 
 def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
     with trainer() as (t, connect):
         a, b = connect(), connect()
         first = t.join(a, "a")
-        a.dialer.send(Leaving("SIGTERM"))
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.told == [(first, "it was asked to end: SIGTERM")])
         b.dialer.send(hello("b"))
         second = t.hub.wait(lambda: None)  # it is not offered the group yet
-        b.dialer.send(Leaving("SIGTERM"))
+        b.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.told[1:] == [(second, "it was asked to end: SIGTERM")])
 
 
@@ -109,8 +108,8 @@ def test_replicas_are_served_while_a_loss_cannot_be_told() -> None:
     with trainer(tell_lost=lambda group, why: store_answers.wait()) as (t, connect):
         a, b = connect(), connect()
         t.join(a, "a")
-        a.dialer.send(Leaving("SIGTERM"))
-        until(lambda: t.hub.lost == 1)
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
+        until(lambda: t.crew.lost == 1)
         t.join(b, "b")
         t.hub.admit(0)
         for number in b.given():
@@ -125,7 +124,7 @@ def test_a_replica_that_was_asked_to_end_is_replaced_without_waiting() -> None:
         t.join(a, "a")
         t.hub.admit(0)
         assert a.given() == [0, 1, 2, 3]
-        a.dialer.send(Leaving("SIGTERM"))
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         t.join(b, "b")
         assert b.given() == [0, 1, 2, 3]
 
@@ -153,7 +152,7 @@ def test_a_replica_that_claims_what_cannot_be_true_is_expelled(changed, why: str
         a.given()
         fields = dict(changed)
         a.finish(fields.pop("number", 0), **fields)
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
         a.finish(1)  # ignored
         t.join(b, "b")
         assert b.given() == [0, 1, 2, 3]
@@ -184,7 +183,7 @@ def test_a_second_replica_of_the_same_name_is_refused() -> None:
         t.join(a, "a")
         b.dialer.send(hello("a"))
         assert "serves already" in b.next(NotAccepted).why
-        assert t.hub.joined() == 1
+        assert t.crew.joined == 1
 
 
 def test_a_run_that_was_asked_to_end_does_not_wait_for_replicas_that_have_left() -> None:
@@ -198,7 +197,7 @@ def test_a_run_that_was_asked_to_end_does_not_wait_for_replicas_that_have_left()
         asked.append("SIGTERM")
         a.finish(1)
         assert t.hub.wait(t.hub.batch) is not None, "a replica that serves completes the iteration"
-        a.dialer.send(Leaving("SIGTERM"))
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         t.hub.admit(1)
         with pytest.raises(EngineLost, match=r"^SIGTERM, and no replica serves any more$"):
             t.hub.wait(t.hub.batch)
@@ -209,24 +208,24 @@ def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_it
         a, again = connect(), connect()
         old = t.join(a, "a")
         t.hub.admit(0)
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         a.dialer.close()
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
         again.dialer.send(hello("a"))
         new = t.hub.wait(lambda: None)
         assert isinstance(new, str) and new != old
-        assert t.hub.updates.next_update(1) == "", "the new one was not announced the update"
-        t.hub.updates.lose(old, "weights could not be sent to it")
-        t.hub.updates.joined_now(old)
-        assert (t.hub.updates.groups(), t.hub.joined(), t.hub.lost) == ({new}, 0, 1)
-        assert (t.hub.updates.tensor(old), t.hub.updates.tensor(new)) == (0, 1)
+        assert t.hub.next_update(1) == "", "the new one was not announced the update"
+        t.hub.lose(old, "weights could not be sent to it")
+        t.hub.joined_now(old)
+        assert (t.hub.groups(), t.crew.joined, t.crew.lost) == ({new}, 0, 1)
+        assert (t.hub.tensor(old), t.hub.tensor(new)) == (0, 1)
 
 
 def test_a_silent_replica_that_wakes_up_learns_that_it_was_lost() -> None:
     with trainer(timeout=0.3) as (t, connect):
         a = connect()
         t.join(a, "a")
-        until(lambda: t.hub.lost == 1)
+        until(lambda: t.crew.lost == 1)
         until(lambda: a.dialer.take(0.05) == [] and "has expelled this replica" in a.dialer.ended)
 
 
@@ -254,7 +253,7 @@ def test_what_ends_a_colocated_run_ends_the_trainer(kind: str, error: type[Excep
     with trainer() as (t, connect):
         a = connect()
         t.join(a, "a")
-        a.dialer.send(ReplicaFailed(kind, "the reason"))
+        a.dialer.send(ReplicaEnds(kind, "the reason"))
         with pytest.raises(error, match="the reason"):
             t.hub.wait(lambda: None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
-from megatron_stppo.replicas.wire.messages import Announce, Go, Leaving, Ready, ReplicaFailed
+from megatron_stppo.replicas.wire.messages import Announce, Go, Ready, ReplicaEnds
 from tests.replicas.hubs import played, trainer, until
 
 
@@ -40,8 +40,8 @@ def test_a_replica_that_joins_with_the_new_version_gets_no_episode_of_an_older_o
         for number in (1, 2, 3):
             b.finish(number, turns=played(number, version=1).turns)
         assert t.hub.wait(t.hub.settled) is True
-        t.hub.updates.announce(1)
-        assert t.hub.updates.next_update(1) == ""
+        t.hub.announce(1)
+        assert t.hub.next_update(1) == ""
 
 
 def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_next_version() -> None:
@@ -56,7 +56,7 @@ def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_n
         t.hub.wait(t.hub.batch)
         until(lambda: t.ledger.ready == 1)
         asked.append("SIGTERM")
-        a.dialer.send(Leaving("SIGTERM"))
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         with pytest.raises(EngineLost, match=r"^SIGTERM, and no replica serves any more$"):
             t.hub.wait(t.hub.settled)
         state, kept = {"iteration": 1} | t.hub.state(), t.hub.kept()
@@ -76,9 +76,9 @@ def test_only_replicas_with_another_version_are_updated() -> None:
         a, b = connect(), connect()
         group = t.join(a, "a")
         t.join(b, "b", version=1)
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         a.dialer.send(Ready(1))
-        assert (t.hub.updates.next_update(1), t.hub.updates.next_update(1)) == (group, "")
+        assert (t.hub.next_update(1), t.hub.next_update(1)) == (group, "")
         t.hub.admit(0)
         assert (a.given(), b.given()) == ([0, 1], [2, 3]), "both have version 1"
 
@@ -88,21 +88,21 @@ def test_an_update_waits_for_each_replica_and_skips_one_that_is_lost() -> None:
         a, b = connect(), connect()
         t.join(a, "a")
         group = t.join(b, "b")
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         assert (a.next(Announce).version, b.next(Announce).version) == (1, 1)
         b.dialer.send(Ready(1))
-        assert t.hub.updates.next_update(1) == group and b.next(Go).version == 1
+        assert t.hub.next_update(1) == group and b.next(Go).version == 1
         a.dialer.close()
-        assert t.hub.updates.next_update(1) == ""
+        assert t.hub.next_update(1) == ""
 
 
 def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
     with trainer() as (t, connect):
         a = connect()
         t.join(a, "a")
-        t.hub.updates.announce(1)
-        a.dialer.send(ReplicaFailed("away", "tools did not answer"))
-        assert t.hub.updates.next_update(1) == ""
+        t.hub.announce(1)
+        a.dialer.send(ReplicaEnds("away", "tools did not answer"))
+        assert t.hub.next_update(1) == ""
         with pytest.raises(ToolsStayAway, match="tools did not answer"):
             t.hub.wait(t.hub.batch)
 
@@ -113,9 +113,9 @@ def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_h
         t.join(a, "a")
         t.hub.admit(0)
         a.given()
-        t.hub.updates.announce(1)
+        t.hub.announce(1)
         a.dialer.send(Ready(1))
-        assert t.hub.updates.next_update(1)
+        assert t.hub.next_update(1)
         for number in (0, 1):
             a.finish(number, turns=played(number, version=1).turns)
-        assert t.hub.wait(t.hub.batch) is not None and t.hub.lost == 0
+        assert t.hub.wait(t.hub.batch) is not None and t.crew.lost == 0

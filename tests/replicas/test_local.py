@@ -13,14 +13,14 @@ import pytest
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.replica import parent
-from megatron_stppo.replicas.trainer.local import LocalReplica, LocalReplicas, Serving
+from megatron_stppo.replicas.trainer.local import LocalReplica, LocalReplicas
 from megatron_stppo.replicas.wire.messages import NotAccepted, process_name
 from tests.replicas.hubs import hello, trainer
 from tests.replicas.peers import seconds, until
 
 
 def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(tmp_path: Path) -> None:
-    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=1)  # wait for a trainer
+    local = LocalReplicas(tmp_path, ["replica-0"], budget=1)  # wait for a trainer
     first = local._processes["replica-0"].pid
     found: list[tuple[str, str]] = []
     for number in (1, 2):
@@ -34,30 +34,30 @@ def test_a_replica_that_is_killed_is_started_again_until_the_budget_is_used_up(t
 
 
 def test_a_replica_that_ends_when_the_run_must_end_is_not_started_again(tmp_path: Path) -> None:
-    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=1)
+    local = LocalReplicas(tmp_path, ["replica-0"], budget=1)
     local.kill("replica-0")
     until(lambda: local.ended(start_again=False))
     assert not local._processes and not local.gave_up
 
 
 def test_a_replica_that_could_not_be_asked_to_end_is_not_waited_for(tmp_path: Path) -> None:
-    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0", "replica-1"], budget=0)
+    local = LocalReplicas(tmp_path, ["replica-0", "replica-1"], budget=0)
     assert seconds(lambda: local.close(asked=set())) < 5
     assert [replica.ended() for replica in local._processes.values()] == [-9, -9]
 
 
 def test_a_replica_has_ended_when_all_of_its_ranks_have_and_its_code_is_that_of_the_first() -> None:
     replica = LocalReplica([subprocess.Popen(("sleep", "60")), subprocess.Popen(("sh", "-c", "exit 3"))])
-    until(lambda: len(replica.left()) == 1)
+    until(lambda: len(replica.left(0.0)) == 1)
     assert replica.ended() is None, "the other rank is killed, and not waited for"
     until(replica.ended)
-    assert replica.ended() == 3 and replica.left() == []
+    assert replica.ended() == 3 and replica.left(0.0) == []
 
 
 def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_starts(
     tmp_path: Path,
 ) -> None:
-    local = LocalReplicas(Serving(tmp_path, 1, (), 1, None), ["replica-0"], budget=0)
+    local = LocalReplicas(tmp_path, ["replica-0"], budget=0)
     own = process_name(local._processes["replica-0"].pid)
     with trainer(local=local) as (t, connect):
         elsewhere, here = connect(), connect()
@@ -67,7 +67,7 @@ def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_
         )
         t.join(here, "replica-0", process=own)
         t.join(connect(), "replica-1", process="gpu07-4711")
-        assert t.hub.joined() == 2
+        assert t.crew.joined == 2
         local.kill("replica-0")  # it still waits for a trainer
 
 
@@ -76,7 +76,7 @@ def test_a_replica_that_is_used_wrongly_ends_the_run_with_its_line_and_no_traceb
 ) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    local = LocalReplicas(Serving(tmp_path, 1, ("run.seed=1",), 1, None), ["replica-0"], budget=1)
+    local = LocalReplicas(tmp_path, ["replica-0"], budget=1, arguments=["run.seed=1"])
     with trainer(local=local) as (t, _):
         with pytest.raises(ConfigError, match=r"^run\.seed: a replica takes it from the run; only "):
             t.hub.wait(lambda: None)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_stppo.replicas.trainer import measure
 from megatron_stppo.replicas.trainer.measure import ServingMeter
-from megatron_stppo.replicas.wire.messages import Alive, Counters, Leaving
+from megatron_stppo.replicas.wire.messages import Alive, Counters, ReplicaEnds
 from tests.documented import undocumented, unreported
 from tests.replicas.hubs import ScriptedReplica, Trainer, trainer, until
 
@@ -51,8 +51,8 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         t.hub.admit(0)
         report(t, a, FIRST)
         report(t, b, Counters(seconds=2.0, idle_seconds=2.0, longest_pause=0.25))
-        b.dialer.send(Leaving("SIGTERM"))
-        until(lambda: t.hub.lost == 1)
+        b.dialer.send(ReplicaEnds("left", "SIGTERM"))
+        until(lambda: t.crew.lost == 1)
         meter.waited, meter.sent, clock.now = 4.0, 3_500_000, 110.0
         assert meter.row(t.hub) == {
             "serving/replicas": 1,

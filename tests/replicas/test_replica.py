@@ -102,7 +102,7 @@ def once(
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
-    started: Any = Started(folder, connection, notice, name, None, repeats)  # type: ignore[arg-type]
+    started: Any = Started(folder, connection, notice, name, repeats)  # type: ignore[arg-type]
     with first_rank(given, started, name, engine, environment) as first:
         replica = Replica(
             engine,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_stppo.commands.serve import _open
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.replicas.trainer.start import start_first
+from megatron_stppo.replicas.trainer.start import start_hub
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import build_model
 
@@ -33,7 +33,7 @@ def refused(folder: Path) -> tuple[int, str]:
         }
     )
     try:
-        start_first(config, torch.float32, None)
+        start_hub(config, torch.float32)
     except ConfigError as error:
         return dist.get_rank(), str(error)
     raise AssertionError("no error")
@@ -49,7 +49,7 @@ def opened_elsewhere(folder: Path) -> Config:
         "rollout": {"max_prompt_tokens": 60, "max_turn_tokens": 8},
         "serving": {"replicas": 1, "start": False},
     }
-    start_first(Config.model_validate(given).beside(Path("project")), torch.float32, None)
+    start_hub(Config.model_validate(given).beside(Path("project")), torch.float32)
     os.chdir("/")
     return _open(folder / "runs" / "run", [])
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_stppo.cluster.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.losses import ReplicaLost, why_lost
-from megatron_stppo.replicas.wire.weights import Link, link_layouts
+from megatron_stppo.replicas.wire.weights import Link, ReplicaLost, link_layouts, why_lost
 from megatron_stppo.weights.reshard.plan import lower_bound
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.ranks import RankError
@@ -135,7 +134,7 @@ def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(d
         port = closed.getsockname()[1]
     offer, store = linked.offered("refused", port, ONE), dist.HashStore()
     with pytest.raises(ReplicaLost, match="group refused: rank 0: ConnectionRefusedError: "):
-        Link.of_tensors({}, linked.SHAPE, offer, 1, store, linked.TIMEOUT)
+        Link({}, linked.SHAPE, offer, 1, linked.TIMEOUT, store)
     assert why_lost(store, "refused").startswith("ConnectionRefusedError"), "the replica does not wait"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from megatron_stppo.replicas.wire.messages import Counters
 
 
 class Activity:
-    """The counters of a replica since `joined`. Times are seconds of a monotonic clock.
+    """The counters of a replica since `joined`, which another thread may read. Times are seconds of a
+    monotonic clock.
 
     An update that interrupts turns pauses them from the last engine step before it to the first one after it.
     Otherwise the pause is the time of the update itself.
@@ -17,7 +16,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.counters = Counters()  # never changed, but replaced: another thread reads it
+        self.counters = Counters()
         self._joined: float | None = None
         self._last_step = 0.0  # its end
         self._paused: float | None = None  # begin of the pause
@@ -29,25 +28,22 @@ class Activity:
     def waited(self, began: float, ended: float) -> None:
         """Add a wait for news."""
         if self._joined is not None:
-            idle = self.counters.idle_seconds + ended - began
-            self.counters = replace(self.counters, idle_seconds=idle, seconds=ended - self._joined)
+            self.counters.idle_seconds += ended - began
+            self.counters.seconds = ended - self._joined
 
     def stepped(self, began: float, ended: float) -> None:
         """Add an engine step."""
         assert self._joined is not None, "the engine has no weights"
         if self._paused is not None:
             self._add_pause(began - self._paused)
-        now, self._last_step, self._paused = self.counters, ended, None
-        self.counters = replace(
-            now,
-            seconds=ended - self._joined,
-            steps=now.steps + 1,
-            step_seconds=now.step_seconds + ended - began,
-        )
+        self._last_step, self._paused = ended, None
+        self.counters.steps += 1
+        self.counters.step_seconds += ended - began
+        self.counters.seconds = ended - self._joined
 
     def updated(self, began: float, ended: float, recomputed: int, interrupts: bool) -> None:
         """Add an update of the weights. recomputed: see Counters. interrupts: whether turns wait for it."""
-        self.counters = replace(self.counters, recomputed=self.counters.recomputed + recomputed)
+        self.counters.recomputed += recomputed
         if interrupts:
             self._paused = self._last_step or began
         else:
@@ -55,15 +51,10 @@ class Activity:
 
     def played(self, tokens: int, episodes: int) -> None:
         """Set how many tokens were generated, and add episodes that have ended."""
-        now = self.counters
-        if tokens != now.tokens or episodes:
-            self.counters = replace(now, tokens=tokens, episodes=now.episodes + episodes)
+        self.counters.tokens = tokens
+        self.counters.episodes += episodes
 
     def _add_pause(self, seconds: float) -> None:
-        now = self.counters
-        self.counters = replace(
-            now,
-            updates=now.updates + 1,
-            pause_seconds=now.pause_seconds + seconds,
-            longest_pause=max(now.longest_pause, seconds),
-        )
+        self.counters.updates += 1
+        self.counters.pause_seconds += seconds
+        self.counters.longest_pause = max(self.counters.longest_pause, seconds)

@@ -1,20 +1,49 @@
-"""What the first rank of a replica broadcasts between two engine steps, and in which step it is applied."""
+"""What the first rank of a replica receives, and what it broadcasts between two engine steps.
+
+A NewsSource receives messages of the trainer and answers of environments, and decides before which engine
+step they are applied.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_stppo.base.errors import CannotServe
-from megatron_stppo.replicas.replica.inbox import End, Inbox, Send
+from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.journal import Journal, Line
-from megatron_stppo.replicas.wire.messages import Assignment, Offer, Ready
-from megatron_stppo.rollout.episodes.environment_host import Answer
+from megatron_stppo.replicas.wire.messages import (
+    Announce,
+    Assignment,
+    FromReplica,
+    FromTrainer,
+    Go,
+    NotAccepted,
+    Offer,
+    Play,
+    Ready,
+    Stop,
+)
+from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.play import Player
 
 BEAT = 0.5  # seconds that the ranks of an idle replica wait at most for each other's sign of life
 DIFFERS = "this run differs from the recorded one"
+Send = Callable[[FromReplica], object]
+
+
+@dataclass(frozen=True)
+class End:
+    """Why the replica ends. Example: End("stop", "the run has ended").
+
+    stop: the trainer has asked for it. left: a signal has. refused: the trainer does not accept the replica.
+    lost: the trainer is gone. away: tools stay unreachable. error: any other failure.
+    """
+
+    kind: Literal["stop", "left", "refused", "lost", "away", "error"]
+    text: str  # one line
 
 
 @dataclass(frozen=True)
@@ -42,84 +71,147 @@ class News:
         )
 
 
+@dataclass(kw_only=True)
 class NewsSource:
-    """Decides, on the first rank, in which engine step everything is applied, and records it."""
+    """What has arrived at the first rank and is not applied yet; see the module.
 
-    def __init__(self, inbox: Inbox, send: Send, journal: Journal) -> None:
-        self._inbox, self._send, self._journal = inbox, send, journal
+    The host must call `dialer.wake` for every answer, so that `look` returns.
+    """
+
+    dialer: Dialer
+    host: EnvironmentHost
+    send: Send
+    journal: Journal
+    timeout: float  # seconds without a sign of life after which the trainer is lost
+    asked_to_leave: Callable[[], str]  # returns the name of the signal that this process has got, or ""
+    assigned: dict[int, Assignment] = field(default_factory=dict, init=False)  # by number, as they arrived
+    answers: dict[int, Answer] = field(default_factory=dict, init=False)  # by number of the episode
+    offer: Offer | None = field(default=None, init=False)
+    announced: int | None = field(default=None, init=False)  # the version of the newest Announce
+    go: int | None = field(default=None, init=False)  # the version of the newest Go
+    end: End | None = field(default=None, init=False)
 
     def next(self, player: Player) -> News:
-        """Return what to apply before the next engine step. While the engine is idle, wait for it, but return
-        News() after a short time.
+        """Return what to apply before the next engine step, and record it. While the engine is idle, wait for
+        it, but return News() after a short time.
 
-        Raises CannotServe if a repeated run differs from the recorded one.
+        Raises CannotServe if a repeated run differs from the recorded one, and exceptions of `look`.
         """
-        self._inbox.look(0.0)
+        self.look(0.0)
         news = self._next(player)
-        if self._inbox.end is not None:
-            return News(end=self._inbox.end)
-        self._journal.write(news.line(player.steps))
+        if self.end is not None:
+            return News(end=self.end)
+        self.journal.write(news.line(player.steps))
         return news
+
+    def look(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds until something arrives, and receive all that has arrived.
+
+        Raises RolloutError and ToolsStayAway as EnvironmentHost.check does, and msgspec.MsgspecError as
+        Dialer.take does.
+        """
+        messages = self.dialer.take(timeout)
+        for message in messages:
+            self._receive(message)
+        self.answers |= {answer.index: answer for answer in self.host.take(0)}
+        self.host.check()
+        if self.end is None:
+            self.end = self._reason_to_end(bool(messages))
 
     def _next(self, player: Player) -> News:
         raise NotImplementedError
 
+    def _news(
+        self,
+        assigned: Iterable[int] = (),
+        answers: Iterable[int] = (),
+        hold: bool = False,
+        update: int | None = None,
+        join: Offer | None = None,
+    ) -> News:
+        """Return what is applied now. It is no longer kept. assigned, answers: numbers of episodes."""
+        if join is not None:
+            self.offer = None
+        if update is not None:
+            self.announced = self.go = None
+        return News(
+            join=join,
+            hold=hold,
+            update=update,
+            assigned=tuple(self.assigned.pop(number) for number in assigned),
+            answers=tuple(self.answers.pop(number) for number in answers),
+        )
 
+    def _receive(self, message: FromTrainer) -> None:
+        match message:
+            case Play():
+                self.assigned |= {episode.number: episode for episode in message.episodes}
+            case Announce():
+                self.announced = message.version
+            case Go():
+                self.go = message.version
+            case Offer():
+                self.offer = message
+            case Stop():
+                self.end = End("stop", message.reason)
+            case NotAccepted():
+                self.end = End("refused", message.why)
+
+    def _reason_to_end(self, hears: bool) -> End | None:
+        if name := self.asked_to_leave():
+            return End("left", name)
+        if self.dialer.ended and not hears:
+            return End("lost", self.dialer.ended)
+        if (silence := self.dialer.silence) > self.timeout and not hears:
+            return End(
+                "lost", f"the trainer has been silent for {silence:.0f} s (serving.timeout={self.timeout:g})"
+            )
+        return None
+
+
+@dataclass(kw_only=True)
 class Live(NewsSource):
     """Everything is applied as soon as it has arrived."""
 
-    def __init__(
-        self, inbox: Inbox, send: Send, journal: Journal, *, drain: bool, awaits_answers: bool
-    ) -> None:
-        """drain: turns that run when an update is announced are completed before it.
-
-        awaits_answers: wait for all environments before the next engine step (rollout.overlap_tools=false).
-        """
-        super().__init__(inbox, send, journal)
-        self._drain, self._awaits_answers = drain, awaits_answers
-        self._held = self._is_ready = False  # for the announced update
+    drain: bool  # turns that run when an update is announced are completed before it
+    awaits_answers: bool  # of all environments before the next engine step (rollout.overlap_tools=false)
+    _held: bool = field(default=False, init=False)  # for the announced update
+    _is_ready: bool = field(default=False, init=False)  # for the announced update
 
     def _next(self, player: Player) -> News:
-        inbox = self._inbox
         if not player.runs and not self._has_news():
-            inbox.look(BEAT)
-        while self._awaits_answers and inbox.end is None and not set(player.asked) <= set(inbox.answers):
-            inbox.look(BEAT)
-        if inbox.end is not None:
+            self.look(BEAT)
+        while self.awaits_answers and self.end is None and not set(player.asked) <= self.answers.keys():
+            self.look(BEAT)
+        if self.end is not None:
             return News()
-        if inbox.offer is not None:
-            return News(join=inbox.take_offer())
+        if self.offer is not None:
+            return self._news(join=self.offer)
         hold, update = self._prepare_update(player)
-        return News(
-            hold=hold,
-            update=update,
-            assigned=inbox.take_assigned(list(inbox.assigned)),
-            answers=inbox.take_answers([number for number in player.asked if number in inbox.answers]),
-        )
+        answered = [number for number in player.asked if number in self.answers]
+        return self._news(list(self.assigned), answered, hold, update)
 
     def _has_news(self) -> bool:
-        inbox = self._inbox
-        due = inbox.announced is not None and (not self._is_ready or inbox.go == inbox.announced)
-        return bool(inbox.end or inbox.offer or inbox.assigned or inbox.answers or due)
+        due = self.announced is not None and (not self._is_ready or self.go == self.announced)
+        return bool(self.end or self.offer or self.assigned or self.answers or due)
 
     def _prepare_update(self, player: Player) -> tuple[bool, int | None]:
         """Answer an announcement when the update can be entered. Return (hold, update) of the News."""
-        inbox = self._inbox
-        if (version := inbox.announced) is None:
+        if (version := self.announced) is None:
             return False, None
-        if self._drain and not self._held:
+        if self.drain and not self._held:
             self._held = True
             return True, None
-        if not self._is_ready and not (self._drain and player.runs):
+        if not self._is_ready and not (self.drain and player.runs):
             self._is_ready = True
-            self._send(Ready(version))
-        if inbox.go != version:
+            self.send(Ready(version))
+        if self.go != version:
             return False, None
-        inbox.announced = inbox.go = None
         self._held = self._is_ready = False
         return False, version
 
 
+@dataclass(kw_only=True)
 class Replayed(NewsSource):
     """Repeats a recorded run: everything is applied before the engine step that a line of its journal names.
 
@@ -127,15 +219,13 @@ class Replayed(NewsSource):
     engine waits for those that are due. The replica then makes the same engine steps with the same requests.
     """
 
-    def __init__(
-        self, inbox: Inbox, send: Send, journal: Journal, lines: Iterator[Line], patience: float
-    ) -> None:
-        """patience: seconds to wait for what is due."""
-        super().__init__(inbox, send, journal)
-        self._lines, self._patience = lines, patience
-        self._line = next(lines, None)
-        self._joined = False
-        self._idle_since: float | None = None  # after the last line
+    lines: Iterator[Line]
+    patience: float  # seconds to wait for what is due
+    _joined: bool = field(default=False, init=False)
+    _idle_since: float | None = field(default=None, init=False)  # after the last line
+
+    def __post_init__(self) -> None:
+        self._line = next(self.lines, None)
 
     def _next(self, player: Player) -> News:
         return self._after(player) if self._line is None else self._due(player, self._line)
@@ -154,51 +244,45 @@ class Replayed(NewsSource):
                 f"the journal has an answer for episode {unknown[0]} before engine step {line.step}, but its "
                 f"environment was not called; {DIFFERS}"
             )
-        inbox, joins = self._inbox, line.version is not None and not self._joined
+        joins = line.version is not None and not self._joined
         update = None if joins else line.version
         if joins:
-            self._await(line, "offer", lambda: inbox.offer is not None)
+            self._await(line, "offer", lambda: self.offer is not None)
         if line.hold or update is not None:
-            self._await(line, "announcement of an update", lambda: inbox.announced is not None)
+            self._await(line, "announcement of an update", lambda: self.announced is not None)
         if update is not None:
-            self._send(Ready(update))
-            self._await(line, f"version {update}", lambda: inbox.go == update)
-            inbox.announced = inbox.go = None
-        self._await(line, f"episodes {line.assigned}", lambda: {*line.assigned} <= {*inbox.assigned})
-        self._await(line, f"answers for {line.answers}", lambda: {*line.answers} <= {*inbox.answers})
-        if inbox.end is not None:
+            self.send(Ready(update))
+            self._await(line, f"version {update}", lambda: self.go == update)
+        self._await(line, f"episodes {line.assigned}", lambda: {*line.assigned} <= self.assigned.keys())
+        self._await(line, f"answers for {line.answers}", lambda: {*line.answers} <= self.answers.keys())
+        if self.end is not None:
             return News()
-        self._line, self._joined = next(self._lines, None), True
-        return News(
-            join=inbox.take_offer() if joins else None,
-            hold=line.hold,
-            update=update,
-            assigned=inbox.take_assigned(line.assigned),
-            answers=inbox.take_answers(line.answers),
-        )
+        self._line, self._joined = next(self.lines, None), True
+        join = self.offer if joins else None
+        return self._news(line.assigned, line.answers, line.hold, update, join)
 
     def _await(self, line: Line, what: str, has_arrived: Callable[[], bool]) -> None:
         """Wait until it has arrived, or the replica must end."""
         began = time.monotonic()
-        while not has_arrived() and self._inbox.end is None:
-            if time.monotonic() - began > self._patience:
+        while not has_arrived() and self.end is None:
+            if time.monotonic() - began > self.patience:
                 raise CannotServe(
                     f"the journal has {what} before engine step {line.step}, but nothing came for "
-                    f"{self._patience:g} s; {DIFFERS}"
+                    f"{self.patience:g} s; {DIFFERS}"
                 )
-            self._inbox.look(BEAT)
+            self.look(BEAT)
 
     def _after(self, player: Player) -> News:
         """After the last line: complete the turns that are generated, then wait for the end of the run."""
         if player.runs:
             return News()
-        now, inbox = time.monotonic(), self._inbox
+        now = time.monotonic()
         self._idle_since = self._idle_since or now
-        left = sorted({*player.playing, *inbox.assigned})
-        if left and now - self._idle_since > self._patience:
+        left = sorted({*player.playing, *self.assigned})
+        if left and now - self._idle_since > self.patience:
             raise CannotServe(
                 f"the journal ends after engine step {player.steps} while {len(left)} episodes are left, "
                 f"such as {left[0]}; {DIFFERS}"
             )
-        inbox.look(BEAT)
+        self.look(BEAT)
         return News()

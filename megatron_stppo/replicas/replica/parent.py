@@ -1,6 +1,6 @@
 """Ends a replica soon after the trainer that has started it, also while it imports vLLM or builds its engine.
 
-A replica that plays detects this itself (inbox.py), and ends normally.
+A replica that plays detects this itself (news.py), and ends normally.
 """
 
 from __future__ import annotations

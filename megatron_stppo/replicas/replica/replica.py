@@ -12,22 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_stppo.base.errors import CannotServe, ToolsStayAway
+from megatron_stppo.base.errors import CannotServe, Ending, ToolsStayAway
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.inbox import End, Send
-from megatron_stppo.replicas.replica.news import News, NewsSource
-from megatron_stppo.replicas.wire.messages import (
-    Alive,
-    Assignment,
-    Done,
-    FromReplica,
-    Leaving,
-    Offer,
-    ReplicaFailed,
-)
+from megatron_stppo.replicas.replica.news import End, News, NewsSource, Send
+from megatron_stppo.replicas.wire.messages import Assignment, Done, Offer, ReplicaEnds
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import InProgress, Player
@@ -149,13 +140,9 @@ class Replica:
         return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p)
 
     def _report(self, ended: Sequence[InProgress]) -> None:
-        """Send the counters and the trajectories of episodes that have ended.
-
-        The counters go first: when a trajectory completes a batch, the metrics of the iteration have them.
-        """
+        """Send the trajectories of episodes that have ended."""
         self._activity.played(self._player.tokens, len(ended))
-        if self._first and ended:
-            self._first.send(Alive(self._activity.counters))
+        if self._first:
             for playing in ended:
                 self._first.send(Done(playing.index, playing.episode.trajectory()))
 
@@ -166,11 +153,10 @@ def _next(source: NewsSource, player: Player) -> News:
         return source.next(player)
     except ToolsStayAway as error:
         return News(end=End("away", str(error)))
-    except CannotServe as error:
-        return News(end=End("error", str(error)))
     except Exception as error:
-        log.error("the first rank failed", exc_info=True)
-        return News(end=End("error", _one_line(error)))
+        if not isinstance(error, CannotServe):
+            log.error("the first rank failed", exc_info=True)
+        return News(end=End("error", _said(error)))
 
 
 @contextmanager
@@ -180,11 +166,12 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.error("%s did not arrive", what, exc_info=True)
-        raise CannotServe(f"{what} did not arrive: {_one_line(error)}") from error
+        raise CannotServe(f"{what} did not arrive: {_said(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
-    return one_line(f"{type(error).__name__}: {error}")
+def _said(error: Exception) -> str:
+    """Return the error in one line, with its type unless it is one of ours."""
+    return one_line(str(error) if isinstance(error, Ending) else f"{type(error).__name__}: {error}")
 
 
 def play_to_the_end(replica: Replica, send: Send) -> End:
@@ -196,15 +183,12 @@ def play_to_the_end(replica: Replica, send: Send) -> End:
     """
     try:
         end = replica.run()
-    except ConfigError as error:
-        send(ReplicaFailed("misuse", str(error)))
-        raise
     except Exception as error:
-        said = str(error) if isinstance(error, CannotServe) else f"{type(error).__name__}: {error}"
-        send(ReplicaFailed("error", one_line(said)))
+        send(ReplicaEnds("misuse" if isinstance(error, ConfigError) else "error", _said(error)))
         raise
-    if (message := _message(end)) is not None:
-        send(message)
+    match end.kind:
+        case "left" | "away" | "error":
+            send(ReplicaEnds(end.kind, end.text))
     return end
 
 
@@ -214,12 +198,3 @@ def raise_failure(end: End) -> None:
         raise ConfigError(end.text)
     if end.kind not in ("stop", "left"):
         raise CannotServe(end.text)
-
-
-def _message(end: End) -> FromReplica | None:
-    match end.kind:
-        case "left":
-            return Leaving(end.text)
-        case "away" | "error":
-            return ReplicaFailed(end.kind, end.text)
-    return None

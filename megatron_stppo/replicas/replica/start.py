@@ -23,8 +23,7 @@ from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.inbox import Inbox, Send
-from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed
+from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed, Send
 from megatron_stppo.replicas.replica.replica import FirstRank, Replica, play_to_the_end, raise_failure
 from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.address import is_loopback
@@ -49,14 +48,13 @@ log = logging.getLogger(__name__)
 class Started:
     """How a replica was started.
 
-    Example: Started(Path("runs/first"), connection, notice, "replica-0", parent=4711).
+    Example: Started(Path("runs/first"), connection, notice, "replica-0").
     """
 
     run: Path  # the run's folder
     connection: Connection
     notice: PreemptionNotice
     name: str  # "": host and process id
-    parent: int | None  # the process id of the trainer, if it has started this process
     repeats: Iterator[journal.Line] | None = None  # the journal of the replica that is repeated
 
 
@@ -112,8 +110,13 @@ def first_rank(
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment
     recording = journal.Journal(started.run, name)
-    limit = limit_of(config, read_shape(config.model.path))
+    limit, timeout = limit_of(config, read_shape(config.model.path)), config.serving.timeout
     dialer = Dialer(started.connection, limit, lambda: activity.counters)
+    source: Callable[..., NewsSource] = partial(
+        Live, drain=config.serving.update == "drain", awaits_answers=not config.rollout.overlap_tools
+    )
+    if started.repeats is not None:
+        source = partial(Replayed, lines=started.repeats, patience=PATIENCE * timeout)
 
     def send(message: FromReplica) -> None:
         """Send the newest counters, and then the message: an iteration that ends with it has both."""
@@ -128,27 +131,19 @@ def first_rank(
             tools=ToolWait(e.tool_wait),
             answered=dialer.wake,
         ) as host:
-            inbox = Inbox(dialer, host, config.serving.timeout, lambda: started.notice.reason, started.parent)
-            source = _source(config, started, inbox, send, recording)
+            news = source(
+                dialer=dialer,
+                host=host,
+                send=send,
+                journal=recording,
+                timeout=timeout,
+                asked_to_leave=lambda: started.notice.reason,
+            )
             dialer.send(_hello(config, name, engine))
-            yield FirstRank(source, dialer.send, host, activity)
+            yield FirstRank(news, send, host, activity)
     finally:
         dialer.close()
         recording.close()
-
-
-def _source(
-    config: Config, started: Started, inbox: Inbox, send: Send, recording: journal.Journal
-) -> NewsSource:
-    if started.repeats is not None:
-        return Replayed(inbox, send, recording, started.repeats, PATIENCE * config.serving.timeout)
-    return Live(
-        inbox,
-        send,
-        recording,
-        drain=config.serving.update == "drain",
-        awaits_answers=not config.rollout.overlap_tools,
-    )
 
 
 def _hello(config: Config, name: str, engine: Engine) -> Hello:

@@ -1,20 +1,34 @@
-"""The replicas that are connected, and which of them plays which episode.
+"""The replicas: what their messages change, which of them are lost, and which plays which episode.
 
 Nothing here waits or takes a lock: the hub holds its own lock when it calls this.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from megatron_stppo.base.errors import EngineLost, ToolsStayAway
+from megatron_stppo.base.printing import one_line, printable
+from megatron_stppo.base.types import Trajectory
+from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import encode
+from megatron_stppo.replicas.trainer.expected import Expected
+from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.local import LocalReplicas
+from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import MOST_BYTES, Assignment, Counters, Hello, Play
+from megatron_stppo.replicas.wire.payloads import MOST_BYTES
 
+ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 Item = TypeVar("Item")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,59 +37,50 @@ class Member:
 
     group: str  # its process group for weights
     peer: bytes  # its connection
-    hello: Hello
+    hello: messages.Hello
     joined: bool = False
-    playing: dict[int, Assignment] = field(default_factory=dict)
+    playing: dict[int, messages.Assignment] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)  # versions that it may have received
     ready: int = -1  # the version it can be updated to
-    counters: Counters = field(default_factory=Counters)
-
-    @property
-    def newest(self) -> int:
-        """The newest version that it may have received; -1 if none."""
-        return max(self.held, default=-1)
+    counters: messages.Counters = field(default_factory=messages.Counters)
 
 
 class Crew:
-    """The connected replicas and the episodes that wait for one; see the module.
+    """The connected replicas and the episodes that wait for one.
 
-    Example: after crew.add(peer, hello).joined = True and crew.append(episodes), the replica plays them.
+    A replica is named by its group, the process group for its weights, whose name is used once. Its own name
+    is used again by the replica that replaces it.
     """
 
     def __init__(
-        self, listener: Listener, journal: Mapping[int, str] | None, only_oldest: bool = False
+        self,
+        listener: Listener,
+        ledger: Ledger,
+        expected: Expected,
+        timeout: float,
+        local: LocalReplicas | None = None,
+        journal: Mapping[int, str] | None = None,
+        tell_lost: Callable[[str, str], None] = lambda group, why: None,
+        only_oldest: bool = False,
     ) -> None:
-        """journal: {number of an episode: name of the replica that must play it}, to repeat a run.
+        """timeout: seconds of silence after which a replica is lost.
 
+        local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
+        must play it}, to repeat a run. tell_lost: called with the group of a lost replica and the reason, so
+        that no rank waits for it (wire/weights.py); in a thread of its own, for which no replica waits.
         only_oldest: only replicas with the oldest version that is served get episodes.
         """
-        self._listener, self._journal, self._only_oldest = listener, journal, only_oldest
+        self.listener, self.ledger, self.local = listener, ledger, local
+        self._expected, self._timeout, self._journal = expected, timeout, journal
+        self._tell_lost, self._only_oldest = tell_lost, only_oldest
         self._added = 0
-        self._waiting: deque[Assignment] = deque()
-        self._gone = Counters()  # of lost replicas
+        self._alone_since = time.monotonic()
+        self._waiting: deque[messages.Assignment] = deque()
+        self._gone = messages.Counters()  # of lost replicas
         self.members: dict[str, Member] = {}  # by group
         self.lost, self.reassigned = 0, 0  # replicas; episodes of lost ones, which were assigned again
-
-    def add(self, peer: bytes, hello: Hello) -> Member:
-        """Add a replica, which gets episodes when it has joined."""
-        self._added += 1
-        member = Member(f"weights-{self._added}", peer, hello)
-        self.members[member.group] = member
-        return member
-
-    def remove(self, group: str) -> Member:
-        """Remove a replica. Its episodes are the first to be assigned next."""
-        member = self.members.pop(group)
-        self.lost, self.reassigned = self.lost + 1, self.reassigned + len(member.playing)
-        self._gone += member.counters
-        self._waiting.extendleft(reversed(member.playing.values()))
-        return member
-
-    def of_peer(self, peer: bytes) -> Member | None:
-        return next((member for member in self.members.values() if member.peer == peer), None)
-
-    def named(self, name: str) -> Member | None:
-        return next((member for member in self.members.values() if member.hello.name == name), None)
+        self.results: dict[int, Trajectory] = {}  # of evaluations, by number
+        self.trouble: Exception | None = None  # why the run must end, as soon as it waits for replicas
 
     def by_name(self) -> list[Member]:
         return sorted(self.members.values(), key=lambda member: member.hello.name)
@@ -85,55 +90,167 @@ class Crew:
         """The number of replicas that serve."""
         return sum(member.joined for member in self.members.values())
 
-    @property
-    def waiting(self) -> int:
-        """The number of episodes that wait for a replica."""
-        return len(self._waiting)
-
     def playing(self) -> list[int]:
         """Return the numbers of the episodes that replicas play."""
         return [number for member in self.members.values() for number in member.playing]
 
-    def counters(self) -> Counters:
+    def counters(self) -> messages.Counters:
         """Return the sum of the newest counters of all replicas that serve or have served."""
         return sum((member.counters for member in self.members.values()), self._gone)
 
-    def append(self, episodes: Iterable[Assignment]) -> None:
+    def numbers(self) -> dict[str, float]:
+        """Return the metrics of the replicas, and of the episodes that are not trained on."""
+        return {
+            "replicas": self.joined,
+            "lost": self.lost,
+            "reassigned": self.reassigned,
+            "episodes_waiting": len(self._waiting),
+            "episodes_playing": len(self.playing()),
+            "episodes_finished": self.ledger.ready,
+        }
+
+    def append(self, episodes: Iterable[messages.Assignment]) -> None:
         """Assign episodes after all that wait."""
         self._waiting.extend(episodes)
         self.assign()
 
-    def prepend(self, episodes: Iterable[Assignment]) -> None:
+    def prepend(self, episodes: Iterable[messages.Assignment]) -> None:
         """Assign episodes before all that wait."""
         self._waiting.extendleft(reversed(list(episodes)))
         self.assign()
 
     def assign(self) -> None:
         """Give waiting episodes to the replicas that have joined and have free places."""
-        if self._journal is not None:
-            return self._assign_as_recorded(self._journal)
         serving = [member for member in self.by_name() if member.joined]
+        if self._journal is not None:
+            return self._assign_as_recorded(serving, self._journal)
         if self._only_oldest:
-            oldest = min((member.newest for member in serving), default=-1)
-            serving = [member for member in serving if member.newest == oldest]
+            oldest = min((max(member.held) for member in serving), default=-1)
+            serving = [member for member in serving if max(member.held) == oldest]
         playing = [len(member.playing) for member in serving]
         capacity = [member.hello.capacity for member in serving]
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
             self._play(member, [self._waiting.popleft() for _ in range(share)])
 
-    def _assign_as_recorded(self, journal: Mapping[int, str]) -> None:
-        """Give the waiting episodes to the replicas that played them in the recorded run."""
-        for member in self.by_name():
-            if member.joined:
-                name = member.hello.name
-                own = [episode for episode in self._waiting if journal.get(episode.number) == name]
-                self._waiting = deque(e for e in self._waiting if journal.get(e.number) != name)
-                self._play(member, own)
+    def take(self, peer: bytes, message: messages.FromReplica) -> None:
+        """Apply a message. Messages of unknown peers are ignored, except the first Hello."""
+        member = next((member for member in self.members.values() if member.peer == peer), None)
+        if member is None:
+            return self._greet(peer, message) if isinstance(message, messages.Hello) else None
+        match message:
+            case messages.Hello():
+                self.expel(member.group, "it sent a second Hello")
+            case messages.Alive():
+                member.counters = message.counters or member.counters
+            case messages.Ready():
+                member.ready = message.version
+            case messages.Done():
+                self._done(member, message)
+            case messages.ReplicaEnds(kind="misuse"):
+                self.trouble = ConfigError(one_line(message.text))
+            case messages.ReplicaEnds(kind="away"):
+                self.trouble = ToolsStayAway(one_line(message.text))
+            case messages.ReplicaEnds():
+                asked = "it was asked to end: " if message.kind == "left" else ""
+                self._lose(member, asked + one_line(message.text))
 
-    def _play(self, member: Member, episodes: list[Assignment]) -> None:
+    def expel(self, group: str, why: str) -> None:
+        """Remove a replica, and end it if it still runs: otherwise it would never be replaced.
+
+        Its episodes are assigned again. Nothing happens if it is lost already.
+        """
+        if (member := self.members.get(group)) is not None:
+            self.listener.expel(member.peer)
+            if self.local is not None:
+                self.local.kill(member.hello.name)
+            self._lose(member, why)
+
+    def look_for_lost(self, must_end: bool) -> None:
+        """Remove replicas that have ended or are silent. Raises ConfigError as LocalReplicas.ended does.
+
+        must_end: the run ends soon, perhaps by a signal that has ended the replicas too: none is restarted.
+        """
+        for name, why in self.local.ended(start_again=not must_end) if self.local else ():
+            if (member := self._named(name)) is not None:
+                self._lose(member, why)
+        for group, member in list(self.members.items()):
+            if (silent := self.listener.silence(member.peer)) > self._timeout:
+                limit = f"(serving.timeout={self._timeout:g})"
+                why = f"no sign of life for {silent:.0f} s {limit}"
+                self.expel(group, why if silent < math.inf else "its connection has ended")
+        now = time.monotonic()
+        if self.members:
+            self._alone_since = now
+            if isinstance(self.trouble, EngineLost):  # a replica came before the error was raised
+                self.trouble = None
+        elif self.local is not None and self.local.gave_up:
+            self.trouble = EngineLost(self.local.gave_up)
+        elif now - self._alone_since > ABSENT * self._timeout:
+            self.trouble = EngineLost(
+                f"no replica has served for {now - self._alone_since:.0f} s; start one with "
+                "`megatron-stppo serve RUN_DIR`"
+            )
+
+    def _named(self, name: str) -> Member | None:
+        return next((member for member in self.members.values() if member.hello.name == name), None)
+
+    def _greet(self, peer: bytes, hello: messages.Hello) -> None:
+        why = self._expected.refusal(hello)
+        if self.local is not None and not self.local.expects(hello.name, hello.process):
+            why = f"--name={hello.name}: train starts a replica of this name itself; choose another"
+        elif self._named(hello.name) is not None:
+            why = f"--name={hello.name}: a replica of this name serves already; choose another"
+        if why:
+            _warn(f"a replica is refused: {why}")
+            self.listener.send(peer, messages.NotAccepted(why))
+            return self.listener.expel(peer)
+        self._added += 1
+        group = f"weights-{self._added}"
+        self.members[group] = Member(group, peer, hello)
+
+    def _done(self, member: Member, done: messages.Done) -> None:
+        if done.number not in member.playing:
+            return self.expel(member.group, f"it returned episode {done.number}, which it was not given")
+        # an evaluation has one version: no replica is updated before it has ended
+        held = {max(member.held)} if done.number < 0 else member.held
+        if why := self._expected.fault(done, held):
+            return self.expel(member.group, f"episode {done.number}: {why}")
+        assigned = member.playing.pop(done.number)
+        # The task is the trainer's own copy: a replica might return another one.
+        played = replace(done.trajectory, task=assigned.task, group=assigned.group)
+        if done.number < 0:
+            self.results[done.number] = played
+        else:
+            self.ledger.finish(done.number, played)
+        self.assign()
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Remove a replica. Its episodes are the first to be assigned next."""
+        del self.members[member.group]
+        self.lost, self.reassigned = self.lost + 1, self.reassigned + len(member.playing)
+        self._gone += member.counters
+        again = f"{len(member.playing)} episodes are played again"
+        _warn(f"replica {member.hello.name} is lost: {why}; {again}; replicas: {self.joined}")
+        threading.Thread(target=self._tell_lost, args=(member.group, why), name="loss", daemon=True).start()
+        self.prepend(member.playing.values())
+
+    def _assign_as_recorded(self, serving: Iterable[Member], journal: Mapping[int, str]) -> None:
+        """Give the waiting episodes to the replicas that played them in the recorded run."""
+        for member in serving:
+            name = member.hello.name
+            own = [episode for episode in self._waiting if journal.get(episode.number) == name]
+            self._waiting = deque(e for e in self._waiting if journal.get(e.number) != name)
+            self._play(member, own)
+
+    def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
         member.playing |= {episode.number: episode for episode in episodes}
         for part in parts(episodes, [len(encode(episode)) for episode in episodes], MOST_BYTES // 2):
-            self._listener.send(member.peer, Play(part))
+            self.listener.send(member.peer, messages.Play(part))
+
+
+def _warn(text: str) -> None:
+    """Log one line, which may contain the output of a replica."""
+    log.warning("%s", printable(text).replace("\n", " "))
 
 
 def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> list[int]:

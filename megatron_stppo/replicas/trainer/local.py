@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,32 +26,13 @@ LAST = 65_536  # bytes at the end of a log in which the last line is
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Serving:
-    """How a replica is started.
-
-    Example: Serving(Path("runs/first"), tensor=1, arguments=("--replay-from", "runs/zero"), threads=2,
-    first_gpu=None).
-    """
-
-    run: Path  # the run's folder
-    tensor: int  # ranks
-    arguments: tuple[str, ...]  # of `serve`, besides the run's folder and the name
-    threads: int  # of each rank, on a CPU
-    first_gpu: int | None  # the GPU of the first rank of the first replica; None without GPUs
-
-
 class LocalReplica:
     """The processes of one replica, a rank each. Only `wait` waits."""
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.pid = ranks[0].pid  # of the first rank
         self._ranks = ranks
         self._code: int | None = None  # of the first rank that has ended
-
-    @property
-    def pid(self) -> int:
-        """The process id of the first rank."""
-        return self._ranks[0].pid
 
     def ended(self) -> int | None:
         """Return the exit code of the rank that ended first, as soon as all have ended, else None.
@@ -71,15 +51,14 @@ class LocalReplica:
         for rank in self._ranks:
             rank.kill()
 
-    def wait(self, deadline: float) -> bool:
-        """Return whether all ranks have ended before the deadline, which is a time.monotonic()."""
+    def left(self, deadline: float) -> list[int]:
+        """Wait until all ranks have ended, or until the deadline, which is a time.monotonic().
+
+        Return the process ids of the ranks that have not ended.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             for rank in self._ranks:
                 rank.wait(max(0.0, deadline - time.monotonic()))
-        return not self.left()
-
-    def left(self) -> list[int]:
-        """Return the process ids of the ranks that have not ended."""
         return [rank.pid for rank in self._ranks if rank.poll() is None]
 
 
@@ -89,11 +68,26 @@ class LocalReplicas:
     The output of a replica is in RUN_DIR/logs/NAME.log.
     """
 
-    def __init__(self, serving: Serving, names: Sequence[str], budget: int) -> None:
-        """Start the replicas. budget: how many are started again, over the whole run."""
-        self._serving, self._names, self._budget = serving, names, budget
+    def __init__(
+        self,
+        run: Path,
+        names: Sequence[str],
+        budget: int,
+        *,
+        tensor: int = 1,
+        threads: int = 1,
+        first_gpu: int | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Start the replicas. run: RUN_DIR. budget: how many are started again, over the whole run.
+
+        tensor: ranks of a replica. threads: of each rank, on a CPU. first_gpu: that of the first rank of the
+        first replica; None without GPUs. arguments: of `serve`, besides the run's folder and the name.
+        """
+        self._run, self._names, self._budget = run, names, budget
+        self._tensor, self._threads, self._first_gpu, self._arguments = tensor, threads, first_gpu, arguments
         self.gave_up = ""  # why no further replica is started; empty if none is needed
-        (serving.run / "logs").mkdir(parents=True, exist_ok=True)
+        (run / "logs").mkdir(parents=True, exist_ok=True)
         self._processes = {name: self._start(name) for name in names}
 
     def ended(self, start_again: bool = True) -> list[tuple[str, str]]:
@@ -112,13 +106,11 @@ class LocalReplicas:
                     last.removeprefix("megatron-stppo: ") or f"{name} refused its configuration"
                 )
             found.append((name, f"its process ended with {code}: {last}"))
-            if not start_again:
-                del self._processes[name]
-            elif self._budget:
+            del self._processes[name]
+            if start_again and self._budget:
                 self._budget -= 1
                 self._processes[name] = self._start(name)
-            else:
-                del self._processes[name]
+            elif start_again:
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
         return found
 
@@ -141,49 +133,49 @@ class LocalReplicas:
         end: one that is still starting cannot be asked."""
         deadline = time.monotonic() + GRACE
         for name in asked & self._processes.keys():
-            if not self._processes[name].wait(deadline):
+            if self._processes[name].left(deadline):
                 log.warning("%s did not end within %g s and is killed", name, GRACE)
         for ranks in self._processes.values():
             ranks.kill()
         deadline = time.monotonic() + DYING
         for name, ranks in self._processes.items():
-            if not ranks.wait(deadline):
-                log.warning("%s was killed and does not end: %s", name, ranks.left())
+            if left := ranks.left(deadline):
+                log.warning("%s was killed and does not end: %s", name, left)
 
     def _start(self, name: str) -> LocalReplica:
-        serving, port = self._serving, process.free_port()
-        command = [sys.executable, "-m", "megatron_stppo", "serve", str(serving.run), "--name", name]
-        command += ["--parent", str(os.getpid()), *serving.arguments]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
-        ranks = []
-        with (serving.run / "logs" / f"{name}.log").open("ab") as output:
-            for rank in range(serving.tensor):
-                own = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(serving.tensor),
-                    "LOCAL_WORLD_SIZE": str(serving.tensor),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": str(serving.threads),
-                }
-                if serving.first_gpu is not None:
-                    first = serving.first_gpu + self._names.index(name) * serving.tensor
-                    own["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + serving.tensor])
-                ranks.append(
+        command = [sys.executable, "-m", "megatron_stppo", "serve", str(self._run), "--name", name]
+        command += ["--parent", str(os.getpid()), *self._arguments]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
+        environment |= {
+            "WORLD_SIZE": str(self._tensor),
+            "LOCAL_WORLD_SIZE": str(self._tensor),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": process.free_port(),
+            "OMP_NUM_THREADS": str(self._threads),
+        }
+        if self._first_gpu is not None:
+            first = self._first_gpu + self._names.index(name) * self._tensor
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + self._tensor])
+        with self._log(name).open("ab") as output:
+            return LocalReplica(
+                [
                     subprocess.Popen(
                         command,
-                        env=kept | own,
+                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
                         start_new_session=True,  # Ctrl-C reaches the trainer, which ends the replicas
                     )
-                )
-        return LocalReplica(ranks)
+                    for rank in range(self._tensor)
+                ]
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._run / "logs" / f"{name}.log"
 
     def _last_line(self, name: str) -> str:
-        with (self._serving.run / "logs" / f"{name}.log").open("rb") as output:
+        with self._log(name).open("rb") as output:
             output.seek(max(0, output.seek(0, os.SEEK_END) - LAST))
             lines = output.read().decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -30,13 +30,11 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer import recorded
 from megatron_stppo.replicas.trainer.hub import Hub
-from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.losses import ReplicaLost
 from megatron_stppo.replicas.wire.messages import Assignment, Offer
-from megatron_stppo.replicas.wire.packed_done import decode_episodes, encode_episodes
-from megatron_stppo.replicas.wire.weights import Link
+from megatron_stppo.replicas.wire.payloads import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.weights import Link, ReplicaLost
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.weights.sharding.hf_load import load_tokenizer
@@ -48,10 +46,10 @@ class Step(msgspec.Struct, frozen=True):
     """What all ranks of the trainer do next.
 
     join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
-    version to the replica of `group`. done: continue. The others: raise the error with `text`.
+    version to the replica of `group`. done: continue. A name of RAISED: raise this error with `text`.
     """
 
-    kind: Literal["join", "update", "done", "misuse", "away", "lost"]
+    kind: str
     group: str = ""
     tensor: int = 0
     offer: Offer | None = None
@@ -59,19 +57,11 @@ class Step(msgspec.Struct, frozen=True):
     closed: tuple[str, ...] = ()  # groups of replicas that are lost: close their links
 
 
-RAISED: dict[type[Exception], Literal["misuse", "away", "lost"]] = {
-    ConfigError: "misuse",
-    ToolsStayAway: "away",
-    EngineLost: "lost",
-}
-ERRORS = {kind: error for error, kind in RAISED.items()}
+RAISED = {error.__name__: error for error in (ConfigError, ToolsStayAway, EngineLost)}
 
 
 class Served:
-    """The Rollouts (rollouts.py) of an asynchronous run.
-
-    hub, ledger: on the first rank, None on the others.
-    """
+    """The Rollouts (rollouts.py) of an asynchronous run."""
 
     def __init__(
         self,
@@ -79,12 +69,13 @@ class Served:
         store: dist.Store,
         address: tuple[str, int],
         hub: Hub | None,
-        ledger: Ledger | None,
-        meter: ServingMeter,
     ) -> None:
-        """store, address: the store on which the groups for weights are built, and its host and port."""
-        self.learner, self._store, self._address = learner, store, address
-        self._hub, self._ledger, self._meter = hub, ledger, meter
+        """store, address: the store on which the groups for weights are built, and its host and port.
+
+        hub: on the first rank, None on the others.
+        """
+        self.learner, self._store, self._address, self._hub = learner, store, address, hub
+        self._meter = ServingMeter()
         config = learner.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model.path)
         self._failures = FailureLimit(config.environment.max_failure_rate)
@@ -108,8 +99,8 @@ class Served:
         if self.learner.config.serving.update == "complete":
             self._until(lambda hub: hub.settled())
         if self._hub is not None:
-            self._hub.updates.announce(version)
-        while (step := self._waited(self._update)).kind != "done":
+            self._hub.announce(version)
+        while (step := self._next(self._update)).kind != "done":
             self._send(step.group)
 
     def draw(self, iteration: int) -> Played:
@@ -117,10 +108,10 @@ class Served:
             self._hub.admit(iteration)
         played = Played.of(self._until(lambda hub: hub.batch()) or [])
         config = self.learner.config
-        if self._ledger is not None:
-            recorded.write_batch(config.run.folder, iteration, self._ledger.taken)
+        if self._hub is not None:
+            recorded.write_batch(config.run.folder, iteration, self._hub.ledger.taken)
         if config.rollout.resample:
-            dropped = encode(self._ledger.dropped) if self._ledger is not None else None
+            dropped = encode(self._hub.ledger.dropped) if self._hub is not None else None
             played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
         try:
             self._failures.check(played.with_dropped)
@@ -169,9 +160,9 @@ class Served:
         """Restore the ledger on the first rank. Raises ConfigError on all ranks, also for episodes that
         cannot be read, perhaps because another version of this program wrote them."""
         misuse: str | None = None
-        if self._ledger is not None:
+        if self._hub is not None:
             try:
-                self._ledger.restore(state, decode_episodes(episodes()))
+                self._hub.ledger.restore(state, decode_episodes(episodes()))
             except ConfigError as error:
                 misuse = str(error)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -196,16 +187,7 @@ class Served:
         """Wait until the configured replicas have joined, then assign what a checkpoint left open."""
         wanted = self.learner.config.serving.replicas or 0
         with counting("waiting for replicas", self._hub is not None) as show:
-
-            def all_serve(hub: Hub) -> bool | None:
-                show(hub.joined(), wanted)
-                if hub.joined() >= wanted:
-                    return True
-                if why := hub.gave_up or hub.notice:
-                    raise EngineLost(f"before {wanted} replicas served: {why}")
-                return None
-
-            self._until(all_serve)
+            self._until(lambda hub: hub.all_serve(wanted, show))
         if self._hub is not None:
             self._hub.go_on_after_a_resume()
             self._meter.start(self._hub)
@@ -216,45 +198,38 @@ class Served:
 
         def decide(hub: Hub) -> Step:
             while isinstance(answer := hub.wait(lambda: result(hub)), str):
-                if tensor := hub.updates.tensor(answer):  # else it was lost in the meantime
+                if tensor := hub.tensor(answer):  # else it was lost in the meantime
                     return self._offer(answer, tensor)
             found.append(answer)
             return Step("done")
 
-        while (step := self._waited(decide)).kind != "done":
+        while (step := self._next(decide)).kind != "done":
             self._join(step)
         return found[0] if found else None
-
-    def _waited(self, decide: Callable[[Hub], Step]) -> Step:
-        """Return the first rank's decision as _next does. The time counts as a wait of the trainer."""
-        started = time.perf_counter()
-        step = self._next(decide)
-        self._meter.waited += time.perf_counter() - started
-        return step
 
     def _next(self, decide: Callable[[Hub], Step]) -> Step:
         """Return the first rank's decision on all ranks, or raise its error on all. Collective.
 
-        Links of replicas that the hub has lost are closed.
+        The time counts as a wait of the trainer. Links of replicas that the hub has lost are closed.
         """
-        step = Step("done")
+        step, started = Step("done"), time.perf_counter()
         if self._hub is not None:
             try:
                 step = decide(self._hub)
-            except tuple(RAISED) as error:
-                kind = next(kind for cls, kind in RAISED.items() if isinstance(error, cls))
-                step = Step(kind, text=str(error))
-            lost = set(self._links) - self._hub.updates.groups() - {step.group}
+            except tuple(RAISED.values()) as error:
+                step = Step(type(error).__name__, text=str(error))
+            lost = set(self._links) - self._hub.groups() - {step.group}
             step = msgspec.structs.replace(step, closed=tuple(sorted(lost)))
         step = decode(broadcast_bytes(encode(step), 0), Step)
         for group in step.closed:
             self._links.pop(group).close()
-        if step.kind in ERRORS:
-            raise ERRORS[step.kind](step.text)
+        self._meter.waited += time.perf_counter() - started
+        if step.kind in RAISED:
+            raise RAISED[step.kind](step.text)
         return step
 
     def _update(self, hub: Hub) -> Step:
-        group = hub.updates.next_update(self._version)
+        group = hub.next_update(self._version)
         return Step("update", group) if group else Step("done")
 
     def _offer(self, group: str, tensor: int) -> Step:
@@ -268,7 +243,7 @@ class Served:
         assert step.offer is not None
         self.learner.load_for("reshard")
         if self._hub is not None:
-            self._hub.updates.offer(step.offer)
+            self._hub.offer(step.offer)
         try:
             link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
         except ReplicaLost as error:
@@ -276,7 +251,7 @@ class Served:
         self._links[step.group] = link
         self._send(step.group)
         if self._hub is not None:
-            self._hub.updates.joined_now(step.group)
+            self._hub.joined_now(step.group)
 
     def _send(self, group: str) -> None:
         try:
@@ -289,4 +264,4 @@ class Served:
         if (link := self._links.pop(group, None)) is not None:
             link.close()
         if self._hub is not None:
-            self._hub.updates.lose(group, why)
+            self._hub.lose(group, why)

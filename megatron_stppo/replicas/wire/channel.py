@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 HANDSHAKE = 10.0  # seconds in which the other side must prove that it has the key
 BEAT = 2.0  # seconds between signs of life
@@ -31,6 +32,10 @@ UNSENT = 256 * 2**20  # bytes that are queued, of a side that does not read
 NONCE = PROOF = 32  # bytes
 CODE = 16
 LENGTH = struct.Struct("!I")
+OVERHEAD = 512  # bytes charged per message besides its payload: a flood of empty messages takes memory too
+INBOX = 256 * 2**20  # bytes that were received and not taken; then no socket is read, and senders wait
+TAKEN = 2**20  # bytes that one call of `take` returns, or one message. Decoded, they take up to 60 times more
+Sender = TypeVar("Sender")
 
 
 class NotAuthentic(Exception):
@@ -86,13 +91,13 @@ class Channel:
         sock: socket.socket,
         codes: tuple[Codes, Codes],
         max_bytes: int,
-        beat: Callable[[], bytes | None],
+        beat: Callable[[], bytes],
         received: Callable[[Channel, bytes], None],
         ended: Callable[[Channel], None],
         peer: bytes = b"",
     ) -> None:
         """codes: see authenticate. max_bytes: of a payload; a longer one ends the connection. beat: returns a
-        sign of life, or None. received: called with each payload; the next is read when it returns. ended:
+        sign of life. received: called with each payload; the next is read when it returns. ended:
         called after the last of them. peer: the name of the other side."""
         self.peer, self.is_expelled = peer, False  # expelled: its messages are ignored
         self._socket, self._max_bytes, self._beat = sock, max_bytes, beat
@@ -159,17 +164,15 @@ class Channel:
 
     def _next(self) -> bytes | None:
         """Wait for the next payload to send, and return it; None when no more will follow."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing or self._over, BEAT)
-                if self._over or (self._closing and not self._queue):
-                    return None
-                if self._queue:
-                    return self._queue.popleft()
-            if (payload := self._beat()) is not None:  # a queued message is a sign of life, too
-                with self._changed:
-                    self._queued += len(payload)
-                return payload
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing or self._over, BEAT)
+            if self._over or (self._closing and not self._queue):
+                return None
+            if self._queue:
+                return self._queue.popleft()
+            payload = self._beat()  # a queued message is a sign of life, too
+            self._queued += len(payload)
+            return payload
 
     def _read(self) -> None:
         try:
@@ -217,3 +220,51 @@ def _read(sock: socket.socket, count: int, ends: float | None = None) -> bytes:
 def _check(proof: bytes, key: bytes, sender: bytes, nonces: bytes) -> None:
     if not hmac.compare_digest(proof, hmac.digest(key, sender + nonces, "sha256")):
         raise NotAuthentic("the other side does not have the key of this attempt")
+
+
+class Mailbox(Generic[Sender]):
+    """A bounded queue of received messages, (sender, payload) in order of arrival, from the threads that read
+    sockets to the thread that uses them. most_bytes: `put` waits while they take more."""
+
+    def __init__(self, most_bytes: int = INBOX) -> None:
+        self._most, self._bytes = most_bytes, 0
+        self._messages: deque[tuple[Sender, bytes]] = deque()
+        self._woken = self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, sender: Sender, payload: bytes) -> None:
+        """Append a message as soon as there is room. After `close` it is discarded."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes < self._most or self._closed)
+            if not self._closed:
+                self._messages.append((sender, payload))
+                self._bytes += len(payload) + OVERHEAD
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Make `take` return, now or at its next call, even without a message."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def take(self, timeout: float) -> list[tuple[Sender, bytes]]:
+        """Return the oldest messages: all of them, or as many as exceed TAKEN bytes by at most one message.
+
+        Waits up to `timeout` seconds for one. [] if none has arrived, or if `wake` was called.
+        """
+        taken, size = [], 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._woken or self._closed, timeout)
+            self._woken = False
+            while self._messages and size < TAKEN:
+                taken.append(self._messages.popleft())
+                size += len(taken[-1][1]) + OVERHEAD
+            self._bytes -= size
+            self._changed.notify_all()
+        return taken

@@ -10,9 +10,8 @@ import math
 import socket
 from collections.abc import Callable
 
-from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, NotAuthentic, authenticate
+from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, Mailbox, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.mailbox import Mailbox
 from megatron_stppo.replicas.wire.messages import Alive, Counters, FromReplica, FromTrainer
 from megatron_stppo.replicas.wire.payloads import ALIVE, pack, unpack_from_trainer
 
@@ -21,8 +20,7 @@ class Dialer:
     """Connects to the trainer, sends messages to it, and receives its messages.
 
     max_bytes: of one message in either direction; the same as the trainer's.
-    counters: called every BEAT seconds by a thread of the connection, after the first message; returns the
-    newest counters at once.
+    counters: called every BEAT seconds by a thread of the connection; returns the newest counters at once.
     Any thread may call the methods. If the trainer cannot be reached, `ended` says why.
 
     Example: dialer = Dialer(keys.find(run_folder, 60.0), 2**26); dialer.send(Hello(...)), and then
@@ -34,7 +32,7 @@ class Dialer:
     ) -> None:
         self._max_bytes, self._counters, self._address = max_bytes, counters, connection.address
         self._inbox: Mailbox[None] = Mailbox()
-        self._has_sent, self._ended = False, ""
+        self._ended = ""
         self._channel: Channel | None = None
         try:
             sock = socket.create_connection((connection.host, connection.port), timeout=HANDSHAKE)
@@ -80,7 +78,6 @@ class Dialer:
         Waits while UNSENT bytes are queued. Raises ValueError if the message exceeds max_bytes.
         """
         payload = pack(message, self._max_bytes)
-        self._has_sent = True
         return self._channel is not None and self._channel.send(payload, waits=True)
 
     def close(self) -> None:
@@ -89,8 +86,8 @@ class Dialer:
         if self._channel is not None:
             self._channel.close()
 
-    def _alive(self) -> bytes | None:
-        return pack(Alive(self._counters()), self._max_bytes) if self._has_sent else None
+    def _alive(self) -> bytes:
+        return pack(Alive(self._counters()), self._max_bytes)
 
     def _receive(self, channel: Channel, payload: bytes) -> None:
         if payload != ALIVE:

@@ -11,11 +11,17 @@ import time
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.replicas.wire.address import listen
-from megatron_stppo.replicas.wire.channel import LINGER, Channel, NotAuthentic, authenticate
+from megatron_stppo.replicas.wire.channel import (
+    INBOX,
+    LINGER,
+    Channel,
+    Mailbox,
+    NotAuthentic,
+    authenticate,
+)
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.mailbox import INBOX, Mailbox
 from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer
-from megatron_stppo.replicas.wire.payloads import ALIVE, Unreadable, pack, unpack_from_replica
+from megatron_stppo.replicas.wire.payloads import ALIVE, pack, unpack_from_replica
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +34,7 @@ class Listener:
     """Receives messages of replicas, and sends messages to them. Each connection is a peer with a new name.
 
     address: of the interface to listen on, for example "127.0.0.1"; the system chooses the port.
-    max_bytes: of one message in either direction. inbox_bytes: see mailbox.INBOX.
+    max_bytes: of one message in either direction. inbox_bytes: see channel.INBOX.
     Raises ConfigError if `address` is not that of one interface of this machine.
     Any thread may call the methods.
 
@@ -47,22 +53,21 @@ class Listener:
         self.connection = Connection(host, port, self._key.hex())
         threading.Thread(target=self._accept, name="wire listener", daemon=True).start()
 
-    def take(self, timeout: float) -> list[tuple[bytes, FromReplica | Unreadable]]:
+    def take(self, timeout: float) -> list[tuple[bytes, FromReplica]]:
         """Return messages with the names of their peers; those of one peer in the order of sending.
 
         Waits up to `timeout` seconds for one, or until `wake` is called. One call returns at most about TAKEN
-        bytes; call again for more. A peer whose message cannot be decoded is expelled; the message is logged,
-        and returned as Unreadable.
+        bytes; call again for more. A peer whose message cannot be decoded is expelled, which is logged.
         """
-        messages: list[tuple[bytes, FromReplica | Unreadable]] = []
+        messages: list[tuple[bytes, FromReplica]] = []
         for channel, payload in self._inbox.take(timeout):
             if channel.is_expelled:
                 continue
-            message = unpack_from_replica(payload)
-            if isinstance(message, Unreadable):
-                log.warning("replica %s is expelled for a message: %s", channel.peer.decode(), message.why)
+            try:
+                messages.append((channel.peer, unpack_from_replica(payload)))
+            except ValueError as error:
+                log.warning("replica %s is expelled for a message: %s", channel.peer.decode(), error)
                 self._expel(channel)
-            messages.append((channel.peer, message))
         return messages
 
     def wake(self) -> None:

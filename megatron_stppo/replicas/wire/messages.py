@@ -5,24 +5,22 @@ A replica joins:    Hello -> Offer, or NotAccepted. After an Offer both sides bu
 It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
 It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
                     replica continues to play; with `drain` it starts no new turn.
-It leaves:          Stop from the trainer; Leaving or ReplicaFailed from the replica.
+It leaves:          Stop from the trainer; ReplicaEnds from the replica.
 Both sides send Alive regularly. A side that is silent for serving.timeout is lost.
 """
 
 from __future__ import annotations
 
+import operator
 import socket
 from typing import Literal
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
-
-MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
-# payloads.limit_of returns more if an episode can be larger
 
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -46,7 +44,7 @@ class Assignment(msgspec.Struct, frozen=True):
     top_p: float
 
 
-class Counters(msgspec.Struct, frozen=True):
+class Counters(msgspec.Struct):
     """What a replica has done since it joined. Seconds are wall time.
 
     Example: Counters(seconds=10.0, idle_seconds=2.5) has waited for a quarter of the time.
@@ -65,9 +63,9 @@ class Counters(msgspec.Struct, frozen=True):
 
     def __add__(self, other: Counters) -> Counters:
         """Return the sums, but the longer one of the longest pauses."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        longest = max(self.longest_pause, other.longest_pause)
-        return replace(Counters(*(a + b for a, b in pairs)), longest_pause=longest)
+        total = Counters(*map(operator.add, astuple(self), astuple(other)))
+        total.longest_pause = max(self.longest_pause, other.longest_pause)
+        return total
 
 
 class Hello(_Sent, frozen=True):
@@ -102,20 +100,15 @@ class Alive(_Sent, frozen=True):
     counters: Counters | None = None
 
 
-class ReplicaFailed(_Sent, frozen=True):
-    """The replica cannot continue, and ends.
+class ReplicaEnds(_Sent, frozen=True):
+    """The replica ends.
 
-    misuse: an error of the environment that ends the run. away: tools stay unreachable. error: another one.
+    left: it was asked to (SIGTERM, or the end of its Slurm job). misuse: an error of the environment that
+    ends the run. away: tools stay unreachable. error: another one.
     """
 
-    kind: Literal["misuse", "away", "error"]
+    kind: Literal["left", "misuse", "away", "error"]
     text: str  # one line
-
-
-class Leaving(_Sent, frozen=True):
-    """The replica ends because it was asked to (SIGTERM, or the end of its Slurm job)."""
-
-    reason: str
 
 
 class NotAccepted(_Sent, frozen=True):
@@ -162,5 +155,5 @@ class Stop(_Sent, frozen=True):
     reason: str
 
 
-FromReplica = Hello | Ready | Done | Alive | ReplicaFailed | Leaving
+FromReplica = Hello | Ready | Done | Alive | ReplicaEnds
 FromTrainer = NotAccepted | Offer | Play | Announce | Go | Stop | Alive

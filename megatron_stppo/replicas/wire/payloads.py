@@ -1,49 +1,139 @@
 """The payloads of the transport: messages in msgpack, decoded into the unions of messages.py.
 
-A Done is sent as a PackedDone.
+A Done is sent, and kept in a checkpoint, as a PackedDone: token ids and log-probs as arrays of bytes. Ids
+have 4 bytes and are never negative; log-probs have 8 bytes and arrive unchanged. The trainer's first rank
+decodes the trajectories of all replicas in one thread, which shares Python's interpreter lock with its
+training. As msgpack integers and floats, decoding and checking take twice as long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from msgspec.structs import asdict
 
 from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Branch, Outcome, Task, Trajectory, Turn, Versions
 from megatron_stppo.config import Config
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.replicas.wire.messages import (
-    MOST_BYTES,
     Alive,
     Done,
     FromReplica,
     FromTrainer,
     Hello,
-    Leaving,
     Ready,
-    ReplicaFailed,
+    ReplicaEnds,
 )
-from megatron_stppo.replicas.wire.packed_done import PackedDone, packed
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+
+MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
+# limit_of returns more if an episode can be larger
+ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
+# A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.
+LARGEST_LOGPROB = 1e-3
+
+
+class _PackedTurn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    token_ids: bytes
+    rollout_logprob: bytes
+    observation_ids: bytes
+    reward: float
+    versions: Versions
+
+    @classmethod
+    def of(cls, turn: Turn) -> _PackedTurn:
+        logprob = struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob)
+        return cls(_bytes(turn.token_ids), logprob, _bytes(turn.observation_ids), turn.reward, turn.versions)
+
+    def unpack(self) -> Turn:
+        logprob = np.frombuffer(self.rollout_logprob, LOGPROB)
+        if (logprob > LARGEST_LOGPROB).any():  # False for NaN
+            raise ValueError("a log-prob above 0")
+        values = tuple(logprob.tolist())
+        return Turn(_ids(self.token_ids), values, _ids(self.observation_ids), self.reward, self.versions)
+
+
+class _PackedBranch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    prompt_ids: bytes
+    turns: tuple[_PackedTurn, ...]
+    routes: bytes
+
+    @classmethod
+    def of(cls, branch: Branch) -> _PackedBranch:
+        return cls(_bytes(branch.prompt_ids), tuple(map(_PackedTurn.of, branch.turns)), branch.routes)
+
+    def unpack(self) -> Branch:
+        return Branch(_ids(self.prompt_ids), tuple(turn.unpack() for turn in self.turns), self.routes)
+
+
+class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=True):
+    """A Done with the fields of its trajectory, except `branch`, which is 0 for a whole episode."""
+
+    number: int
+    task: Task
+    prompt_ids: bytes
+    turns: tuple[_PackedTurn, ...]
+    outcome: Outcome
+    group: int
+    tool_calls: int
+    valid_actions: int
+    detail: str
+    overlong_prompt: int
+    routes: bytes
+    branches: tuple[_PackedBranch, ...] = ()
+    metrics: dict[str, float | None] = {}
+
+    def unpack(self) -> Done:
+        """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
+        fields = asdict(self) | {
+            "prompt_ids": _ids(self.prompt_ids),
+            "turns": tuple(turn.unpack() for turn in self.turns),
+            "branches": tuple(branch.unpack() for branch in self.branches),
+        }
+        return Done(fields.pop("number"), Trajectory(**fields))
+
+
+def packed(done: Done) -> PackedDone:
+    """Return the form in which a Done is sent. Raises struct.error for a negative token id."""
+    fields = vars(done.trajectory) | {
+        "prompt_ids": _bytes(done.trajectory.prompt_ids),
+        "turns": tuple(map(_PackedTurn.of, done.trajectory.turns)),
+        "branches": tuple(map(_PackedBranch.of, done.trajectory.branches)),
+    }
+    del fields["branch"]
+    return PackedDone(done.number, **fields)
+
+
+def encode_episodes(episodes: Sequence[Done]) -> bytes:
+    """Return the file of a checkpoint with finished episodes that are not trained on; b"" if there are none.
+
+    It may be large: 12 bytes per token, and with algorithm.routing_replay=rollout the experts of every token.
+    """
+    return msgspec.msgpack.encode([packed(done) for done in episodes]) if episodes else b""
+
+
+def decode_episodes(content: bytes) -> list[Done]:
+    """Return the episodes. Raises msgspec.MsgspecError or ValueError if another version wrote them."""
+    decoded = msgspec.msgpack.decode(content, type=list[PackedDone]) if content else []
+    return [done.unpack() for done in decoded]
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _ids(given: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(given, ID).tolist())
+
 
 # What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
 _FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError
-_encoder = msgspec.msgpack.Encoder()
-_from_replica = msgspec.msgpack.Decoder(
-    Hello | Ready | PackedDone | Alive | ReplicaFailed | Leaving, strict=True
-)
+_from_replica = msgspec.msgpack.Decoder(Hello | Ready | PackedDone | Alive | ReplicaEnds, strict=True)
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer, strict=True)
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """Listener.take returns it in place of a message that cannot be decoded.
-
-    The peer runs another version, or is hostile.
-    Example: Unreadable("Invalid value 'Stop' - at `$.type`").
-    """
-
-    why: str  # one printable line
 
 
 def message_limit(max_context: int, routes_bytes: int = 0, histories: int = 1) -> int:
@@ -70,20 +160,21 @@ def limit_of(config: Config, shape: ModelShape) -> int:
 
 def pack(message: FromReplica | FromTrainer, max_bytes: int) -> bytes:
     """Return the payload of a message. Raises ValueError if it exceeds max_bytes, the receiver's limit."""
-    payload = _encoder.encode(packed(message) if isinstance(message, Done) else message)
+    payload = msgspec.msgpack.encode(packed(message) if isinstance(message, Done) else message)
     if len(payload) > max_bytes:
         name = type(message).__name__
         raise ValueError(f"a message {name} of {len(payload)} bytes exceeds the limit of {max_bytes}")
     return payload
 
 
-def unpack_from_replica(payload: bytes) -> FromReplica | Unreadable:
-    """Return the message of a replica. Never raises: the payload may be anything."""
+def unpack_from_replica(payload: bytes) -> FromReplica:
+    """Return the message of a replica. Raises ValueError with one printable line, whatever the payload is:
+    the replica may run another version, or be hostile."""
     try:
         found = _from_replica.decode(payload)
         return found.unpack() if isinstance(found, PackedDone) else found
     except _FAILURES as error:
-        return Unreadable(one_line(str(error)))
+        raise ValueError(one_line(str(error))) from None
 
 
 def unpack_from_trainer(payload: bytes) -> FromTrainer:

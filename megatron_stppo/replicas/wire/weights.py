@@ -5,12 +5,15 @@ sent and compared as between ranks of one program (reshard/); both sides compute
 
 A rank that fails must not leave other ranks waiting: they may be in a collective with it, or with a dead rank
 whose end they do not notice (parallel/abandon.py). So the rank that fails first writes the reason to the
-store, which all ranks read while they wait, and leaves the group. Then the trainer's ranks agree on the
-failure over their default group.
+trainer's store, which all ranks read while they wait, and leaves the group; so does the trainer's first rank
+if it detects in another way that a replica has died. On a replica, the rank that has the error raises it, and
+the replica ends. The trainer's ranks agree over their default group, because the trainer continues without
+the replica.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -19,17 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stppo.base.printing import printable
 from megatron_stppo.cluster.launch.rendezvous import address_towards, check_nccl_interface, connect_store
 from megatron_stppo.model import build
 from megatron_stppo.model.learner import Learner, served_terms
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.replicas.wire.losses import raise_on_all, raise_own, tell_lost, why_lost
+from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.wire.messages import Offer
 from megatron_stppo.weights.reshard.engine_sync import EngineSync
 from megatron_stppo.weights.reshard.merging import Term
-from megatron_stppo.weights.reshard.resharder import SyncReport, nothing
+from megatron_stppo.weights.reshard.resharder import SyncReport
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
@@ -42,6 +46,13 @@ if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
 Result = TypeVar("Result")
 # Errors of this rank's own GPU, which are RuntimeErrors like those of a connection.
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class ReplicaLost(RuntimeError):
+    """Weights could not be sent to a replica: it died, did not arrive in time, or its rows are wrong.
+
+    All ranks of the trainer raise it together. The trainer's own groups and its other links still work.
+    """
 
 
 class Link:
@@ -60,40 +71,35 @@ class Link:
 
     def __init__(
         self,
-        source: Mapping[str, Tensor],
-        target: Mapping[str, Tensor],
-        layouts: tuple[Mapping[int, Spans], Mapping[int, Spans]],
+        tensors: Mapping[str, Tensor],
         shape: ModelShape,
-        adapters: ServedAdapters | None,
         offer: Offer,
-        store: dist.Store,
+        tensor: int,
         timeout: timedelta,
+        store: dist.Store | None = None,
+        adapters: ServedAdapters | None = None,
         terms: Mapping[tuple[str, str], Term] | None = None,
-        *,
-        first: int,
-        settle: Callable[[str, Exception | None], None],
-        on_bucket: Callable[[int], None] = nothing,
     ) -> None:
         """Join the group and plan the copies. Use from_trainer or from_replica.
 
-        source, target: this rank's tensors; one of them is empty. layouts: see link_layouts. adapters: None
-        if all weights are trained. terms: of the sources' adapters, as for Resharder. first: group rank of
-        this program's first rank. settle: called with the group's name and this rank's error after each
-        step; raises if a rank of this program has an error.
+        tensors: those of this rank. tensor: ranks of the replica. store: on the trainer; None on the replica.
+        adapters: None if all weights are trained. terms: of the trainer's adapters, as for Resharder.
         """
-        self.name, self._store, self._settle = offer.group, store, settle
+        self.name, self._is_trainer = offer.group, store is not None
+        self._store = connect_store(offer.host, offer.port, timeout) if store is None else store
         self._group: dist.ProcessGroup | None = None
         self._reshard: EngineSync | None = None
         self._closed = ""  # why
+        layouts = link_layouts(shape, offer, tensor)
 
         def connect() -> EngineSync:
             address = address_towards(offer.host, offer.port)
             check_nccl_interface(address)
             group = bridge.join(
                 # a connection of its own, because no other call gets through while this one waits
-                store.clone(),  # type: ignore[attr-defined]  # missing in torch's stubs
+                self._store.clone(),  # type: ignore[attr-defined]  # missing in torch's stubs
                 offer.group,
-                first=first,
+                first=0 if self._is_trainer else offer.layout.world,
                 size=sum(map(len, layouts)),
                 address=address,
                 timeout=timeout,
@@ -103,13 +109,12 @@ class Link:
                 self._leave(self._closed)
                 raise GivenUp(self._closed)
             return EngineSync(
-                source,
-                target,
+                tensors if self._is_trainer else {},
+                {} if self._is_trainer else tensors,
                 transfers(shape, *layouts, adapters),
                 terms,
                 group=group,
                 ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
-                on_bucket=on_bucket,
             )
 
         self._reshard = self._attempt(connect, "the link was not made")
@@ -129,25 +134,7 @@ class Link:
         config, mesh, shape = learner.config, learner.mesh, learner.shape
         terms = served_terms(weights, shape, config, mesh)
         adapters = served_adapters(config.model.lora, shape)
-        return cls.of_tensors(weights, shape, offer, tensor, store, timeout, adapters, terms)
-
-    @classmethod
-    def of_tensors(
-        cls,
-        source: Mapping[str, Tensor],
-        shape: ModelShape,
-        offer: Offer,
-        tensor: int,
-        store: dist.Store,
-        timeout: timedelta,
-        adapters: ServedAdapters | None = None,
-        terms: Mapping[tuple[str, str], Term] | None = None,
-    ) -> Self:
-        """Connect to a replica as from_trainer does, and send this rank's tensors of the trainer's layout."""
-        layouts = link_layouts(shape, offer, tensor)
-        return cls(
-            source, {}, layouts, shape, adapters, offer, store, timeout, terms, first=0, settle=raise_on_all
-        )
+        return cls(weights, shape, offer, tensor, timeout, store, adapters, terms)
 
     @classmethod
     def from_replica(
@@ -165,36 +152,10 @@ class Link:
         Raises RuntimeError or OSError if the trainer is lost, and ReshardError if a rank's tensors do not
         match its layout.
         """
-        link = cls.into_tensors(engine.parameters(), shape, offer, timeout, adapters=adapters)
+        ranks = dist.get_world_size()
+        link = cls(engine.parameters(), shape, offer, ranks, timeout, adapters=adapters)
         engine.published = link.published
         return link
-
-    @classmethod
-    def into_tensors(
-        cls,
-        target: Mapping[str, Tensor],
-        shape: ModelShape,
-        offer: Offer,
-        timeout: timedelta,
-        on_bucket: Callable[[int], None] = nothing,
-        adapters: ServedAdapters | None = None,
-    ) -> Self:
-        """Connect to the trainer as from_replica does, and write into this rank's tensors of the replica."""
-        layouts, first = link_layouts(shape, offer, dist.get_world_size()), offer.layout.world
-        store = connect_store(offer.host, offer.port, timeout)
-        return cls(
-            {},
-            target,
-            layouts,
-            shape,
-            adapters,
-            offer,
-            store,
-            timeout,
-            first=first,
-            settle=raise_own,
-            on_bucket=on_bucket,
-        )
 
     def published(self) -> int:
         """Return the version of the replica's weights.
@@ -251,11 +212,29 @@ class Link:
                 tell_lost(self._store, self.name, f"{type(error).__name__}: {error}")
             self._leave(f"{what}: {error}")
         try:
-            self._settle(self.name, error)
+            self._raise(error)
         except (RuntimeError, OSError):
             self._leave(f"{what} on another rank")
             raise
         return result
+
+    def _raise(self, error: Exception | None) -> None:
+        """Raise this rank's error; on the trainer, a ReplicaLost on all ranks if one of them has an error."""
+        if not self._is_trainer:
+            if error is not None:
+                raise error
+            return
+        own = None
+        if error is not None:
+            own = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+
+        def lost(found: Mapping[int, str]) -> ReplicaLost:
+            rank, text = next(iter(found.items()))
+            return ReplicaLost(
+                f"weights could not be sent to the replica of group {self.name}: rank {rank}: {text}"
+            )
+
+        raise_together(own, lost, str)
 
     def _leave(self, why: str) -> None:
         group, self._group, self._reshard = self._group, None, None
@@ -275,3 +254,21 @@ def link_layouts(shape: ModelShape, offer: Offer, tensor: int) -> tuple[dict[int
         training_layouts(shape, offer.layout, spec=offer.spec),
         {first + rank: spans for rank, spans in replica.items()},
     )
+
+
+def tell_lost(store: dist.Store, group: str, why: str) -> None:
+    """Make each rank of both programs raise an error if it is in a method of the link `group`, or enters one.
+
+    Any thread may call it, with a connection to the store in which no other thread waits.
+    """
+    with contextlib.suppress(RuntimeError, OSError):  # the store ends with the trainer
+        store.set(f"lost/{group}", why)
+
+
+def why_lost(store: dist.Store, group: str) -> str:
+    """Return the reason that tell_lost() was given for this group, or "". It does not wait."""
+    key = f"lost/{group}"
+    try:
+        return store.get(key).decode(errors="replace") if store.check([key]) else ""
+    except (RuntimeError, OSError) as error:
+        return f"the trainer's store is gone: {error}"

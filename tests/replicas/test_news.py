@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.replicas.replica.inbox import End, Inbox
+from megatron_stppo.replicas.replica.news import End, Live, NewsSource
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
@@ -23,21 +23,31 @@ ASKED = Assignment(7, task(0), 0, 11, 0, 1.0, 1.0)
 
 
 class Box:
-    """An Inbox with the trainer's side of its connection."""
+    """A source of news with the trainer's side of its connection."""
 
-    def __init__(self, inbox: Inbox, listener: Listener, peer: bytes, host: EnvironmentHost) -> None:
-        self.inbox, self.listener, self.peer, self.host = inbox, listener, peer, host
+    def __init__(self, source: NewsSource, listener: Listener, peer: bytes) -> None:
+        self.source, self.listener, self.peer, self.host = source, listener, peer, source.host
         self.signal = ""
 
 
 @contextmanager
-def box(timeout: float = 30.0, parent: int | None = None, game: type[Game] = Game) -> Iterator[Box]:
+def box(timeout: float = 30.0, game: type[Game] = Game) -> Iterator[Box]:
     with (
         connected() as (listener, dialer, peer),
         EnvironmentHost(game, concurrency=4, deadline=5, tools=ToolWait(0), answered=dialer.wake) as host,
     ):
-        inbox = Inbox(dialer, host, timeout, lambda: opened.signal, parent)
-        opened = Box(inbox, listener, peer, host)
+        unused: Any = None
+        source = Live(
+            dialer=dialer,
+            host=host,
+            send=dialer.send,
+            journal=unused,
+            timeout=timeout,
+            asked_to_leave=lambda: opened.signal,
+            drain=False,
+            awaits_answers=False,
+        )
+        opened = Box(source, listener, peer)
         yield opened
 
 
@@ -45,20 +55,19 @@ def test_an_answer_of_an_environment_ends_the_wait_for_the_trainer() -> None:
     with box() as opened:
         opened.host.reset(7, task(0), seed=0)
         began = time.monotonic()
-        until(lambda: opened.inbox.look(20.0) or 7 in opened.inbox.answers)
+        until(lambda: opened.source.look(20.0) or 7 in opened.source.answers)
         assert time.monotonic() - began < 10
-        (answer,) = opened.inbox.take_answers([7])
-        assert answer.messages == task(0).prompt and not opened.inbox.answers
+        assert opened.source.answers[7].messages == task(0).prompt
 
 
-def test_messages_are_kept_until_they_are_taken() -> None:
+def test_messages_are_kept() -> None:
     with box() as opened:
         for message in (Play((ASKED,)), Announce(4), Go(4)):
             opened.listener.send(opened.peer, message)
-        until(lambda: opened.inbox.look(1.0) or opened.inbox.go == 4)
-        assert (opened.inbox.announced, list(opened.inbox.assigned)) == (4, [7])
-        assert opened.inbox.take_assigned([7]) == (ASKED,) and not opened.inbox.assigned
-        assert opened.inbox.end is None
+        until(lambda: opened.source.look(1.0) or opened.source.go == 4)
+        assert (opened.source.announced, list(opened.source.assigned)) == (4, [7])
+        assert opened.source.assigned[7] == ASKED
+        assert opened.source.end is None
 
 
 def test_the_trainer_ends_the_replica_with_a_reason() -> None:
@@ -68,35 +77,29 @@ def test_the_trainer_ends_the_replica_with_a_reason() -> None:
     ):
         with box() as opened:
             opened.listener.send(opened.peer, message)
-            until(lambda inbox=opened.inbox: inbox.look(1.0) or inbox.end)
-            assert opened.inbox.end == end
+            until(lambda source=opened.source: source.look(1.0) or source.end)
+            assert opened.source.end == end
 
 
 def test_a_signal_ends_the_replica() -> None:
     with box() as opened:
-        opened.inbox.look(0.0)
-        assert opened.inbox.end is None
+        opened.source.look(0.0)
+        assert opened.source.end is None
         opened.signal = "SIGUSR1"
-        opened.inbox.look(0.0)
-        assert opened.inbox.end == End("left", "SIGUSR1")
+        opened.source.look(0.0)
+        assert opened.source.end == End("left", "SIGUSR1")
 
 
-def test_a_trainer_that_is_gone_or_silent_or_no_longer_the_parent_is_lost() -> None:
+def test_a_trainer_that_is_gone_or_silent_is_lost() -> None:
     with box() as opened:
         opened.listener.close()
-        until(lambda: opened.inbox.look(1.0) or opened.inbox.end)
-        assert opened.inbox.end is not None and opened.inbox.end.kind == "lost"
-        assert "the trainer has ended" in opened.inbox.end.text
+        until(lambda: opened.source.look(1.0) or opened.source.end)
+        assert opened.source.end is not None and opened.source.end.kind == "lost"
+        assert "the trainer has ended" in opened.source.end.text
     with box(timeout=0.1) as opened:
         time.sleep(0.3)  # less than the time between two signs of life
-        until(lambda: opened.inbox.look(0.05) or opened.inbox.end)
-        assert opened.inbox.end is not None and "(serving.timeout=0.1)" in opened.inbox.end.text
-    with box(parent=os.getppid()) as opened:
-        opened.inbox.look(0.0)
-        assert opened.inbox.end is None
-    with box(parent=1 if os.getppid() != 1 else 2) as opened:
-        opened.inbox.look(0.0)
-        assert opened.inbox.end is not None and opened.inbox.end.text.endswith(", has ended")
+        until(lambda: opened.source.look(0.05) or opened.source.end)
+        assert opened.source.end is not None and "(serving.timeout=0.1)" in opened.source.end.text
 
 
 class Away(Game):
@@ -107,7 +110,7 @@ class Away(Game):
 def test_tools_that_stay_away_end_the_replica_even_while_it_does_not_wait_for_them() -> None:
     with box(game=Away) as opened:
         opened.host.reset(7, task(0), seed=0)
-        until(lambda: opened.inbox.look(1.0) or opened.inbox.answers)
+        until(lambda: opened.source.look(1.0) or opened.source.answers)
         opened.host.step(7, "search")
         with pytest.raises(ToolsStayAway, match="nobody listens on port 9"):
-            until(lambda: opened.inbox.look(0.0))
+            until(lambda: opened.source.look(0.0))
