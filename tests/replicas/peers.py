@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.replicas.wire import channel as channel_file
-from megatron_stppo.replicas.wire.channel import LENGTH, authenticate
+from megatron_stppo.replicas.wire.channel import LENGTH, Channel, authenticate
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.listener import Listener
@@ -43,7 +43,7 @@ def dialing(listener: Listener, counters: Callable[[], Counters] = Counters) -> 
 
 
 @contextmanager
-def connected(counters: Counters | None = None) -> Iterator[tuple[Listener, Dialer, bytes]]:
+def connected(counters: Counters | None = None) -> Iterator[tuple[Listener, Dialer, Channel]]:
     with listening() as listener, dialing(listener, lambda: counters or Counters()) as dialer:
         dialer.send(Ready(0))
         ((peer, _),) = taken(listener, 1)

@@ -26,13 +26,14 @@ import pytest
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.replicas.wire import channel as channel_file
 from megatron_stppo.replicas.wire import listener as listener_file
-from megatron_stppo.replicas.wire.channel import LENGTH, NONCE, PROOF, authenticate
+from megatron_stppo.replicas.wire.channel import LENGTH, NONCE, PROOF, Channel, authenticate
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import (
     Alive,
     Announce,
+    Counters,
     Done,
     Ready,
     ReplicaEnds,
@@ -185,14 +186,13 @@ def test_a_huge_message_ends_its_connection_and_no_other() -> None:
         assert taken(listener, 1) == [(peer, Ready(2))]
 
 
-@pytest.mark.parametrize("payload", [b"\xc1 not msgpack", b"", pack(Stop("of the trainer"), MAX)])
+@pytest.mark.parametrize("payload", [b"\xc1 not msgpack", b"\0", pack(Stop("of the trainer"), MAX)])
 def test_a_message_that_cannot_be_used_ends_its_connection_and_is_reported_once(
     payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with listening() as listener, raw_client(listener.connection) as send, suppressed():
         send(payload)
         until(lambda: listener.take(0.1) or caplog.records)
-        assert listener.silence(b"1") == math.inf
         send(READY)
         assert listener.take(0.1) == []
         with pytest.raises(ValueError) as why:
@@ -250,7 +250,7 @@ def test_nothing_of_an_expelled_replica_arrives_any_more_and_its_dialer_ends() -
         listener.expel(peer)
         listener.expel(hostile)
         assert listener.take(0.1) == []
-        assert listener.silence(peer) == math.inf and not listener.send(peer, Announce(1))
+        assert peer.silence == math.inf and not listener.send(peer, Announce(1))
         assert taken(dialer, 1) == [Stop("refused")]  # queued before
         until(lambda: dialer.ended)
         still_serves(listener)
@@ -267,10 +267,10 @@ def test_a_flood_does_not_fill_the_memory_and_others_are_still_served() -> None:
         with replica_process(listener.connection, payload, forever):
             until(lambda: listener._inbox._bytes >= 4 * 2**20)
             dialer.send(Ready(0))
-            until(lambda: listener.silence(peer) == 0.0)  # nothing is read: not silence
+            until(lambda: peer.silence == 0.0)  # nothing is read: not silence
             time.sleep(1.0)
             assert resident() - before < 64 * 2**20
-            assert listener.silence(peer) == 0.0
+            assert peer.silence == 0.0
             found = []
             for version in range(1, 5):
                 dialer.send(Ready(version))
@@ -278,8 +278,8 @@ def test_a_flood_does_not_fill_the_memory_and_others_are_still_served() -> None:
             flooder = next(other for other, _ in found if other != peer)
             assert resident() - before < 64 * 2**20
             listener.expel(flooder)
-            dialer.send(Alive())
-            assert taken(listener, 1) == [(peer, Alive())]
+            dialer.send(Alive(Counters()))
+            assert taken(listener, 1) == [(peer, Alive(Counters()))]
 
 
 def test_there_is_a_bound_on_connected_replicas(
@@ -307,7 +307,7 @@ def anything(draw: random.Random) -> object:
     )()
 
 
-def ready(found: list[tuple[bytes, object]], peer: bytes) -> int:
+def ready(found: list[tuple[Channel, object]], peer: Channel) -> int:
     return sum(other == peer for other, _ in found)
 
 

@@ -12,6 +12,7 @@ import pytest
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.replicas.replica.news import End, Live, NewsSource
+from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
@@ -25,7 +26,7 @@ ASKED = Assignment(7, task(0), 0, 11, 0, 1.0, 1.0)
 class Box:
     """A source of news with the trainer's side of its connection."""
 
-    def __init__(self, source: NewsSource, listener: Listener, peer: bytes) -> None:
+    def __init__(self, source: NewsSource, listener: Listener, peer: Channel) -> None:
         self.source, self.listener, self.peer, self.host = source, listener, peer, source.host
         self.signal = ""
 

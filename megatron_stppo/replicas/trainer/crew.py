@@ -23,6 +23,7 @@ from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire import messages
+from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.payloads import MOST_BYTES
 
@@ -36,7 +37,7 @@ class Member:
     """One replica, as the trainer sees it. Example: Member("weights-1", peer, hello) has not joined yet."""
 
     group: str  # its process group for weights
-    peer: bytes  # its connection
+    peer: Channel  # its connection
     hello: messages.Hello
     joined: bool = False
     playing: dict[int, messages.Assignment] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Crew:
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
             self._play(member, [self._waiting.popleft() for _ in range(share)])
 
-    def take(self, peer: bytes, message: messages.FromReplica) -> None:
+    def take(self, peer: Channel, message: messages.FromReplica) -> None:
         """Apply a message. Messages of unknown peers are ignored, except the first Hello."""
         member = next((member for member in self.members.values() if member.peer == peer), None)
         if member is None:
@@ -141,7 +142,7 @@ class Crew:
             case messages.Hello():
                 self.expel(member.group, "it sent a second Hello")
             case messages.Alive():
-                member.counters = message.counters or member.counters
+                member.counters = message.counters
             case messages.Ready():
                 member.ready = message.version
             case messages.Done():
@@ -174,7 +175,7 @@ class Crew:
             if (member := self._named(name)) is not None:
                 self._lose(member, why)
         for group, member in list(self.members.items()):
-            if (silent := self.listener.silence(member.peer)) > self._timeout:
+            if (silent := member.peer.silence) > self._timeout:
                 limit = f"(serving.timeout={self._timeout:g})"
                 why = f"no sign of life for {silent:.0f} s {limit}"
                 self.expel(group, why if silent < math.inf else "its connection has ended")
@@ -194,7 +195,7 @@ class Crew:
     def _named(self, name: str) -> Member | None:
         return next((member for member in self.members.values() if member.hello.name == name), None)
 
-    def _greet(self, peer: bytes, hello: messages.Hello) -> None:
+    def _greet(self, peer: Channel, hello: messages.Hello) -> None:
         why = self._expected.refusal(hello)
         if self.local is not None and not self.local.expects(hello.name, hello.process):
             why = f"--name={hello.name}: train starts a replica of this name itself; choose another"

@@ -13,6 +13,7 @@ is encrypted. This file imports the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -23,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 HANDSHAKE = 10.0  # seconds in which the other side must prove that it has the key
 BEAT = 2.0  # seconds between signs of life
@@ -35,7 +35,6 @@ LENGTH = struct.Struct("!I")
 OVERHEAD = 512  # bytes charged per message besides its payload: a flood of empty messages takes memory too
 INBOX = 256 * 2**20  # bytes that were received and not taken; then no socket is read, and senders wait
 TAKEN = 2**20  # bytes that one call of `take` returns, or one message. Decoded, they take up to 60 times more
-Sender = TypeVar("Sender")
 
 
 class NotAuthentic(Exception):
@@ -61,20 +60,24 @@ class Codes:
 def authenticate(sock: socket.socket, key: bytes, is_trainer: bool) -> tuple[Codes, Codes]:
     """Return the codes of this side's and of the other side's messages.
 
-    Takes at most HANDSHAKE seconds. Raises NotAuthentic if the other side does not have the key, and OSError
-    if it does not answer in time or the connection ends.
+    Takes at most HANDSHAKE seconds. Closes the socket, and raises NotAuthentic, if the other side does not
+    have the key, or OSError if it does not answer in time or the connection ends.
     """
     ends, own = time.monotonic() + HANDSHAKE, secrets.token_bytes(NONCE)
-    if is_trainer:
-        sock.sendall(own)
-        nonces = own + _read(sock, NONCE, ends)
-        _check(_read(sock, PROOF, ends), key, b"replica", nonces)
-        sock.sendall(hmac.digest(key, b"trainer" + nonces, "sha256"))
-    else:
-        nonces = _read(sock, NONCE, ends) + own
-        sock.sendall(own + hmac.digest(key, b"replica" + nonces, "sha256"))
-        _check(_read(sock, PROOF, ends), key, b"trainer", nonces)
-    sock.settimeout(None)
+    try:
+        if is_trainer:
+            sock.sendall(own)
+            nonces = own + _read(sock, NONCE, ends)
+            _check(_read(sock, PROOF, ends), key, b"replica", nonces)
+            sock.sendall(hmac.digest(key, b"trainer" + nonces, "sha256"))
+        else:
+            nonces = _read(sock, NONCE, ends) + own
+            sock.sendall(own + hmac.digest(key, b"replica" + nonces, "sha256"))
+            _check(_read(sock, PROOF, ends), key, b"trainer", nonces)
+        sock.settimeout(None)
+    except (OSError, NotAuthentic):
+        sock.close()
+        raise
     sides = (b"trainer", b"replica") if is_trainer else (b"replica", b"trainer")
     return Codes(key, sides[0], nonces), Codes(key, sides[1], nonces)
 
@@ -83,7 +86,7 @@ class Channel:
     """Sends and receives payloads in two threads, until a side closes the connection.
 
     Between them it sends signs of life, so that a long computation in the caller's thread does not look like
-    a crash, unless it holds Python's interpreter lock all that time.
+    a crash, unless it holds Python's interpreter lock all that time. An empty payload is nothing else.
     """
 
     def __init__(
@@ -91,17 +94,17 @@ class Channel:
         sock: socket.socket,
         codes: tuple[Codes, Codes],
         max_bytes: int,
-        beat: Callable[[], bytes],
-        received: Callable[[Channel, bytes], None],
+        inbox: Mailbox,
         ended: Callable[[Channel], None],
-        peer: bytes = b"",
+        beat: Callable[[], bytes] = bytes,
+        name: str = "",
     ) -> None:
-        """codes: see authenticate. max_bytes: of a payload; a longer one ends the connection. beat: returns a
-        sign of life. received: called with each payload; the next is read when it returns. ended:
-        called after the last of them. peer: the name of the other side."""
-        self.peer, self.is_expelled = peer, False  # expelled: its messages are ignored
+        """codes: see authenticate. max_bytes: of a payload; a longer one ends the connection. inbox: gets the
+        payloads; the next one is read when it has room. ended: called after the last of them. beat: returns a
+        sign of life. name: of the other side."""
+        self.name, self.is_expelled = name, False  # expelled: its messages are ignored
         self._socket, self._max_bytes, self._beat = sock, max_bytes, beat
-        (self._own, self._theirs), self._received, self._on_end = codes, received, ended
+        (self._own, self._theirs), self._inbox, self._on_end = codes, inbox, ended
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a short message is sent at once
         self._queue: deque[bytes] = deque()
         self._queued = 0  # bytes, with those that are sent now
@@ -115,11 +118,12 @@ class Channel:
 
     @property
     def silence(self) -> float:
-        """The seconds since the last payload arrived; infinite if the connection has ended.
+        """The seconds since the last payload arrived; infinite if the connection has ended, which is noticed
+        at once, unless the other machine lost power.
 
-        0 while `received` waits, because nothing is read then.
+        0 while the inbox is full, because nothing is read then.
         """
-        if self._over:
+        if self._over or self.is_expelled:
             return math.inf
         return 0.0 if (heard := self._heard) is None else time.monotonic() - heard
 
@@ -183,8 +187,9 @@ class Channel:
                 code, payload = _read(self._socket, CODE), _read(self._socket, length)
                 if not hmac.compare_digest(code, self._theirs.next(payload)):
                     return
-                self._heard = None
-                self._received(self, payload)
+                if payload and not self.is_expelled:
+                    self._heard = None
+                    self._inbox.put(self, payload)
                 self._heard = time.monotonic()
         except OSError:
             pass  # it has ended
@@ -198,10 +203,8 @@ class Channel:
             self._socket.close()
 
     def _shut(self, how: int) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(how)
-        except OSError:
-            pass  # it has ended already
 
 
 def _read(sock: socket.socket, count: int, ends: float | None = None) -> bytes:
@@ -222,17 +225,17 @@ def _check(proof: bytes, key: bytes, sender: bytes, nonces: bytes) -> None:
         raise NotAuthentic("the other side does not have the key of this attempt")
 
 
-class Mailbox(Generic[Sender]):
-    """A bounded queue of received messages, (sender, payload) in order of arrival, from the threads that read
-    sockets to the thread that uses them. most_bytes: `put` waits while they take more."""
+class Mailbox:
+    """A bounded queue of received messages in order of arrival, from the threads that read sockets to the
+    thread that uses them. most_bytes: `put` waits while they take more."""
 
     def __init__(self, most_bytes: int = INBOX) -> None:
         self._most, self._bytes = most_bytes, 0
-        self._messages: deque[tuple[Sender, bytes]] = deque()
+        self._messages: deque[tuple[Channel, bytes]] = deque()
         self._woken = self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, sender: Sender, payload: bytes) -> None:
+    def put(self, sender: Channel, payload: bytes) -> None:
         """Append a message as soon as there is room. After `close` it is discarded."""
         with self._changed:
             self._changed.wait_for(lambda: self._bytes < self._most or self._closed)
@@ -253,7 +256,7 @@ class Mailbox(Generic[Sender]):
             self._closed = True
             self._changed.notify_all()
 
-    def take(self, timeout: float) -> list[tuple[Sender, bytes]]:
+    def take(self, timeout: float) -> list[tuple[Channel, bytes]]:
         """Return the oldest messages: all of them, or as many as exceed TAKEN bytes by at most one message.
 
         Waits up to `timeout` seconds for one. [] if none has arrived, or if `wake` was called.

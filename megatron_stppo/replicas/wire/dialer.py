@@ -13,7 +13,7 @@ from collections.abc import Callable
 from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, Mailbox, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.messages import Alive, Counters, FromReplica, FromTrainer
-from megatron_stppo.replicas.wire.payloads import ALIVE, pack, unpack_from_trainer
+from megatron_stppo.replicas.wire.payloads import pack, unpack_from_trainer
 
 
 class Dialer:
@@ -21,7 +21,8 @@ class Dialer:
 
     max_bytes: of one message in either direction; the same as the trainer's.
     counters: called every BEAT seconds by a thread of the connection; returns the newest counters at once.
-    Any thread may call the methods. If the trainer cannot be reached, `ended` says why.
+    ended: why the connection has ended, in one line; "" if it has not. `take` still returns what arrived.
+    Any thread may call the methods.
 
     Example: dialer = Dialer(keys.find(run_folder, 60.0), 2**26); dialer.send(Hello(...)), and then
     for message in dialer.take(1.0): ...
@@ -30,35 +31,27 @@ class Dialer:
     def __init__(
         self, connection: Connection, max_bytes: int, counters: Callable[[], Counters] = Counters
     ) -> None:
-        self._max_bytes, self._counters, self._address = max_bytes, counters, connection.address
-        self._inbox: Mailbox[None] = Mailbox()
-        self._ended = ""
+        self._max_bytes, self._address = max_bytes, connection.address
+        self._inbox, self.ended = Mailbox(), ""
         self._channel: Channel | None = None
         try:
             sock = socket.create_connection((connection.host, connection.port), timeout=HANDSHAKE)
+            codes = authenticate(sock, bytes.fromhex(connection.key), is_trainer=False)
         except ConnectionRefusedError:
             return self._end("nothing listens there")
-        except OSError as error:
-            return self._end(f"the address cannot be reached ({error})")
-        try:
-            codes = authenticate(sock, bytes.fromhex(connection.key), is_trainer=False)
         except (OSError, NotAuthentic) as error:
-            sock.close()
             return self._end(
                 "what listens there is not the trainer of this connection file, or does not accept its key "
                 f"({error})"
             )
-        self._channel = Channel(sock, codes, max_bytes, self._alive, self._receive, self._lose)
-
-    @property
-    def ended(self) -> str:
-        """Why the connection has ended, in one line; "" if it has not. `take` still returns what arrived."""
-        return self._ended
+        self._channel = Channel(
+            sock, codes, max_bytes, self._inbox, self._lose, lambda: pack(Alive(counters()), max_bytes)
+        )
 
     @property
     def silence(self) -> float:
         """The seconds since the trainer's last message, or since the start; infinite after the end."""
-        return math.inf if self._channel is None or self._ended else self._channel.silence
+        return math.inf if self._channel is None or self.ended else self._channel.silence
 
     def take(self, timeout: float) -> list[FromTrainer]:
         """Return the trainer's messages in order, without its signs of life.
@@ -86,16 +79,9 @@ class Dialer:
         if self._channel is not None:
             self._channel.close()
 
-    def _alive(self) -> bytes:
-        return pack(Alive(self._counters()), self._max_bytes)
-
-    def _receive(self, channel: Channel, payload: bytes) -> None:
-        if payload != ALIVE:
-            self._inbox.put(None, payload)
-
     def _lose(self, channel: Channel) -> None:
         self._end("the trainer has ended or has expelled this replica, or the network has failed")
 
     def _end(self, why: str) -> None:
-        self._ended = f"{self._address}: {why}"
+        self.ended = f"{self._address}: {why}"
         self._inbox.close()

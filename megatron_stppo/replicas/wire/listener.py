@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import secrets
 import socket
 import threading
@@ -21,7 +21,7 @@ from megatron_stppo.replicas.wire.channel import (
 )
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer
-from megatron_stppo.replicas.wire.payloads import ALIVE, pack, unpack_from_replica
+from megatron_stppo.replicas.wire.payloads import pack, unpack_from_replica
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ RETRY = 1.0  # seconds after which a failed accept is repeated, for example if t
 
 
 class Listener:
-    """Receives messages of replicas, and sends messages to them. Each connection is a peer with a new name.
+    """Receives messages of replicas, and sends messages to them. A peer is the Channel of one connection.
 
     address: of the interface to listen on, for example "127.0.0.1"; the system chooses the port.
     max_bytes: of one message in either direction. inbox_bytes: see channel.INBOX.
@@ -44,91 +44,70 @@ class Listener:
 
     def __init__(self, address: str, max_bytes: int, inbox_bytes: int = INBOX) -> None:
         self._server, self._max_bytes, self._key = listen(address), max_bytes, secrets.token_bytes(32)
-        self._inbox: Mailbox[Channel] = Mailbox(inbox_bytes)
+        self._inbox = Mailbox(inbox_bytes)
         self._lock = threading.Lock()  # guards the next four
-        self._channels: dict[bytes, Channel] = {}  # by peer
+        self._peers: set[Channel] = set()
         self._strangers = self._accepted = 0
         self._has_warned = self._closed = False
         host, port = self._server.getsockname()[:2]
         self.connection = Connection(host, port, self._key.hex())
         threading.Thread(target=self._accept, name="wire listener", daemon=True).start()
 
-    def take(self, timeout: float) -> list[tuple[bytes, FromReplica]]:
-        """Return messages with the names of their peers; those of one peer in the order of sending.
+    def take(self, timeout: float) -> list[tuple[Channel, FromReplica]]:
+        """Return messages with their peers; those of one peer in the order of sending.
 
         Waits up to `timeout` seconds for one, or until `wake` is called. One call returns at most about TAKEN
         bytes; call again for more. A peer whose message cannot be decoded is expelled, which is logged.
         """
-        messages: list[tuple[bytes, FromReplica]] = []
-        for channel, payload in self._inbox.take(timeout):
-            if channel.is_expelled:
+        messages: list[tuple[Channel, FromReplica]] = []
+        for peer, payload in self._inbox.take(timeout):
+            if peer.is_expelled:
                 continue
             try:
-                messages.append((channel.peer, unpack_from_replica(payload)))
+                messages.append((peer, unpack_from_replica(payload)))
             except ValueError as error:
-                log.warning("replica %s is expelled for a message: %s", channel.peer.decode(), error)
-                self._expel(channel)
+                log.warning("replica %s is expelled for a message: %s", peer.name, error)
+                self.expel(peer)
         return messages
 
     def wake(self) -> None:
         """Make `take` return early in another thread, or at its next call."""
         self._inbox.wake()
 
-    def send(self, peer: bytes, message: FromTrainer) -> bool:
+    def send(self, peer: Channel, message: FromTrainer) -> bool:
         """Queue a message, without waiting. Return False, and send nothing, if the peer is gone or expelled.
 
         A peer that does not read is expelled. True does not mean that the message will arrive: the peer may
         be gone by then. Raises ValueError if the message exceeds max_bytes.
         """
-        payload = pack(message, self._max_bytes)
-        if (channel := self._channel(peer)) is None or self._closed:
-            return False
-        if not (is_queued := channel.send(payload, waits=False)):
-            self._expel(channel)
+        is_queued = peer.send(pack(message, self._max_bytes), waits=False)
+        if not is_queued:
+            self.expel(peer)
         return is_queued
 
-    def silence(self, peer: bytes) -> float:
-        """Return the seconds since the peer's last message arrived; infinite if its connection has ended.
-
-        The end of a connection is noticed at once, unless the peer's machine lost power. 0 while the inbox is
-        full, because nobody calls `take`.
-        """
-        channel = self._channel(peer)
-        return math.inf if channel is None else channel.silence
-
-    def expel(self, peer: bytes) -> None:
+    def expel(self, peer: Channel) -> None:
         """Send what is queued for a peer, close its connection, and ignore what it has sent."""
-        if (channel := self._channel(peer)) is not None:
-            self._expel(channel)
+        peer.is_expelled = True
+        self._forget(peer)
+        threading.Thread(target=peer.close, name="wire expel", daemon=True).start()
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and close all connections."""
         with self._lock:
             self._closed = True
-            channels = list(self._channels.values())
-        try:
+            peers = list(self._peers)
+        with contextlib.suppress(OSError):  # it is closed already
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        except OSError:
-            pass  # it is closed already
         self._inbox.close()
-        for channel in channels:
-            channel.finish()
+        for peer in peers:
+            peer.finish()
         ends = time.monotonic() + LINGER
-        for channel in channels:
-            channel.close(ends - time.monotonic())
+        for peer in peers:
+            peer.close(ends - time.monotonic())
 
-    def _channel(self, peer: bytes) -> Channel | None:
-        with self._lock:  # a peer's first message may be taken before its channel is in the dictionary
-            return self._channels.get(peer)
-
-    def _expel(self, channel: Channel) -> None:
-        channel.is_expelled = True
-        self._forget(channel)
-        threading.Thread(target=channel.close, name="wire expel", daemon=True).start()
-
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, peer: Channel) -> None:
         with self._lock:
-            self._channels.pop(channel.peer, None)
+            self._peers.discard(peer)
 
     # What follows runs in threads of its own.
 
@@ -141,7 +120,7 @@ class Listener:
                     time.sleep(0.0 if self._closed else RETRY)
                     continue
                 with self._lock:
-                    has_room = self._strangers < MOST_STRANGERS and len(self._channels) < MOST_PEERS
+                    has_room = self._strangers < MOST_STRANGERS and len(self._peers) < MOST_PEERS
                     self._strangers += has_room
                 if has_room:
                     threading.Thread(target=self._greet, args=(sock, where[0]), daemon=True).start()
@@ -159,17 +138,13 @@ class Listener:
             pass  # it went away, or did not answer in time
         with self._lock:
             self._strangers -= 1
-            if codes is None or self._closed:
+            if codes is None:
+                return
+            if self._closed:
                 return sock.close()
             self._accepted += 1
-            peer = str(self._accepted).encode()
-            self._channels[peer] = Channel(
-                sock, codes, self._max_bytes, lambda: ALIVE, self._receive, self._forget, peer
-            )
-
-    def _receive(self, channel: Channel, payload: bytes) -> None:
-        if not channel.is_expelled:
-            self._inbox.put(channel, payload)
+            name = str(self._accepted)
+            self._peers.add(Channel(sock, codes, self._max_bytes, self._inbox, self._forget, name=name))
 
     def _warn(self, text: str) -> None:
         """Log the first refusal. An attacker could cause any number of them."""

@@ -6,7 +6,7 @@ It plays episodes:  Play -> Done, one per episode. The trainer never assigns mor
 It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
                     replica continues to play; with `drain` it starts no new turn.
 It leaves:          Stop from the trainer; ReplicaEnds from the replica.
-Both sides send Alive regularly. A side that is silent for serving.timeout is lost.
+Both sides send signs of life regularly. A side that is silent for serving.timeout is lost.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Done(_Sent, frozen=True):
 
 
 class Alive(_Sent, frozen=True):
-    """A sign of life. Both sides send it; the trainer's has no counters."""
+    """A sign of life. The trainer's is an empty payload (channel.py)."""
 
-    counters: Counters | None = None
+    counters: Counters
 
 
 class ReplicaEnds(_Sent, frozen=True):
@@ -156,4 +156,4 @@ class Stop(_Sent, frozen=True):
 
 
 FromReplica = Hello | Ready | Done | Alive | ReplicaEnds
-FromTrainer = NotAccepted | Offer | Play | Announce | Go | Stop | Alive
+FromTrainer = NotAccepted | Offer | Play | Announce | Go | Stop

@@ -180,6 +180,3 @@ def unpack_from_replica(payload: bytes) -> FromReplica:
 def unpack_from_trainer(payload: bytes) -> FromTrainer:
     """Return the message of the trainer. Raises msgspec.MsgspecError if it runs another version."""
     return _from_trainer.decode(payload)
-
-
-ALIVE = pack(Alive(), 100)  # the trainer's sign of life
