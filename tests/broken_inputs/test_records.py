@@ -53,8 +53,8 @@ def write_lines(path: Path, *lines: str) -> None:
         ),
         (
             lambda run: write_lines(run / "serving" / "journal" / "replica-0.jsonl", '{"step": 1}'),
-            "{run}/serving/journal/replica-0.jsonl: line 1 is not a journal's (Object missing required "
-            "field `assigned`); give the journal as it was written",
+            "{run}/serving/journal/replica-0.jsonl: line 1 cannot be used (Object missing required "
+            "field `assigned`); give the file as it was written",
         ),
         (
             lambda run: write_lines(
@@ -66,8 +66,8 @@ def write_lines(path: Path, *lines: str) -> None:
         ),
         (
             lambda run: write_lines(run / "serving" / "batches.jsonl", '{"iteration": 0}'),
-            "{run}/serving/batches.jsonl: line 1 is not a batch's (Object missing required field `groups`); "
-            "give the record as it was written",
+            "{run}/serving/batches.jsonl: line 1 cannot be used (Object missing required field `groups`); "
+            "give the file as it was written",
         ),
         (
             lambda run: (run / "serving" / "batches.jsonl").unlink(),

@@ -12,7 +12,7 @@ import msgspec
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.trainer.crew import Crew
+from megatron_stppo.replicas.trainer.crew import Crew, Member
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Order, Terms
 from megatron_stppo.replicas.trainer.hub import Hub
@@ -85,12 +85,17 @@ class Trainer:
     def join(self, replica: ScriptedReplica, name: str, version: int = 0, **changed: object) -> str:
         """Let the replica join with this version, and return its group."""
         replica.dialer.send(hello(name, **changed))
-        group = self.hub.wait(lambda: None)
-        assert isinstance(group, str)
+        group = self.joining()
         self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
         replica.next(Offer)
         self.hub.joined_now(group)
         return group
+
+    def joining(self) -> str:
+        """Return the group of the next replica that can join."""
+        member = self.hub.wait(lambda: None)
+        assert isinstance(member, Member)
+        return member.group
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.types import Trajectory
-from megatron_stppo.replicas.wire.messages import Hello, NotAccepted, ReplicaEnds
+from megatron_stppo.replicas.wire.messages import Hello, ReplicaEnds, Stop
 from tests.replicas.scripted import Scripted
 from tests.rollout.vllm.tiny import task
 
@@ -85,7 +85,9 @@ def differ(trainer: Scripted) -> ReplicaEnds:
 
 def refuse(trainer: Scripted) -> Hello:
     hello = trainer.expect(Hello)
-    trainer.send(NotAccepted("dtype=float32: the trainer has bfloat16; start it with the same model.dtype"))
+    trainer.send(
+        Stop("dtype=float32: the trainer has bfloat16; start it with the same model.dtype", is_refusal=True)
+    )
     return hello
 
 

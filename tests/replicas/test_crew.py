@@ -1,6 +1,6 @@
 """Which replica plays which episodes."""
 
-from megatron_stppo.replicas.trainer.crew import parts, shares
+from megatron_stppo.replicas.trainer.crew import shares
 
 
 def test_episodes_go_to_the_replica_that_plays_fewest() -> None:
@@ -18,9 +18,3 @@ def test_idle_replicas_get_the_shares_of_a_colocated_run() -> None:
     for replicas in (1, 2, 3, 4):
         for each in (1, 2, 7):
             assert shares(replicas * each, [0] * replicas, [99] * replicas) == [each] * replicas
-
-
-def test_a_message_holds_as_many_episodes_as_fit() -> None:
-    assert list(parts("abc", [3, 2, 4], 5)) == [("a", "b"), ("c",)]
-    assert list(parts("ab", [9, 1], 5)) == [("a",), ("b",)], "one that is too large is alone"
-    assert list(parts("", [], 5)) == []

@@ -64,7 +64,7 @@ def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_n
         t.ledger.restore(state, kept)
         b = connect()
         t.join(b, "b", version=1)
-        t.hub.go_on_after_a_resume()
+        t.hub.all_serve(1, lambda *_: None)
         assert b.given() == [3]
         b.finish(3, turns=played(3, version=1).turns)
         batch = t.hub.wait(t.hub.batch)

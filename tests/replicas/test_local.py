@@ -14,7 +14,7 @@ import pytest
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.replica import parent
 from megatron_stppo.replicas.trainer.local import LocalReplica, LocalReplicas
-from megatron_stppo.replicas.wire.messages import NotAccepted, process_name
+from megatron_stppo.replicas.wire.messages import Stop, process_name
 from tests.replicas.hubs import hello, trainer
 from tests.replicas.peers import seconds, until
 
@@ -62,7 +62,7 @@ def test_a_replica_from_elsewhere_cannot_take_the_name_of_one_that_this_machine_
     with trainer(local=local) as (t, connect):
         elsewhere, here = connect(), connect()
         elsewhere.dialer.send(hello("replica-0", process="gpu07-4711"))
-        assert elsewhere.next(NotAccepted).why == (
+        assert elsewhere.next(Stop).reason == (
             "--name=replica-0: train starts a replica of this name itself; choose another"
         )
         t.join(here, "replica-0", process=own)

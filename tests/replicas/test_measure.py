@@ -47,7 +47,7 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         t.join(b, "b")
         meter = ServingMeter()
         meter.waited, meter.sent = 30.0, 10**6  # before training
-        meter.start(t.hub)
+        meter.start(t.hub.counters())
         t.hub.admit(0)
         report(t, a, FIRST)
         report(t, b, Counters(seconds=2.0, idle_seconds=2.0, longest_pause=0.25))
@@ -87,7 +87,7 @@ def test_every_metric_of_asynchronous_training_is_described(clock: SimpleNamespa
         a = connect()
         t.join(a, "a")
         meter = ServingMeter()
-        meter.start(t.hub)
+        meter.start(t.hub.counters())
         report(t, a, FIRST)
         clock.now += 1
         row = meter.row(t.hub)

@@ -14,7 +14,7 @@ from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.replicas.replica.news import End, Live, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, NotAccepted, Play, Stop
+from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, Play, Stop
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from tests.replicas.peers import connected, until
@@ -74,7 +74,7 @@ def test_messages_are_kept() -> None:
 def test_the_trainer_ends_the_replica_with_a_reason() -> None:
     for message, end in (
         (Stop("the run has ended"), End("stop", "the run has ended")),
-        (NotAccepted("vllm=0.1: no"), End("refused", "vllm=0.1: no")),
+        (Stop("vllm=0.1: no", is_refusal=True), End("refused", "vllm=0.1: no")),
     ):
         with box() as opened:
             opened.listener.send(opened.peer, message)

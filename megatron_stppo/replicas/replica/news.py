@@ -20,7 +20,6 @@ from megatron_stppo.replicas.wire.messages import (
     FromReplica,
     FromTrainer,
     Go,
-    NotAccepted,
     Offer,
     Play,
     Ready,
@@ -153,9 +152,7 @@ class NewsSource:
             case Offer():
                 self.offer = message
             case Stop():
-                self.end = End("stop", message.reason)
-            case NotAccepted():
-                self.end = End("refused", message.why)
+                self.end = End("refused" if message.is_refusal else "stop", message.reason)
 
     def _reason_to_end(self, hears: bool) -> End | None:
         if name := self.asked_to_leave():

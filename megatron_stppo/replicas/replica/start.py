@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) 
     """
     process.join(config.timeout, is_alone=is_loopback(started.connection.host))
     rank, run = dist.get_rank(), started.run
-    name = broadcast_bytes((started.name or _default_name()).encode() if rank == 0 else None, 0).decode()
+    # the characters of the host's name that a file's name may have
+    default = re.sub(r"[^A-Za-z0-9_.-]", "-", process_name(os.getpid())).lstrip(".")[-64:]
+    name = broadcast_bytes((started.name or default).encode() if rank == 0 else None, 0).decode()
     process.log_to(run, rank, f"{name}-")
     deadlines = config.deadline_by_phase
     with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
@@ -157,11 +160,3 @@ def _hello(config: Config, name: str, engine: Engine) -> Hello:
         capacity=config.serving.concurrency or config.rollout.max_sequences,
         process=process_name(os.getpid()),
     )
-
-
-def _default_name() -> str:
-    """Return the host and process id, with characters that a file's name may have."""
-    name = "".join(
-        c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in process_name(os.getpid())
-    )
-    return name.lstrip(".")[-64:]

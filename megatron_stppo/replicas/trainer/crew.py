@@ -10,25 +10,21 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
 from megatron_stppo.base.printing import one_line, printable
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
-from megatron_stppo.parallel.collectives import encode
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.payloads import MOST_BYTES
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
-Item = TypeVar("Item")
 log = logging.getLogger(__name__)
 
 
@@ -203,7 +199,7 @@ class Crew:
             why = f"--name={hello.name}: a replica of this name serves already; choose another"
         if why:
             _warn(f"a replica is refused: {why}")
-            self.listener.send(peer, messages.NotAccepted(why))
+            self.listener.send(peer, messages.Stop(why, is_refusal=True))
             return self.listener.expel(peer)
         self._added += 1
         group = f"weights-{self._added}"
@@ -245,8 +241,18 @@ class Crew:
 
     def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
         member.playing |= {episode.number: episode for episode in episodes}
-        for part in parts(episodes, [len(encode(episode)) for episode in episodes], MOST_BYTES // 2):
-            self.listener.send(member.peer, messages.Play(part))
+        if episodes:
+            self._send(member, tuple(episodes))
+
+    def _send(self, member: Member, episodes: tuple[messages.Assignment, ...]) -> None:
+        """Send the episodes in one message, or in several if they are too long for one."""
+        try:
+            self.listener.send(member.peer, messages.Play(episodes))
+        except ValueError:
+            if (half := len(episodes) // 2) == 0:
+                raise
+            self._send(member, episodes[:half])
+            self._send(member, episodes[half:])
 
 
 def _warn(text: str) -> None:
@@ -268,20 +274,3 @@ def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> lis
             break
         given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
     return given
-
-
-def parts(items: Sequence[Item], sizes: Sequence[int], limit: int) -> Iterator[tuple[Item, ...]]:
-    """Yield the items in order, in tuples whose sizes sum to at most `limit`, or of one larger item.
-
-    Example: list(parts("abc", [3, 2, 4], 5)) is [("a", "b"), ("c",)].
-    """
-    part: list[Item] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if part and total + size > limit:
-            yield tuple(part)
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield tuple(part)

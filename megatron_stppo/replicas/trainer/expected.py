@@ -17,12 +17,11 @@ from itertools import combinations
 import numpy as np
 
 from megatron_stppo.base.types import Trajectory, Turn
+from megatron_stppo.config.run import NAME
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.replicas.wire.messages import Done, Hello
-
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 SHOWN = 16  # characters of a value that differs, such as a hash
 # What must be equal, and what to do if it is not.
@@ -52,8 +51,10 @@ class Expected:
 
     def refusal(self, hello: Hello) -> str:
         """Return why a replica is refused, or ""."""
-        if not NAME.fullmatch(hello.name):
-            return f"--name={hello.name[:80]!r}: give 1 to 64 letters, digits, '.', '_' or '-'"
+        if not re.fullmatch(NAME, hello.name):
+            return (
+                f"--name={hello.name[:80]!r}: give up to 64 letters, digits, '.', '_' and '-', no leading '.'"
+            )
         if hello.tensor not in self.tensor or hello.capacity < 1:
             return (
                 f"rollout.engine_tensor={hello.tensor}, serving.concurrency={hello.capacity} of the replica "

@@ -29,9 +29,6 @@ class Terms:
     top_p: float = 1.0
     resample: int = 0  # rounds per batch in which groups without variance are replaced
 
-    def seed_of(self, iteration: int) -> int:
-        return self.seed * 1_000_003 + iteration
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -98,7 +95,7 @@ def episodes_of(group: Group, number: int, terms: Terms) -> list[Assignment]:
             number * terms.samples + sample,
             group.task,
             place,
-            terms.seed_of(iteration),
+            terms.seed * 1_000_003 + iteration,
             place * terms.samples + sample,
             terms.temperature,
             terms.top_p,

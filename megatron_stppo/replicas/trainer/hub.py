@@ -15,7 +15,7 @@ from megatron_stppo.base.errors import EngineLost
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.observe.console import say
-from megatron_stppo.replicas.trainer.crew import Crew
+from megatron_stppo.replicas.trainer.crew import Crew, Member
 from megatron_stppo.replicas.wire.messages import Announce, Assignment, Counters, Done, Go, Offer, Stop
 
 T = TypeVar("T")
@@ -42,11 +42,6 @@ class Hub:
         with self._changed:
             self._crew.append(self.ledger.admit(iteration))
 
-    def go_on_after_a_resume(self) -> None:
-        """Assign the episodes that were admitted before a resume and have not finished."""
-        with self._changed:
-            self._crew.append(self.ledger.unfinished())
-
     def state(self) -> dict[str, Any]:
         """Return the ledger's state."""
         with self._changed:
@@ -62,8 +57,8 @@ class Hub:
         with self._changed:
             self._crew.prepend(episodes)
 
-    def wait(self, result: Callable[[], T | None]) -> T | str:
-        """Wait until result() is not None, and return it; or the group of a replica that can join.
+    def wait(self, result: Callable[[], T | None]) -> T | Member:
+        """Wait until result() is not None, and return it; or a replica that can join.
 
         Raises ConfigError and ToolsStayAway if a replica reports them. Raises EngineLost if there is no
         replica and none comes, or if the run must end soon and no replica serves: a signal to all programs of
@@ -73,7 +68,7 @@ class Hub:
             while True:
                 if self._crew.trouble is not None:
                     raise self._crew.trouble
-                if joining := next((m.group for m in self._crew.by_name() if not m.joined), None):
+                if joining := next((m for m in self._crew.by_name() if not m.joined), None):
                     return joining
                 if (found := result()) is not None:
                     return found
@@ -101,12 +96,13 @@ class Hub:
         return self.ledger.settled or None
 
     def all_serve(self, wanted: int, show: Callable[[int, int], object]) -> bool | None:
-        """Return True if `wanted` replicas serve. Raises EngineLost if it is certain that they never will.
+        """Assign the episodes that a checkpoint left open, and return True, if `wanted` replicas serve.
 
-        show: called with the number that serves, and `wanted`.
+        show: called with the number that serves, and `wanted`. Raises EngineLost if fewer will serve.
         """
         show(self._crew.joined, wanted)
         if self._crew.joined >= wanted:
+            self._crew.append(self.ledger.unfinished())
             return True
         local = self._crew.local
         if why := (local.gave_up if local is not None else "") or self._notice():
@@ -119,12 +115,6 @@ class Hub:
         """Return the groups of the replicas that are not lost."""
         with self._changed:
             return set(self._crew.members)
-
-    def tensor(self, group: str) -> int:
-        """Return the number of ranks of the replica; 0 if it is lost."""
-        with self._changed:
-            member = self._crew.members.get(group)
-            return member.hello.tensor if member is not None else 0
 
     def offer(self, offer: Offer) -> None:
         """Send the offer. The trainer's ranks build the group next."""

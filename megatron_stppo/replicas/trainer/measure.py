@@ -15,28 +15,29 @@ class ServingMeter:
     """
 
     def __init__(self) -> None:
-        self._start(time.perf_counter(), Counters())
+        self.start(Counters())
 
-    def start(self, hub: Hub) -> None:
-        """Begin to measure: the replicas have joined, and training starts."""
-        self._start(time.perf_counter(), hub.counters())
+    def start(self, counters: Counters) -> None:
+        """Begin to measure. counters: those of the hub."""
+        self._since, self._before = time.perf_counter(), counters
+        self.waited = 0.0  # seconds that the trainer waited for replicas
+        self.sent = 0  # bytes of weights
 
     def row(self, hub: Hub) -> dict[str, float]:
         """Return the metrics since the last call or since `start`, and start again."""
-        now, after, before = time.perf_counter(), hub.counters(), self._before
-        seconds, waited, sent = now - self._since, self.waited, self.sent
-        self._start(now, after)
+        after, before = hub.counters(), self._before
+        seconds = time.perf_counter() - self._since
 
         def since(field: str) -> float:
             return float(getattr(after, field) - getattr(before, field))
 
         row: dict[str, float] = {
             **hub.numbers(),
-            "trainer_idle_share": waited / seconds,
+            "trainer_idle_share": self.waited / seconds,
             "generated_tokens": since("tokens"),
             "recomputed_tokens": since("recomputed"),
             "longest_pause_ms": 1000 * after.longest_pause,
-            "weights_sent_mb": sent / 1e6,
+            "weights_sent_mb": self.sent / 1e6,
         }
         if (served := since("seconds")) > 0:
             row["idle_share"] = since("idle_seconds") / served
@@ -47,9 +48,5 @@ class ServingMeter:
         if (updates := since("updates")) > 0:
             row["pause_ms"] = 1000 * since("pause_seconds") / updates
         speed = {"rollout/tokens_per_second": since("tokens") / seconds}
+        self.start(after)
         return {f"serving/{name}": value for name, value in row.items()} | speed
-
-    def _start(self, now: float, counters: Counters) -> None:
-        self._since, self._before = now, counters
-        self.waited = 0.0  # seconds that the trainer waited for replicas
-        self.sent = 0  # bytes of weights

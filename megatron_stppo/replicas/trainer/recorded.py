@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.groups import Taken
 from megatron_stppo.replicas.wire import journal
@@ -51,26 +49,10 @@ def read(run: Path) -> Recorded:
                         "replica was lost, at a moment that is not recorded; give another run"
                     )
                 played[number] = name
-    return Recorded(run, names, played, _batches(run))
+    return Recorded(run, names, played, list(journal.read_lines(run / BATCHES, Taken)))
 
 
 def write_batch(run: Path, iteration: int, taken: Taken) -> None:
     """Append the groups of a batch to the record of the run. The first iteration begins a new record."""
     with (run / BATCHES).open("a" if iteration else "w", encoding="utf-8") as file:
         file.write(json.dumps({"iteration": iteration} | asdict(taken)) + "\n")
-
-
-def _batches(run: Path) -> list[Taken]:
-    path, taken = run / BATCHES, []
-    try:
-        for line in path.read_bytes().splitlines():
-            taken.append(msgspec.json.decode(line, type=Taken))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give the folder of an asynchronous run"
-        ) from None
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: line {len(taken) + 1} is not a batch's ({error}); give the record as it was written"
-        ) from None
-    return taken

@@ -29,6 +29,7 @@ from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer import recorded
+from megatron_stppo.replicas.trainer.crew import Member
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.wire import keys
@@ -184,22 +185,23 @@ class Served:
         process.stop()
 
     def _start(self) -> None:
-        """Wait until the configured replicas have joined, then assign what a checkpoint left open."""
+        """Wait until the configured replicas have joined."""
         wanted = self.learner.config.serving.replicas or 0
         with counting("waiting for replicas", self._hub is not None) as show:
             self._until(lambda hub: hub.all_serve(wanted, show))
         if self._hub is not None:
-            self._hub.go_on_after_a_resume()
-            self._meter.start(self._hub)
+            self._meter.start(self._hub.counters())
 
     def _until(self, result: Callable[[Hub], T | None]) -> T | None:
         """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile."""
         found: list[T] = []
 
         def decide(hub: Hub) -> Step:
-            while isinstance(answer := hub.wait(lambda: result(hub)), str):
-                if tensor := hub.tensor(answer):  # else it was lost in the meantime
-                    return self._offer(answer, tensor)
+            if isinstance(answer := hub.wait(lambda: result(hub)), Member):
+                host, port = self._address
+                spec = layer_spec(self.learner.config)
+                offer = Offer(answer.group, host, port, self.learner.mesh.layout, spec, self._version)
+                return Step("join", answer.group, answer.hello.tensor, offer)
             found.append(answer)
             return Step("done")
 
@@ -231,12 +233,6 @@ class Served:
     def _update(self, hub: Hub) -> Step:
         group = hub.next_update(self._version)
         return Step("update", group) if group else Step("done")
-
-    def _offer(self, group: str, tensor: int) -> Step:
-        host, port = self._address
-        config, layout = self.learner.config, self.learner.mesh.layout
-        offer = Offer(group, host, port, layout, layer_spec(config), self._version)
-        return Step("join", group, tensor, offer)
 
     def _join(self, step: Step) -> None:
         """Build the group with a replica, and send the version that is served."""

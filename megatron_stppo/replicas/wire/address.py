@@ -38,16 +38,15 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
 
 def check(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
     """Raise ConfigError if find() does, or if this is the first rank and cannot listen at the address."""
-    ip = find(given, starts_replicas, environment)
+    address = find(given, starts_replicas, environment)
     if environment.get("RANK", "0") == "0":
-        listen(ip, given).close()
+        listen(address).close()
 
 
-def listen(address: str, given: str | None = None) -> socket.socket:
+def listen(address: str) -> socket.socket:
     """Return a socket that listens on one interface of this machine, at a port that the system chooses.
 
-    given: how the user wrote the address, for messages. Raises ConfigError if it is not one of this
-    machine's, or stands for all interfaces.
+    Raises ConfigError if the address is not one of this machine's, or stands for all interfaces.
     """
     ip = _interface(address)
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
@@ -55,7 +54,7 @@ def listen(address: str, given: str | None = None) -> socket.socket:
         return socket.create_server((str(ip), 0), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"serving.address={one_line(given or address)}: cannot listen on {ip} "
+            f"serving.address={one_line(address)}: cannot listen on {ip} "
             f"({os.strerror(error.errno or 0)}); give the address of a network interface of this machine"
         ) from None
 

@@ -6,10 +6,11 @@ null, "hold": false}. The first line is that of the version with which the repli
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ from megatron_stppo.config import ConfigError
 
 FOLDER = Path("serving", "journal")
 MOST_BYTES = 2**20  # of a line
+Record = TypeVar("Record")
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,9 +36,12 @@ class Journal:
 
     def __init__(self, run: Path, name: str) -> None:
         """Begin NAME.jsonl in the run's folder, or NAME-2.jsonl if an earlier replica had the name."""
-        folder = run / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = _create(folder, name)
+        (run / FOLDER).mkdir(parents=True, exist_ok=True)
+        for again in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                path = run / FOLDER / (f"{name}.jsonl" if again == 1 else f"{name}-{again}.jsonl")
+                self._file = path.open("xb")
+                break
 
     def write(self, line: Line) -> None:
         """Write what is applied before an engine step, unless it is nothing."""
@@ -49,39 +54,33 @@ class Journal:
 
 
 def read(run: Path, name: str) -> Iterator[Line]:
-    """Yield the lines of the journal of a replica. An incomplete last line, of a killed replica, is left out.
+    """Yield the lines of the journal of a replica, as read_lines does."""
+    return read_lines(run / FOLDER / f"{name}.jsonl", Line)
 
-    Raises ConfigError if there is no such journal or a line is damaged.
+
+def read_lines(path: Path, type: type[Record]) -> Iterator[Record]:
+    """Yield the records of a file. An incomplete last line, of a killed process, is left out.
+
+    Raises ConfigError at once if there is no such file, and later if a line is damaged.
     """
-    path = run / FOLDER / f"{name}.jsonl"
     try:
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(
-            f"--replay-from={run}: {path} cannot be read ({error.strerror}); give the folder of an "
-            f"asynchronous run with a replica named {name}"
+            f"{path}: cannot be read ({error.strerror}); give the folder of an asynchronous run"
         ) from None
-    return _lines(file, path)
+    return _decoded(file, path, type)
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[Line]:
+def _decoded(file: IO[bytes], path: Path, type: type[Record]) -> Iterator[Record]:
     with file:
         for number in itertools.count(1):
             text = file.readline(MOST_BYTES)
             if not text.endswith(b"\n") and len(text) < MOST_BYTES:
                 return
             try:
-                yield msgspec.json.decode(text, type=Line)
-            except msgspec.MsgspecError as error:
+                yield msgspec.json.decode(text, type=type)
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise ConfigError(
-                    f"{path}: line {number} is not a journal's ({error}); give the journal as it was written"
+                    f"{path}: line {number} cannot be used ({error}); give the file as it was written"
                 ) from None
-
-
-def _create(folder: Path, name: str) -> IO[bytes]:
-    for again in itertools.count(1):
-        try:
-            return (folder / (f"{name}.jsonl" if again == 1 else f"{name}-{again}.jsonl")).open("xb")
-        except FileExistsError:
-            continue
-    raise AssertionError("count() does not end")

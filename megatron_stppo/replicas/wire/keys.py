@@ -7,13 +7,13 @@ Everyone who can read the file can connect as a replica, so only its owner can r
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -73,11 +73,8 @@ def write(folder: Path, connection: Connection) -> None:
     make_folder(folder)
     with replacing(path) as scratch:
         scratch.unlink(missing_ok=True)  # it would keep its permissions
-        file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as stream:
-            stream.write(msgspec.json.encode(connection) + b"\n")
-            stream.flush()
-            os.fsync(file)
+        with open(scratch, "xb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(msgspec.json.encode(connection) + b"\n")
 
 
 def remove(folder: Path) -> None:
@@ -92,22 +89,21 @@ def find(folder: Path, deadline_seconds: float, waits: Callable[[], object] = la
     listen yet. Raises ConfigError if it does not within `deadline_seconds`, and if others can read the file,
     another user owns it, or it is damaged.
     """
-    ends, waited = time.monotonic() + deadline_seconds, False
-    while True:
-        what = "does not exist"
-        with contextlib.suppress(FileNotFoundError):
-            if _listens(found := _parse(path_of(folder))):
-                return found
-            what = "is of a trainer that has ended, and no other one has started,"
+    ends, path, waited = time.monotonic() + deadline_seconds, path_of(folder), False
+    while (found := _read(path)) is None or not _listens(found):
         if not waited:
             waits()
             waited = True
         if (left := ends - time.monotonic()) <= 0:
+            what = (
+                "is of a trainer that has ended, and no other one has started," if found else "does not exist"
+            )
             raise ConfigError(
-                f"{path_of(folder)}: {what} after {deadline_seconds:.3g} s; start `megatron-stppo train` "
-                "with serving.replicas for this run, or give the folder of another run"
+                f"{path}: {what} after {deadline_seconds:.3g} s; start `megatron-stppo train` with "
+                "serving.replicas for this run, or give the folder of another run"
             )
         time.sleep(min(LOOK, left))
+    return found
 
 
 def _listens(connection: Connection) -> bool:
@@ -118,24 +114,20 @@ def _listens(connection: Connection) -> bool:
         return False
 
 
-def _parse(path: Path) -> Connection:
+def _read(path: Path) -> Connection | None:
+    """Return the content of the file, None if there is none."""
     try:
         # O_NONBLOCK: a FIFO in the place of the file must not block this process
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            _check_owner(path, os.fstat(file.fileno()))
+            return msgspec.json.decode(file.read(MOST_BYTES), type=Connection)
     except FileNotFoundError:
-        raise
+        return None
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be opened ({os.strerror(error.errno or 0)}); a replica runs as the user of the "
-            "trainer, and the file is not a link"
+            f"{path}: cannot be opened ({error.strerror}); a replica runs as the user of the trainer, and the "
+            "file is not a link"
         ) from None
-    try:
-        _check_owner(path, os.fstat(file))
-        text = os.read(file, MOST_BYTES)
-    finally:
-        os.close(file)
-    try:
-        return msgspec.json.decode(text, type=Connection)
     except msgspec.MsgspecError:
         raise ConfigError(
             f"{path}: is not a connection file of this version; remove it and start `megatron-stppo train` "

@@ -1,6 +1,6 @@
 """The messages between the trainer's first rank and the first rank of a replica.
 
-A replica joins:    Hello -> Offer, or NotAccepted. After an Offer both sides build the process group over
+A replica joins:    Hello -> Offer, or Stop. After an Offer both sides build the process group over
                     which weights are sent, and send the offered version.
 It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
 It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
@@ -111,12 +111,6 @@ class ReplicaEnds(_Sent, frozen=True):
     text: str  # one line
 
 
-class NotAccepted(_Sent, frozen=True):
-    """The trainer does not accept the replica, which ends."""
-
-    why: str  # one line: field, value and remedy
-
-
 class Offer(_Sent, frozen=True):
     """The process group for weights, which the replica joins now, and the version that is sent first.
 
@@ -150,10 +144,11 @@ class Go(_Sent, frozen=True):
 
 
 class Stop(_Sent, frozen=True):
-    """The run has ended; the replica ends."""
+    """The replica ends: the run has ended, or the trainer does not accept the replica."""
 
-    reason: str
+    reason: str  # one line; if the replica is refused, with field, value and remedy
+    is_refusal: bool = False
 
 
 FromReplica = Hello | Ready | Done | Alive | ReplicaEnds
-FromTrainer = NotAccepted | Offer | Play | Announce | Go | Stop
+FromTrainer = Offer | Play | Announce | Go | Stop

@@ -220,21 +220,17 @@ class Link:
 
     def _raise(self, error: Exception | None) -> None:
         """Raise this rank's error; on the trainer, a ReplicaLost on all ranks if one of them has an error."""
-        if not self._is_trainer:
-            if error is not None:
-                raise error
-            return
-        own = None
-        if error is not None:
-            own = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+        if self._is_trainer:
+            own = None if error is None else printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+            raise_together(own, self._lost, str)
+        elif error is not None:
+            raise error
 
-        def lost(found: Mapping[int, str]) -> ReplicaLost:
-            rank, text = next(iter(found.items()))
-            return ReplicaLost(
-                f"weights could not be sent to the replica of group {self.name}: rank {rank}: {text}"
-            )
-
-        raise_together(own, lost, str)
+    def _lost(self, found: Mapping[int, str]) -> ReplicaLost:
+        """Return the exception for ranks that failed with these texts. The first of them stands for all."""
+        rank, text = next(iter(found.items()))
+        where = f"the replica of group {self.name}"
+        return ReplicaLost(f"weights could not be sent to {where}: rank {rank}: {text}")
 
     def _leave(self, why: str) -> None:
         group, self._group, self._reshard = self._group, None, None
