@@ -219,6 +219,9 @@ def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:
     told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
     assert told["short"].kind == told["differ"].kind == "error"
     assert told["short"].text.startswith("the journal ends after engine step ")
-    assert "episodes are left, such as 70; this run differs from the recorded one" in told["short"].text
+    assert (
+        "episodes are left, such as [70], for 1 s; this run differs from the recorded one"
+        in told["short"].text
+    )
     assert told["differ"].text.startswith("the journal has episodes (70, 71, 72, 73, 74, 75) before engine")
     assert ends["short"] == f"error: {told['short'].text}"

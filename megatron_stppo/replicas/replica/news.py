@@ -219,7 +219,6 @@ class Replayed(NewsSource):
     lines: Iterator[Line]
     patience: float  # seconds to wait for what is due
     _joined: bool = field(default=False, init=False)
-    _idle_since: float | None = field(default=None, init=False)  # after the last line
 
     def __post_init__(self) -> None:
         self._line = next(self.lines, None)
@@ -236,11 +235,6 @@ class Replayed(NewsSource):
                     f"step {player.steps}; {DIFFERS}"
                 )
             return News()
-        if unknown := sorted(set(line.answers) - set(player.asked)):
-            raise CannotServe(
-                f"the journal has an answer for episode {unknown[0]} before engine step {line.step}, but its "
-                f"environment was not called; {DIFFERS}"
-            )
         joins = line.version is not None and not self._joined
         update = None if joins else line.version
         if joins:
@@ -259,27 +253,24 @@ class Replayed(NewsSource):
         return self._news(line.assigned, line.answers, line.hold, update, join)
 
     def _await(self, line: Line, what: str, has_arrived: Callable[[], bool]) -> None:
-        """Wait until it has arrived, or the replica must end."""
+        self._wait(f"the journal has {what} before engine step {line.step}, but nothing came", has_arrived)
+
+    def _wait(self, why: str, is_over: Callable[[], bool]) -> None:
+        """Wait until is_over(), or until the replica must end. Raises CannotServe if it takes too long."""
         began = time.monotonic()
-        while not has_arrived() and self.end is None:
+        while not is_over() and self.end is None:
             if time.monotonic() - began > self.patience:
-                raise CannotServe(
-                    f"the journal has {what} before engine step {line.step}, but nothing came for "
-                    f"{self.patience:g} s; {DIFFERS}"
-                )
+                raise CannotServe(f"{why} for {self.patience:g} s; {DIFFERS}")
             self.look(BEAT)
 
     def _after(self, player: Player) -> News:
         """After the last line: complete the turns that are generated, then wait for the end of the run."""
-        if player.runs:
-            return News()
-        now = time.monotonic()
-        self._idle_since = self._idle_since or now
-        left = sorted({*player.playing, *self.assigned})
-        if left and now - self._idle_since > self.patience:
-            raise CannotServe(
-                f"the journal ends after engine step {player.steps} while {len(left)} episodes are left, "
-                f"such as {left[0]}; {DIFFERS}"
+        if not player.runs:
+            left = sorted({*player.playing, *self.assigned})
+            ends = f"the journal ends after engine step {player.steps}"
+            self._wait(
+                f"{ends}, and episodes are left, such as {left[:1]},",
+                lambda: not (player.playing or self.assigned),
             )
-        self.look(BEAT)
+            self.look(BEAT)
         return News()

@@ -117,11 +117,6 @@ class Ledger:
             for _, trajectory in sorted(group.finished.items())
         ]
 
-    def missing(self) -> int:
-        """Return how many episodes of the next batch have not finished."""
-        chosen = self._chosen()
-        return sum(self._terms.samples - len(self._open[number].finished) for number in chosen)
-
     @property
     def settled(self) -> bool:
         """Whether all admitted episodes have finished."""

@@ -75,17 +75,19 @@ class LocalReplicas:
         budget: int,
         *,
         tensor: int = 1,
-        threads: int = 1,
-        first_gpu: int | None = None,
+        trainer: int = 1,
         arguments: Sequence[str] = (),
     ) -> None:
         """Start the replicas. run: RUN_DIR. budget: how many are started again, over the whole run.
 
-        tensor: ranks of a replica. threads: of each rank, on a CPU. first_gpu: that of the first rank of the
-        first replica; None without GPUs. arguments: of `serve`, besides the run's folder and the name.
+        tensor: ranks of a replica. trainer: ranks of the trainer on this machine. arguments: of `serve`,
+        besides the run's folder and the name. Raises ConfigError if this machine has too few GPUs.
         """
         self._run, self._names, self._budget = run, names, budget
-        self._tensor, self._threads, self._first_gpu, self._arguments = tensor, threads, first_gpu, arguments
+        self._tensor, self._trainer, self._arguments = tensor, trainer, arguments
+        self._threads = process.threads(trainer + len(names) * tensor)  # of each rank, on a CPU
+        if torch.cuda.is_available():
+            _check_gpus(trainer, len(names), tensor)
         self.gave_up = ""  # why no further replica is started; empty if none is needed
         (run / "logs").mkdir(parents=True, exist_ok=True)
         self._processes = {name: self._start(name) for name in names}
@@ -132,14 +134,11 @@ class LocalReplicas:
         """Wait until the replicas that were `asked` to end have ended. Kill the others, and those that do not
         end: one that is still starting cannot be asked."""
         deadline = time.monotonic() + GRACE
-        for name in asked & self._processes.keys():
-            if self._processes[name].left(deadline):
-                log.warning("%s did not end within %g s and is killed", name, GRACE)
-        for ranks in self._processes.values():
-            ranks.kill()
-        deadline = time.monotonic() + DYING
         for name, ranks in self._processes.items():
-            if left := ranks.left(deadline):
+            if name in asked and ranks.left(deadline):
+                log.warning("%s did not end within %g s and is killed", name, GRACE)
+            ranks.kill()
+            if left := ranks.left(time.monotonic() + DYING):
                 log.warning("%s was killed and does not end: %s", name, left)
 
     def _start(self, name: str) -> LocalReplica:
@@ -153,8 +152,8 @@ class LocalReplicas:
             "MASTER_PORT": process.free_port(),
             "OMP_NUM_THREADS": str(self._threads),
         }
-        if self._first_gpu is not None:
-            first = self._first_gpu + self._names.index(name) * self._tensor
+        if torch.cuda.is_available():
+            first = self._trainer + self._names.index(name) * self._tensor
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + self._tensor])
         with self._log(name).open("ab") as output:
             return LocalReplica(
@@ -181,13 +180,7 @@ class LocalReplicas:
         return next((line for line in reversed(lines) if line.strip()), "")
 
 
-def check_gpus(trainer: int, replicas: int, tensor: int) -> int | None:
-    """Return the index of the first GPU that the trainer's ranks of this machine leave, None without GPUs.
-
-    Raises ConfigError if too few are left.
-    """
-    if not torch.cuda.is_available():
-        return None
+def _check_gpus(trainer: int, replicas: int, tensor: int) -> None:
     have, need = len(_gpus()), trainer + replicas * tensor
     if have < need:
         raise ConfigError(
@@ -195,7 +188,6 @@ def check_gpus(trainer: int, replicas: int, tensor: int) -> int | None:
             f"{need} GPUs, and this machine has {have}; start fewer ranks or replicas, or set "
             "serving.start=false and start the replicas elsewhere"
         )
-    return trainer
 
 
 def _gpus() -> list[str]:

@@ -24,7 +24,7 @@ from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Terms
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.replicas.trainer.local import LocalReplicas, check_gpus
+from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.recorded import Recorded
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
@@ -158,17 +158,13 @@ def _listen(config: Config) -> Listener:
 
 def _local(config: Config, recorded: Recorded | None) -> LocalReplicas:
     names = recorded.names if recorded else [f"replica-{i}" for i in range(config.serving.replicas or 0)]
-    count, tensor = len(names), config.engine_tensor
-    trainer = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first_gpu = check_gpus(trainer, count, tensor)
-    say(f"starting replicas: {count}; their output is in {config.run.folder}/logs")
+    say(f"starting replicas: {len(names)}; their output is in {config.run.folder}/logs")
     return LocalReplicas(
         config.run.folder,
         names,
         0 if recorded else config.rollout.engine_restarts,
-        tensor=tensor,
-        threads=process.threads(trainer + count * tensor),
-        first_gpu=first_gpu,
+        tensor=config.engine_tensor,
+        trainer=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         arguments=("--replay-from", str(recorded.run)) if recorded else (),
     )
 

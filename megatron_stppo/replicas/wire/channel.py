@@ -142,16 +142,12 @@ class Channel:
             self._changed.notify_all()
             return True
 
-    def finish(self) -> None:
-        """Begin to close: send what is queued, and then that there will be no more."""
+    def close(self) -> None:
+        """Send what is queued, and close. Takes at most about LINGER seconds. May be called twice."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-
-    def close(self, seconds: float = LINGER) -> None:
-        """Send what is queued, and close. Takes at most about `seconds`. May be called twice."""
-        self.finish()
-        self._reader.join(max(0.0, seconds))  # it ends when the other side has closed, too
+        self._reader.join(LINGER)  # it ends when the other side has closed, too
         self._shut(socket.SHUT_RDWR)
 
     def _write(self) -> None:

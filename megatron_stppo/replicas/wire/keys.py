@@ -125,8 +125,8 @@ def _read(path: Path) -> Connection | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be opened ({error.strerror}); a replica runs as the user of the trainer, and the "
-            "file is not a link"
+            f"{path}: cannot be opened ({error.strerror}); the file is not a link, and "
+            "a replica runs as the user of the trainer"
         ) from None
     except msgspec.MsgspecError:
         raise ConfigError(
@@ -136,15 +136,10 @@ def _read(path: Path) -> Connection | None:
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path}: is not a file; remove it and start `megatron-stppo train` again")
-    if found.st_uid != os.geteuid():
+    me, others = os.geteuid(), found.st_mode & 0o077
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != me or others:
         raise ConfigError(
-            f"{path}: belongs to user {found.st_uid}, not to user {os.geteuid()}, who runs this replica; "
-            "start `megatron-stppo serve` as the user of the trainer"
-        )
-    if found.st_mode & 0o077:
-        raise ConfigError(
-            f"{path}: has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can use its keys; run "
-            f"`chmod 600 {path}`, and start the trainer again if you do not trust them"
+            f"{path}: is {stat.filemode(found.st_mode)} of user {found.st_uid}, and must be a file that only "
+            f"user {me}, who runs this replica, can open; remove it, and start `megatron-stppo train` again "
+            f"as user {me}"
         )

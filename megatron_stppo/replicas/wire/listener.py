@@ -13,7 +13,6 @@ from megatron_stppo.base.printing import one_line
 from megatron_stppo.replicas.wire.address import listen
 from megatron_stppo.replicas.wire.channel import (
     INBOX,
-    LINGER,
     Channel,
     Mailbox,
     NotAuthentic,
@@ -89,7 +88,7 @@ class Listener:
         """Send what is queued for a peer, close its connection, and ignore what it has sent."""
         peer.is_expelled = True
         self._forget(peer)
-        threading.Thread(target=peer.close, name="wire expel", daemon=True).start()
+        _close(peer)
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and close all connections."""
@@ -99,11 +98,8 @@ class Listener:
         with contextlib.suppress(OSError):  # it is closed already
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._inbox.close()
-        for peer in peers:
-            peer.finish()
-        ends = time.monotonic() + LINGER
-        for peer in peers:
-            peer.close(ends - time.monotonic())
+        for closing in [_close(peer) for peer in peers]:
+            closing.join()
 
     def _forget(self, peer: Channel) -> None:
         with self._lock:
@@ -153,3 +149,10 @@ class Listener:
                 return
             self._has_warned = True
         log.warning("%s", text)
+
+
+def _close(peer: Channel) -> threading.Thread:
+    """Close a connection in a thread, which is returned."""
+    thread = threading.Thread(target=peer.close, name="wire close", daemon=True)
+    thread.start()
+    return thread

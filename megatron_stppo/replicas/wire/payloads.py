@@ -37,37 +37,9 @@ ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
 LARGEST_LOGPROB = 1e-3
 
 
-class _PackedTurn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    token_ids: bytes
-    rollout_logprob: bytes
-    observation_ids: bytes
-    reward: float
-    versions: Versions
-
-    @classmethod
-    def of(cls, turn: Turn) -> _PackedTurn:
-        logprob = struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob)
-        return cls(_bytes(turn.token_ids), logprob, _bytes(turn.observation_ids), turn.reward, turn.versions)
-
-    def unpack(self) -> Turn:
-        logprob = np.frombuffer(self.rollout_logprob, LOGPROB)
-        if (logprob > LARGEST_LOGPROB).any():  # False for NaN
-            raise ValueError("a log-prob above 0")
-        values = tuple(logprob.tolist())
-        return Turn(_ids(self.token_ids), values, _ids(self.observation_ids), self.reward, self.versions)
-
-
-class _PackedBranch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    prompt_ids: bytes
-    turns: tuple[_PackedTurn, ...]
-    routes: bytes
-
-    @classmethod
-    def of(cls, branch: Branch) -> _PackedBranch:
-        return cls(_bytes(branch.prompt_ids), tuple(map(_PackedTurn.of, branch.turns)), branch.routes)
-
-    def unpack(self) -> Branch:
-        return Branch(_ids(self.prompt_ids), tuple(turn.unpack() for turn in self.turns), self.routes)
+# token_ids, rollout_logprob, observation_ids, reward, versions; and prompt_ids, turns, routes
+_PackedTurn = tuple[bytes, bytes, bytes, float, Versions]
+_PackedBranch = tuple[bytes, tuple[_PackedTurn, ...], bytes]
 
 
 class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=True):
@@ -91,8 +63,11 @@ class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=
         """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
         fields = asdict(self) | {
             "prompt_ids": _ids(self.prompt_ids),
-            "turns": tuple(turn.unpack() for turn in self.turns),
-            "branches": tuple(branch.unpack() for branch in self.branches),
+            "turns": tuple(map(_turn, self.turns)),
+            "branches": tuple(
+                Branch(_ids(prompt), tuple(map(_turn, turns)), routes)
+                for prompt, turns, routes in self.branches
+            ),
         }
         return Done(fields.pop("number"), Trajectory(**fields))
 
@@ -101,11 +76,27 @@ def packed(done: Done) -> PackedDone:
     """Return the form in which a Done is sent. Raises struct.error for a negative token id."""
     fields = vars(done.trajectory) | {
         "prompt_ids": _bytes(done.trajectory.prompt_ids),
-        "turns": tuple(map(_PackedTurn.of, done.trajectory.turns)),
-        "branches": tuple(map(_PackedBranch.of, done.trajectory.branches)),
+        "turns": tuple(map(_packed_turn, done.trajectory.turns)),
+        "branches": tuple(
+            (_bytes(branch.prompt_ids), tuple(map(_packed_turn, branch.turns)), branch.routes)
+            for branch in done.trajectory.branches
+        ),
     }
     del fields["branch"]
     return PackedDone(done.number, **fields)
+
+
+def _packed_turn(turn: Turn) -> _PackedTurn:
+    logprob = struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob)
+    return _bytes(turn.token_ids), logprob, _bytes(turn.observation_ids), turn.reward, turn.versions
+
+
+def _turn(packed: _PackedTurn) -> Turn:
+    token_ids, logprob, observation_ids, reward, versions = packed
+    values = np.frombuffer(logprob, LOGPROB)
+    if (values > LARGEST_LOGPROB).any():  # False for NaN
+        raise ValueError("a log-prob above 0")
+    return Turn(_ids(token_ids), tuple(values.tolist()), _ids(observation_ids), reward, versions)
 
 
 def encode_episodes(episodes: Sequence[Done]) -> bytes:
