@@ -11,6 +11,7 @@ import pytest
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
+from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import End, Live, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
@@ -41,7 +42,7 @@ def box(timeout: float = 30.0, game: type[Game] = Game) -> Iterator[Box]:
         source = Live(
             dialer=dialer,
             host=host,
-            send=dialer.send,
+            activity=Activity(),
             journal=unused,
             timeout=timeout,
             asked_to_leave=lambda: opened.signal,

@@ -96,7 +96,7 @@ def once(
     then: Callable[[], Any] = lambda: None,
 ) -> tuple[str, Counters, Any]:
     """Serve as replica `name`. Return (how it ended, its counters, then())."""
-    from megatron_stppo.replicas.replica.replica import Replica, play_to_the_end
+    from megatron_stppo.replicas.replica.replica import Replica
     from megatron_stppo.replicas.replica.start import Started, first_rank
     from megatron_stppo.replicas.wire.weights import Link
 
@@ -112,7 +112,7 @@ def once(
             first,
         )
         try:
-            end = play_to_the_end(replica, first.send)
+            end = replica.run()
             said = f"{end.kind}: {end.text}"
         except ConfigError as error:
             said = f"ConfigError: {error}"

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_stppo.base.errors import CannotServe
+from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.journal import Journal, Line
 from megatron_stppo.replicas.wire.messages import (
+    Alive,
     Announce,
     Assignment,
     FromReplica,
@@ -30,7 +32,6 @@ from megatron_stppo.rollout.episodes.play import Player
 
 BEAT = 0.5  # seconds that the ranks of an idle replica wait at most for each other's sign of life
 DIFFERS = "this run differs from the recorded one"
-Send = Callable[[FromReplica], object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class NewsSource:
 
     dialer: Dialer
     host: EnvironmentHost
-    send: Send
+    activity: Activity
     journal: Journal
     timeout: float  # seconds without a sign of life after which the trainer is lost
     asked_to_leave: Callable[[], str]  # returns the name of the signal that this process has got, or ""
@@ -116,6 +117,11 @@ class NewsSource:
         self.host.check()
         if self.end is None:
             self.end = self._reason_to_end(bool(messages))
+
+    def send(self, message: FromReplica) -> None:
+        """Send the newest counters, and then the message: an iteration that ends with it has both."""
+        self.dialer.send(Alive(self.activity.counters))
+        self.dialer.send(message)
 
     def _next(self, player: Player) -> News:
         raise NotImplementedError

@@ -9,17 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_stppo.base.errors import CannotServe, Ending, ToolsStayAway
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import End, News, NewsSource, Send
+from megatron_stppo.replicas.replica.news import End, News, NewsSource
 from megatron_stppo.replicas.wire.messages import Assignment, Done, Offer, ReplicaEnds
-from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import InProgress, Player
 
@@ -29,16 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RENEW = 5.0  # seconds after which the deadline of the phase `rollout` starts again
-
-
-@dataclass(frozen=True)
-class FirstRank:
-    """What only the first rank of a replica has."""
-
-    source: NewsSource
-    send: Send
-    host: EnvironmentHost
-    activity: Activity
 
 
 class Replica:
@@ -54,7 +42,7 @@ class Replica:
         limits: Limits,
         link: Callable[[Offer], Link],
         phase: Callable[[str], AbstractContextManager[None]],
-        first: FirstRank | None,
+        first: NewsSource | None,
     ) -> None:
         self._engine, self._limits, self._phase, self._first = engine, limits, phase, first
         self._make_link = link
@@ -65,19 +53,35 @@ class Replica:
     def run(self) -> End:
         """Play until the replica ends, and return why. Collective.
 
+        The reason is also sent to the trainer, unless the trainer decided it or is gone.
         Raises ConfigError for an environment that is used wrongly, EngineFailure, and CannotServe if weights
-        do not arrive.
+        do not arrive. These are sent too.
         """
+        try:
+            end = self._play()
+        except Exception as error:
+            self._tell("misuse" if isinstance(error, ConfigError) else "error", _said(error))
+            raise
+        match end.kind:
+            case "left" | "away" | "error":
+                self._tell(end.kind, end.text)
+        return end
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def _tell(self, kind: Literal["left", "misuse", "away", "error"], text: str) -> None:
+        if self._first:
+            self._first.send(ReplicaEnds(kind, text))
+
+    def _play(self) -> End:
         while True:
             with self._phase("rollout"):
                 renew = time.monotonic() + RENEW
                 while time.monotonic() < renew:
                     if (end := self._turn()) is not None:
                         return end
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
 
     def _turn(self) -> End | None:
         """Apply the news and run an engine step. Return why the replica ends, if it does."""
@@ -100,7 +104,7 @@ class Replica:
         news: News | None = None
         if self._first:
             began = time.monotonic()
-            news = _next(self._first.source, self._player)
+            news = _next(self._first, self._player)
             self._activity.waited(began, time.monotonic())
         return broadcast_record(news, News, 0, self._engine.group)
 
@@ -133,8 +137,6 @@ class Replica:
             self._first.host.renew_patience()
 
     def _begun(self, assignment: Assignment) -> InProgress:
-        if assignment.number in self._player.playing:
-            raise CannotServe(f"the trainer has assigned episode {assignment.number}, which is in progress")
         episode = Episode(assignment.task, assignment.group, self._limits, self._engine.tokenizer)
         a = assignment
         return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p)
@@ -172,24 +174,6 @@ def _failing(what: str) -> Iterator[None]:
 def _said(error: Exception) -> str:
     """Return the error in one line, with its type unless it is one of ours."""
     return one_line(str(error) if isinstance(error, Ending) else f"{type(error).__name__}: {error}")
-
-
-def play_to_the_end(replica: Replica, send: Send) -> End:
-    """Run the replica, and return why it ended. Collective.
-
-    The reason is also sent to the trainer, unless the trainer decided it or is gone.
-
-    Exceptions of Replica.run are sent too, and passed on.
-    """
-    try:
-        end = replica.run()
-    except Exception as error:
-        send(ReplicaEnds("misuse" if isinstance(error, ConfigError) else "error", _said(error)))
-        raise
-    match end.kind:
-        case "left" | "away" | "error":
-            send(ReplicaEnds(end.kind, end.text))
-    return end
 
 
 def raise_failure(end: End) -> None:

@@ -24,14 +24,14 @@ from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed, Send
-from megatron_stppo.replicas.replica.replica import FirstRank, Replica, play_to_the_end, raise_failure
+from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed
+from megatron_stppo.replicas.replica.replica import Replica, raise_failure
 from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.address import is_loopback
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.keys import FOLDER, Connection
-from megatron_stppo.replicas.wire.messages import Alive, FromReplica, Hello, process_name
+from megatron_stppo.replicas.wire.messages import Hello, process_name
 from megatron_stppo.replicas.wire.payloads import limit_of
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
@@ -87,13 +87,13 @@ def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) 
             watchdog.phase,
         )
         if rank:
-            return _serve(build(None), engine, lambda message: None)
+            return _serve(build(None), engine)
         with first_rank(config, started, name, engine, make_environment) as first:
-            _serve(build(first), engine, first.send)
+            _serve(build(first), engine)
 
 
-def _serve(replica: Replica, engine: Engine, send: Send) -> None:
-    end = play_to_the_end(replica, send)
+def _serve(replica: Replica, engine: Engine) -> None:
+    end = replica.run()
     dist.barrier()  # a rank that exits early would break collectives of the others
     replica.close()
     engine.close()
@@ -109,7 +109,7 @@ def first_rank(
     name: str,
     engine: Engine,
     make_environment: Callable[[], AnyEnvironment],
-) -> Iterator[FirstRank]:
+) -> Iterator[NewsSource]:
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment
     recording = journal.Journal(started.run, name)
@@ -121,11 +121,6 @@ def first_rank(
     if started.repeats is not None:
         source = partial(Replayed, lines=started.repeats, patience=PATIENCE * timeout)
 
-    def send(message: FromReplica) -> None:
-        """Send the newest counters, and then the message: an iteration that ends with it has both."""
-        dialer.send(Alive(activity.counters))
-        dialer.send(message)
-
     try:
         with EnvironmentHost(
             make_environment,
@@ -134,16 +129,15 @@ def first_rank(
             tools=ToolWait(e.tool_wait),
             answered=dialer.wake,
         ) as host:
-            news = source(
+            dialer.send(_hello(config, name, engine))
+            yield source(
                 dialer=dialer,
                 host=host,
-                send=send,
+                activity=activity,
                 journal=recording,
                 timeout=timeout,
                 asked_to_leave=lambda: started.notice.reason,
             )
-            dialer.send(_hello(config, name, engine))
-            yield FirstRank(news, send, host, activity)
     finally:
         dialer.close()
         recording.close()
